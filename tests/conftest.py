@@ -2,11 +2,11 @@
 which tests stay in one process: those of a file, and all that compile the CUDA kernels for the CPU."""
 
 from pathlib import Path
+from typing import Any
 
+import forked_workers as forking
 import pytest
-from tiers import SLOW_FIXTURES, TESTS, is_in_a_slow_folder
-
-CUDA = TESTS / "unit" / "cuda"
+from tiers import SLOW_FIXTURES, is_in_a_slow_folder, scheduler, seconds_of, unit_of
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -19,10 +19,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_in_a_slow_folder(item.path) or SLOW_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
-        together = CUDA if item.path.is_relative_to(CUDA) else item.path
-        item.add_marker(pytest.mark.xdist_group(str(together)))
+    if hasattr(
+        config, "workerinput"
+    ):  # one of several processes: what takes long comes first, so that none ends long after the others
+        items.sort(key=lambda item: -seconds_of(unit_of(item.nodeid)))
     if any(item.get_closest_marker("gpu") for item in items):
         _deselect_without_a_gpu(config, items)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return scheduler(config, log) if config.getvalue("dist") == "loadfile" else None  # another one was asked for
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes of runs start in a moment: where their start is not what is tested."""
+    forking.in_place(monkeypatch)
 
 
 def _deselect_without_a_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:

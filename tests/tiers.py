@@ -1,6 +1,9 @@
-"""The fast tier, `pytest -m "not slow"`, is what is left without these folders and fixtures and without the tests marked `slow`."""
+"""The fast tier, `pytest -m "not slow"`, is what is left without these folders and fixtures and without the tests marked `slow`.
+
+With several processes (`-n 2`) a unit of tests stays in one of them, and the longest units come first."""
 
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent
 SLOW_FOLDERS = {
@@ -9,7 +12,36 @@ SLOW_FOLDERS = {
     "unit/cuda": "the CUDA kernels are compiled for the CPU",
 }
 SLOW_FIXTURES = {"hf_smollm2": "transformers is loaded, which takes seconds"}
+TOGETHER = ("tests/unit/cuda/",)  # they share what is compiled
+# about how many seconds a unit takes, of those that take long; the others come after them
+SECONDS = {
+    "tests/integration/test_modes_tiny.py": 150,
+    "tests/integration/test_ppo_tiny.py": 140,
+    "tests/integration/test_resume.py": 140,
+    "tests/integration/test_several_processes.py": 140,
+}
 
 
 def is_in_a_slow_folder(path: Path) -> bool:
     return any(path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS)
+
+
+def unit_of(nodeid: str) -> str:
+    """What a test shares its process with: the tests of its file, or of its folder."""
+    return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
+
+
+def seconds_of(unit: str) -> int:
+    return SECONDS.get(unit, 0)
+
+
+def scheduler(config: Any, log: Any) -> Any:
+    """Of pytest-xdist: a unit of tests in one process, units in the order of collection."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Units(config, log)

@@ -8,6 +8,7 @@ import tiny
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from test_several_processes import tensor_digest
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 STEPS = 3
 
 

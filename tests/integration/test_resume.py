@@ -2,6 +2,8 @@
 
 import shutil
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -23,14 +25,23 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def check(one_thread):
+    """`kill_resume.check` by a process whose forked children the runs are: starting one imports nothing."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=kill_resume.fork_runs) as pool:
+        yield lambda *how, **more: pool.submit(kill_resume.check, *how, **more).result()
 
 
 @pytest.mark.parametrize("mode, kills", [("dapo", 2), ("prorlv2", 1), ("rloo", 1), ("grpo", 1)])
-def test_killed_runs_end_like_an_unbroken_one(mode, kills):
-    assert kill_resume.check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
+def test_killed_runs_end_like_an_unbroken_one(check, mode, kills):
+    assert check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
 # in the middle of the critic's warm-up, and after it; several optimizer steps an epoch
@@ -40,8 +51,8 @@ PPO_RUN = [
 ]  # fmt: skip
 
 
-def test_killed_ppo_runs_end_like_an_unbroken_one():
-    assert kill_resume.check("configs/vapo_tiny.yaml", 10, kills=2, overrides=PPO_RUN, seed=3) == []
+def test_killed_ppo_runs_end_like_an_unbroken_one(check):
+    assert check("configs/vapo_tiny.yaml", 10, kills=2, overrides=PPO_RUN, seed=3) == []
 
 
 def test_the_comparison_sees_a_difference(tmp_path):

@@ -11,6 +11,7 @@ from nemo_rl_cpp.models.policy.lm_policy import Policy
 from test_dedicated_engines import apart
 from test_several_processes import tensor_digest
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 BESIDE = (
     *apart(1, 1), "{}.async_{}.enabled=true", "loss_fn.use_importance_sampling_correction=true", "checkpointing.enabled=true",
     "checkpointing.metric_name=null", "checkpointing.keep_top_k=null",

@@ -14,6 +14,7 @@ from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.config import load_grpo_config
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 BLOCKS = ("policy.gradient_blocks=4",)
 TIMES = ("timing/", "performance/", "system/", "ray/", "memory")
 

@@ -8,6 +8,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 TP = ("policy.dtensor_cfg.tensor_parallel_size=2",)
 BLOCKS = ("policy.gradient_blocks=4",)
 PPO = ("policy.megatron_cfg.tensor_model_parallel_size=2", "ppo.policy_training_start_step=1")

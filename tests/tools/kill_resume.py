@@ -95,7 +95,10 @@ def run_and_kill(argv: list[str], environment: dict[str, str], after_step: int, 
         process.wait(delay)
         return False
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # a forked one that has no group of its own yet, and so has started nothing
+            os.kill(process.pid, signal.SIGKILL)
         process.wait()
         return True
     finally:
@@ -143,6 +146,22 @@ class Forked:
 
 
 FORK = False
+IMPORTED = (
+    "algorithms.restarts",
+    "algorithms.build",
+    "config.run",
+    "models.policy.lm_policy",
+    "run_grpo_math",
+    "run_ppo",
+)
+
+
+def fork_runs() -> None:
+    """From now on a run is a forked child, which finds imported what every run imports. No thread is started by that."""
+    global FORK
+    FORK = True
+    for name in IMPORTED:
+        importlib.import_module(f"nemo_rl_cpp.{name}")
 
 
 def start(argv: list[str], environment: dict[str, str]) -> "subprocess.Popen | Forked":
@@ -236,7 +255,6 @@ def check(
 
 
 def main() -> int:
-    global FORK
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/grpo_tiny.yaml")
     parser.add_argument("--algorithms", action="store_true")
@@ -245,9 +263,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments, overrides = parser.parse_known_args()
-    FORK = arguments.fork
-    if FORK:
-        pass  # noqa: E401
+    if arguments.fork:
+        fork_runs()
     tried = ALGORITHMS if arguments.algorithms else {"": (arguments.config, ())}
     different = False
     for name, (config, own) in tried.items():

@@ -11,6 +11,7 @@ import re
 import sys
 from unittest.mock import MagicMock
 
+import forked_workers
 import pytest
 import tiny
 import vllm_stand_in
@@ -153,6 +154,7 @@ def keys_of(model):
 def reads(tmp_path_factory):
     """What the runs of SHAPES read."""
     patch, watch = pytest.MonkeyPatch(), Reads()
+    forked_workers.in_place(patch)
     dump, check = Section.model_dump, build._checked
 
     def model_dump(section, **options):

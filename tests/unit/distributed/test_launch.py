@@ -14,6 +14,7 @@ from multiprocessing.connection import answer_challenge, deliver_challenge
 from pathlib import Path
 
 import pytest
+import tiny
 from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import launch
@@ -156,9 +157,11 @@ def weights(folder: Path, step: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_ranks_of_srun_train_the_same_bits(tmp_path):
+def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers):
+    """As a run that starts its ranks itself."""
+    with tiny.make(tmp_path / "one", *arguments(tmp_path / "one", 2)[2:]) as run:
+        run.train()
     program = [sys.executable, "-m", "nemo_rl_cpp.run_grpo_math"]
-    subprocess.run([*program, *arguments(tmp_path / "one", 2)], check=True, timeout=300, capture_output=True)
     more = SRUN | {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "NEMO_RL_LAUNCH_DIR": str(tmp_path / "launch")}
     ranks = [
         subprocess.Popen(

@@ -19,15 +19,27 @@ from players import alive, fails, lose, make
 pytestmark = pytest.mark.slow
 
 
+def two_workers():
+    return RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1, worker_timeout_s=4.0))
+
+
 @pytest.fixture
 def cluster():
-    made = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1, worker_timeout_s=4.0))
+    made = two_workers()
     yield made
     made.shutdown()
 
 
-def test_calls_and_results(cluster):
-    group, other = RayWorkerGroup(cluster, partial(make, 10)), RayWorkerGroup(cluster, partial(make, 20))
+@pytest.fixture(scope="module")
+def lasting():
+    """One for all tests that leave it as it is."""
+    made = two_workers()
+    yield made
+    made.shutdown()
+
+
+def test_calls_and_results(lasting):
+    group, other = RayWorkerGroup(lasting, partial(make, 10)), RayWorkerGroup(lasting, partial(make, 20))
     assert group.call_all("number", 5) == [15, 16] and other.call_all("number", add=0) == [20, 21]
     assert group.call_all("base") == [10, 10]  # what is no method is read
     assert group.call_all("total") == [3.0, 3.0]
@@ -38,8 +50,8 @@ def test_calls_and_results(cluster):
     assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
-def test_a_failure_is_the_ranks_own_and_all_stay(cluster):
-    group = RayWorkerGroup(cluster, partial(make, 0))
+def test_a_failure_is_the_ranks_own_and_all_stay(lasting):
+    group = RayWorkerGroup(lasting, partial(make, 0))
     with pytest.raises(ValueError, match="rank 1 does not like this") as caught:
         group.call_all("fail_on", 1)
     assert "raised on rank 1 of 2" in caught.value.__notes__[0] and "in fail_together" in caught.value.__notes__[0]
@@ -49,7 +61,7 @@ def test_a_failure_is_the_ranks_own_and_all_stay(cluster):
         group.call_all("no_such_method")
 
 
-def test_no_rank_waits_for_one_that_has_failed(cluster, monkeypatch):
+def test_no_rank_waits_for_one_that_has_failed(forked_workers, cluster, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.distributed.worker_calls.GRACE_SECONDS", 0.5)
     group = RayWorkerGroup(cluster, partial(make, 0))
     pids = cluster.workers.pids
@@ -71,13 +83,13 @@ def test_a_lost_process_is_named_and_none_is_left(cluster, number, said):
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_builder_that_fails_says_where(cluster):
+def test_a_builder_that_fails_says_where(lasting):
     with pytest.raises(TypeError, match="unsupported operand") as caught:
-        RayWorkerGroup(cluster, fails)
+        RayWorkerGroup(lasting, fails)
     assert "raised on rank" in caught.value.__notes__[0]
 
 
-def test_a_worker_that_died_while_idle_is_known_at_once(cluster):
+def test_a_worker_that_died_while_idle_is_known_at_once(forked_workers, cluster):
     group = RayWorkerGroup(cluster, partial(make, 0))
     pids, began = cluster.workers.pids, time.monotonic()
     os.kill(pids[0], signal.SIGKILL)
@@ -89,18 +101,18 @@ def test_a_worker_that_died_while_idle_is_known_at_once(cluster):
         group.run_single_worker_single_data("number", 0, 0).result(timeout=5)
 
 
-def test_a_stopped_worker_that_reads_nothing_does_not_stop_the_run(cluster):
+def test_a_stopped_worker_that_reads_nothing_does_not_stop_the_run(forked_workers, cluster):
     group = RayWorkerGroup(cluster, partial(make, 0))
     os.kill(cluster.workers.pids[1], signal.SIGSTOP)
     with pytest.raises(WorkerLostError, match="rank 1 of 2 .* gave no sign of life"):
         group.call_all("size_of", b"0" * 8_000_000)
 
 
-def test_a_job_that_is_signalled_is_ended_by_its_own_process(cluster):
-    group = RayWorkerGroup(cluster, partial(make, 0))
+def test_a_job_that_is_signalled_is_ended_by_its_own_process(lasting):
+    group = RayWorkerGroup(lasting, partial(make, 0))
     group.call_all("number", 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        os.kill(cluster.workers.pids[0], number)
+        os.kill(lasting.workers.pids[0], number)
     assert group.call_all("number", 1) == [1, 2]
 
 

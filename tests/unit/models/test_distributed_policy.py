@@ -13,7 +13,7 @@ from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 B = 16
 
 
@@ -71,7 +71,7 @@ def one(tokenizer):
 
 
 @pytest.fixture
-def two(tokenizer):
+def two(tokenizer, forked_workers):
     cluster = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
     made = DistributedPolicy(cluster, config(), tokenizer, init_reference_model=False)
     yield made

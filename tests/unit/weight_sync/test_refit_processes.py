@@ -24,7 +24,7 @@ DEADLINE = 2.0
 
 
 @pytest.fixture
-def cluster():
+def cluster(forked_workers):
     made = RayVirtualCluster(
         [1], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1), role="engine worker"
     )

@@ -1,0 +1,145 @@
+"""Worker processes of a run as forked children of a process that has torch imported, so that each starts in a moment.
+
+`in_place(patch)` puts them where `ProcessWorker` starts a program. They are what it would have started, in all but the start: children of
+this process, in a session of their own, with its environment, folder and module paths. That a worker can be started as a program is
+tested in tests/unit/distributed/test_process_workers.py.
+"""
+
+import atexit
+import ctypes
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+IMPORTED = (
+    "torch.distributed", "nemo_rl_cpp.distributed.worker", "nemo_rl_cpp.distributed.ranks", "nemo_rl_cpp.algorithms.build",
+    "nemo_rl_cpp.models.policy.lm_policy", "nemo_rl_cpp.models.generation.native",
+)  # fmt: skip
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: a process whose parent has ended becomes this one's child
+
+
+class Forked:
+    """What `ProcessWorker` uses of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode, self._lock = pid, None, threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+                if found:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._lock:
+            ended = None if self.returncode is not None else os.pidfd_open(self.pid)
+        if ended is not None:
+            ready, _, _ = select.select([ended], [], [], timeout)
+            os.close(ended)
+            if not ready:
+                raise subprocess.TimeoutExpired("worker", timeout)
+        return self.poll()
+
+
+class Forker:
+    """The process that forks them."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    def start(self, command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: object) -> Forked:
+        """`command` is that of a worker, whose first argument is the number of its socket."""
+        at = command.index("nemo_rl_cpp.distributed.worker") + 1
+        asked = pickle.dumps((command[at:], env, os.getcwd()))
+        prctl = ctypes.CDLL(None).prctl
+        prctl(SUBREAPER, 1)
+        try:
+            socket.send_fds(self._socket, [len(asked).to_bytes(4, "big")], [pass_fds[0], 1, 2])
+            self._socket.sendall(asked)
+            return Forked(int.from_bytes(self._socket.recv(4, socket.MSG_WAITALL), "big"))
+        finally:
+            prctl(SUBREAPER, 0)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(timeout=20)
+
+
+_forker: Forker | None = None
+
+
+def in_place(patch: pytest.MonkeyPatch) -> None:
+    """Until `patch` is undone, workers are forked."""
+    from nemo_rl_cpp.distributed import process_workers
+
+    global _forker
+    if _forker is None:
+        _forker = Forker()
+        atexit.register(_forker.close)
+    patch.setattr(process_workers, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": _forker.start}))
+
+
+def serve(requests: socket.socket) -> None:
+    """Forks a worker for each request, until the other end is closed. The worker's parent ends at once."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    while True:
+        size, files, _, _ = socket.recv_fds(requests, 4, 3)
+        if not size:
+            return
+        arguments, environment, folder = pickle.loads(requests.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            child = os.fork()
+            if child:
+                os.write(writing, child.to_bytes(4, "big"))
+                os._exit(0)
+            requests.close(), os.close(reading), os.close(writing)
+            work(arguments, environment, folder, files)
+        os.waitpid(between, 0)
+        for file in files:
+            os.close(file)
+        requests.sendall(os.read(reading, 4))
+        os.close(reading), os.close(writing)
+
+
+def work(arguments: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:
+    """What a worker's own process does; it does not come back."""
+    status = 1
+    try:
+        os.setsid()
+        for file, number in ((os.open(os.devnull, os.O_RDONLY), 0), (files[1], 1), (files[2], 2)):
+            os.dup2(file, number)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+        sys.argv = ["worker", str(files[0]), *arguments[1:]]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        importlib.import_module("nemo_rl_cpp.distributed.worker").main()
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

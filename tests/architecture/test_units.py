@@ -13,6 +13,7 @@ class Process:
     """Notes what it is told to run."""
 
     shutting_down = False
+    gateway = SimpleNamespace(id="a")
 
     def __init__(self):
         self.given = []

@@ -57,4 +57,5 @@ def test_two_ranks_end_with_the_weights_of_one(section, tmp_path):
     assert [row["reward"] for row in history] == [row["reward"] for row in expected]
     for name in ("loss", "grad_norm", "token_mult_prob_error"):
         for mine, theirs in zip(history, expected):
-            assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-4, abs=1e-6), name
+            if name in theirs:  # not in steps that warm the critic up
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name

@@ -109,9 +109,8 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
         return None
     heads = sizes["num_attention_heads"]
     derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
-    return ModelSizes(
-        **derived | sizes, tie_word_embeddings=bool(known.get("tie_word_embeddings", False)), **expert_sizes(known)
-    )
+    tied = bool(known.get("tie_word_embeddings", False))
+    return ModelSizes(**derived | sizes | expert_sizes(known), tie_word_embeddings=tied)
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:

@@ -14,7 +14,7 @@ from .generation import GenerationConfig
 from .known_models import known_model
 from .machine import machine_memory
 from .master import TrainMasterConfig
-from .memory_hf import CHUNK_BYTES, expert_sizes, tape_bytes
+from .memory_hf import chunk_bytes, expert_sizes, tape_bytes
 from .policy import PolicyConfig, TrainedModelConfig
 from .resources import engines_of, trainers_of
 
@@ -315,8 +315,9 @@ def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
 def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:
     """What the language-model head takes of a micro-batch."""
     if policy.backend == "hf":
-        logits = float(_micro_batch_tokens(policy, kind) * sizes.vocab_size * _width(policy))
-        return "logits of a micro-batch", logits * (2 if kind == "train" else 1) + CHUNK_BYTES  # with their gradient
+        count = _micro_batch_tokens(policy, kind) * sizes.vocab_size
+        logits = float(count * _width(policy)) * (2 if kind == "train" else 1)  # with their gradient
+        return "logits of a micro-batch", logits + chunk_bytes(count)
     if kind == "train":
         return "logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)
     return "logits chunk", _filtered_logits(policy)

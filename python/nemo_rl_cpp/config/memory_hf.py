@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.memory import ModelSizes
 
-CHUNK_BYTES = 2.0**28
-"""Float32 logits of some tokens, and what their backward makes of them (models/hf/outputs.py)."""
+_CHUNK = 2**24
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def chunk_bytes(logits: int) -> float:
+    """Float32 logits of some tokens, and three arrays of their size that a backward pass makes (models/hf/outputs.py)."""
+    return 16.0 * min(logits, _CHUNK)
 
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:

@@ -30,8 +30,11 @@ def phases(*overrides, load=load_grpo_config, config="grpo_tiny.yaml"):
 def test_logits_and_the_tape_are_counted(precision, width):
     found = phases(f"policy.precision={precision}")
     training = found["policy training"]
-    assert training["logits of a micro-batch"] == 2 * TOKENS * V * width + 2**28
-    assert found["log-probabilities"]["logits of a micro-batch"] == TOKENS * V * width + 2**28
+    chunk = TOKENS * V * 16
+    assert training["logits of a micro-batch"] == 2 * TOKENS * V * width + chunk
+    assert found["log-probabilities"]["logits of a micro-batch"] == TOKENS * V * width + chunk
+    large = phases(f"policy.precision={precision}", "policy.hf_config_overrides.vocab_size=256000")["policy training"]
+    assert large["logits of a micro-batch"] == 2 * TOKENS * 256_000 * width + 2**28
     tape = 6 * D + 3 * HEADS * SIZE + 2 * 2 * SIZE + 4 * INNER
     assert training["activations"] == TOKENS * L * (tape * width + (8 * D if width == 2 else 0))
     assert training["policy weights"] == WEIGHTS * width and training["policy gradients"] == WEIGHTS * 4

@@ -8,14 +8,23 @@ import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("forked_workers")
 STEPS = 10
-SMALL = "policy.backend=hf", "++policy.hf_config_overrides.num_hidden_layers=2", "policy.precision=float32"
+SMALL = (
+    "policy.backend=hf", "++policy.hf_config_overrides.num_hidden_layers=2", "++policy.hf_config_overrides.hidden_size=32",
+    "++policy.hf_config_overrides.intermediate_size=64", "policy.precision=float32",
+)  # fmt: skip
 RUNS = {
-    "grpo": ("grpo_tiny.yaml", (*SMALL, *tiny.SMALL, "++policy.hf_config_overrides.model_type=gemma"), ("policy",)),
+    "grpo": (
+        "grpo_tiny.yaml",
+        (*SMALL, "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
+         "++policy.hf_config_overrides.model_type=gemma"),
+        ("policy",),
+    ),
     "ppo": (
         "ppo_tiny.yaml",
-        (*SMALL, "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=2", "policy.train_global_batch_size=16",
-         "value.train_global_batch_size=16", "ppo.policy_training_start_step=1", "ppo.ppo_epochs=1", "++policy.hf_config_overrides.model_type=olmo"),
+        (*SMALL, "ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=2", "policy.train_global_batch_size=8",
+         "value.train_global_batch_size=8", "ppo.policy_training_start_step=1", "ppo.ppo_epochs=1", "++policy.hf_config_overrides.model_type=olmo"),
         ("policy", "value"),
     ),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import forked_workers
 import pytest
 import torch
 from hf_players import batch, hf_policy, hf_value, make, relative
@@ -25,7 +26,11 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def cluster():
+    torch.set_num_threads(1)  # as each rank has
     made = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    with pytest.MonkeyPatch.context() as patch:
+        forked_workers.in_place(patch)
+        assert made.workers
     yield made
     made.shutdown()
 
@@ -136,6 +141,10 @@ def test_a_critic_is_shared_too(cluster, tmp_path):
     for step in range(3):
         expected, got = one.train(uneven(step), value_loss()), two.train(uneven(step), value_loss())
         assert relative(got["loss"], expected["loss"]) <= 1e-5
+    few = {name: value[:2] for name, value in batch(4).items()}
+    assert (
+        relative(two.train(few, value_loss(), gbs=1)["loss"], one.train(few, value_loss(), gbs=1)["loss"]) <= 1e-5
+    )  # a rank has nothing
     torch.testing.assert_close(
         two.get_values(batch(5))["values"], one.get_values(batch(5))["values"], rtol=1e-5, atol=1e-6
     )

@@ -24,6 +24,9 @@ IMPORTED = (
     "torch.distributed", "nemo_rl_cpp.distributed.worker", "nemo_rl_cpp.distributed.ranks", "nemo_rl_cpp.algorithms.build",
     "nemo_rl_cpp.models.policy.lm_policy", "nemo_rl_cpp.models.generation.native",
 )  # fmt: skip
+OF_TRANSFORMERS = (
+    "transformers.modeling_utils", "torch.distributed.fsdp", "nemo_rl_cpp.models.policy.hf_policy", "nemo_rl_cpp.models.value.hf_value",
+)  # fmt: skip
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: a process whose parent has ended becomes this one's child
 
 
@@ -66,7 +69,9 @@ class Forker:
     def start(self, command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: object) -> Forked:
         """`command` is that of a worker, whose first argument is the number of its socket."""
         at = command.index("nemo_rl_cpp.distributed.worker") + 1
-        asked = pickle.dumps((command[at:], env, os.getcwd()))
+        more = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+        more += OF_TRANSFORMERS if "transformers" in sys.modules else ()
+        asked = pickle.dumps((command[at:], env, os.getcwd(), more))
         prctl = ctypes.CDLL(None).prctl
         prctl(SUBREAPER, 1)
         try:
@@ -103,7 +108,10 @@ def serve(requests: socket.socket) -> None:
         size, files, _, _ = socket.recv_fds(requests, 4, 3)
         if not size:
             return
-        arguments, environment, folder = pickle.loads(requests.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
+        asked = requests.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+        arguments, environment, folder, more = pickle.loads(asked)
+        for name in more:  # what the test has imported, its workers need too
+            importlib.import_module(name)
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:

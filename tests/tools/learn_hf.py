@@ -1,7 +1,7 @@
 """Lets architectures that the native core lacks learn the tiny task by transformers: GRPO and PPO, from random weights.
 
     python tests/tools/learn_hf.py                       # all of them, some minutes each
-    python tests/tools/learn_hf.py --algorithms ppo gemma phi
+    python tests/tools/learn_hf.py gemma phi --algorithms ppo
 
 Exit status 1 where a run does not reach a mean accuracy of 0.9 within its steps.
 """

@@ -1,5 +1,6 @@
 """A model of transformers that two ranks share (FSDP2) against the same in one process: weights, scores, texts, checkpoints, faults."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -28,6 +29,7 @@ pytest.importorskip("transformers")
 def cluster():
     torch.set_num_threads(1)  # as each rank has
     made = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    importlib.import_module("transformers")
     with pytest.MonkeyPatch.context() as patch:
         forked_workers.in_place(patch)
         assert made.workers

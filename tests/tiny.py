@@ -1,8 +1,5 @@
 """Runs of the tiny model (100 thousand random parameters, configs/grpo_tiny.yaml, ppo_tiny.yaml) inside the test process."""
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +79,7 @@ def train(folder: Path, *overrides: str, until: float | None = None, **options: 
 
 
 def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNamespace:
-    """Trains until the mean accuracy of five steps is `until`, and validates; what is left of the run can be sent between processes."""
+    """Trains until the mean accuracy of five steps is `until`, and validates; what is left of the run."""
     run = train(Path(folder), f"{kind_of(config)}.seed={seed}", config=config, until=until)
     accuracy = [row["accuracy"] for row in run.history]
     return SimpleNamespace(
@@ -92,14 +89,3 @@ def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNam
         held_out=run.validator.run(run.state.step).metrics["accuracy"],
         has_critic=run.config.has_critic,
     )
-
-
-def learn_side_by_side(jobs: Sequence[tuple[str, int, float]], folder: Path) -> Iterator[SimpleNamespace]:
-    """`learn` of each (configuration, seed, until), two at a time, each on one thread."""
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        started = [
-            pool.submit(learn, config, seed, folder / f"{Path(config).stem}_{seed}", until)
-            for config, seed, until in jobs
-        ]
-        for learned in started:
-            yield learned.result()

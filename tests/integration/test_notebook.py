@@ -10,6 +10,8 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebooks" / "grp
 def test_the_notebook_runs(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (training,) = (cell for cell in notebook.cells if "num_steps=60" in cell.source)
+    training.source = training.source.replace("num_steps=60", "num_steps=12")  # how well it learns is not looked at
     nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()

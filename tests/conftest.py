@@ -1,12 +1,23 @@
 """Which tests a run takes: those marked `gpu` where there is a CUDA device, those of slow folders but in the fast tier. With `-n`,
 which tests stay in one process: those of a file, and all that compile the CUDA kernels for the CPU."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import forked_workers as forking
 import pytest
 from tiers import SLOW_FIXTURES, is_in_a_slow_folder, scheduler, seconds_of, unit_of
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where PYTHONDONTWRITEBYTECODE is set, torch's 1,500 files would be compiled anew by every process that a test starts, which takes
+    seconds: compiled files go into pytest's cache instead."""
+    if "PYTHONDONTWRITEBYTECODE" in os.environ and hasattr(config, "cache"):
+        del os.environ["PYTHONDONTWRITEBYTECODE"]
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(config.cache.mkdir("bytecode"))
+        sys.dont_write_bytecode = False
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

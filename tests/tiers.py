@@ -15,10 +15,26 @@ SLOW_FIXTURES = {"hf_smollm2": "transformers is loaded, which takes seconds"}
 TOGETHER = ("tests/unit/cuda/",)  # they share what is compiled
 # about how many seconds a unit takes, of those that take long; the others come after them
 SECONDS = {
-    "tests/integration/test_modes_tiny.py": 150,
-    "tests/integration/test_ppo_tiny.py": 140,
-    "tests/integration/test_resume.py": 140,
-    "tests/integration/test_several_processes.py": 140,
+    "tests/integration/test_modes_tiny.py": 200,
+    "tests/integration/test_ppo_tiny.py": 180,
+    "tests/integration/test_several_processes.py": 70,
+    "tests/unit/cuda/": 60,
+    "tests/unit/distributed/test_launch.py": 60,
+    "tests/unit/distributed/test_two_nodes.py": 55,
+    "tests/unit/environments/test_ray_environment.py": 50,
+    "tests/integration/test_grpo_tiny.py": 50,
+    "tests/unit/distributed/test_ray_workers.py": 50,
+    "tests/integration/test_hf_tiny.py": 45,
+    "tests/integration/test_resume.py": 45,
+    "tests/documents/test_snippets.py": 45,
+    "tests/integration/test_dedicated_engines.py": 40,
+    "tests/unit/config/test_effective_keys.py": 40,
+    "tests/integration/test_guides.py": 40,
+    "tests/unit/test_drawn_values.py": 40,
+    "tests/parity/test_model_folders.py": 40,
+    "tests/unit/environments/test_end_with_the_trainer.py": 30,
+    "tests/unit/models/test_hf_models.py": 30,
+    "tests/unit/environments/test_sandbox_memory.py": 30,
 }
 
 

@@ -12,8 +12,7 @@ TESTS_OF = [f"tests/{name}.py::test_{i}[a::b]" for name in ("x/test_a", "x/test_
 class Process:
     """Notes what it is told to run."""
 
-    shutting_down = False
-    gateway = SimpleNamespace(id="a")
+    shutting_down, gateway = False, SimpleNamespace(id="gw")
 
     def __init__(self):
         self.given = []

@@ -189,7 +189,7 @@ class Engine:
     def sample(self, prompt, response, parameters):
         import torch
 
-        logits = self.llama.logits(prompt + response).double()
+        logits = self.llama.logits([*prompt, *response]).double()
         greedy = parameters.temperature == 0
         chances = torch.log_softmax(logits if greedy else logits / parameters.temperature, -1)
         if greedy:
@@ -236,7 +236,7 @@ def modules(mode):
         "vllm.distributed.weight_transfer.base", WeightTransferEngine=Transfer, WeightTransferInitInfo=object,
         WeightTransferUpdateInfo=object,
     )  # fmt: skip
-    factory = SimpleNamespace(register_engine=Engine.registered.__setitem__)
+    factory = SimpleNamespace(register_engine=lambda name, *of: Engine.registered.__setitem__(name, of[0]))
     module("vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=factory)
     nothing = lambda *_: None  # noqa: E731
     module(

@@ -2,7 +2,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings/module.h"
-#include "distributed/communicator.h"
+#include "distributed/nccl_communicator.h"
 
 namespace nemo_rl::bindings {
 namespace {
@@ -47,6 +47,7 @@ void bind_distributed(py::module_& m) {
   m.def("gloo_communicator", &gloo_communicator, py::arg("group_name"), py::arg("seconds"));
   m.def("nccl_communicator", &nccl_communicator, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"),
         py::arg("seconds"), release_gil());
+  m.def("nccl_greeting", &nccl_greeting, py::arg("communicator"), phase(), release_gil());
   m.def("communicator_by_device", &communicator_by_device, py::arg("on_cpu"), py::arg("on_device"));
 }
 

@@ -50,9 +50,17 @@ void check_all_gather(const Communicator& ranks, const at::Tensor& out, const at
 
 namespace {
 NcclFactory* nccl_factory = nullptr;
-}
+NcclGreeting* greeting_of_nccl = nullptr;
+}  // namespace
 
 void set_nccl_factory(NcclFactory* factory) { nccl_factory = factory; }
+void set_nccl_greeting(NcclGreeting* greeting) { greeting_of_nccl = greeting; }
+
+void nccl_greeting(Communicator& communicator, const char* phase) {
+  NRL_CHECK_ARG(greeting_of_nccl != nullptr, phase,
+                ": this nemo_rl_cpp was built without NCCL: build it with NEMO_RL_CUDA=on");
+  greeting_of_nccl(communicator, phase);
+}
 
 std::shared_ptr<Communicator> nccl_communicator(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                 at::Device device, double seconds) {

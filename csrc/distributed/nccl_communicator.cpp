@@ -1,5 +1,6 @@
 // NCCL: what travels is bytes, so the arithmetic of sums, and their order, is gradient_sums' alone; NCCL's own
-// reductions add in an order of their choice. A call returns when this rank's stream has done it.
+// reductions add in an order of their choice, and serve greetings only. A call returns when this rank's stream has done
+// it.
 #include "distributed/nccl_communicator.h"
 
 #include <c10/cuda/CUDAGuard.h>
@@ -78,6 +79,14 @@ class NcclCommunicator final : public Communicator {
     all_gather(at::empty({size(), 1}, options), at::empty({1}, options), phase);
   }
 
+  /// As `NcclGreeting`.
+  void greet(const char* phase) {
+    const auto number = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(device_));
+    run(phase, [&](ncclComm_t communicator, cudaStream_t stream) {
+      return ncclAllReduce(bytes(number), bytes(number), 1, ncclFloat32, ncclSum, communicator, stream);
+    });
+  }
+
  private:
   template <class Enqueue>
   void run(const char* phase, const Enqueue& enqueue) {
@@ -141,8 +150,14 @@ std::shared_ptr<Communicator> connect_by_nccl(const c10::intrusive_ptr<c10d::Sto
   return std::make_shared<NcclCommunicator>(agree_on_id(*store, call), call, device);
 }
 
+void greet_by_nccl(Communicator& communicator, const char* phase) {
+  auto* const by_nccl = dynamic_cast<NcclCommunicator*>(&communicator);
+  NRL_CHECK_ARG(by_nccl != nullptr, phase, ": a communicator that is not NCCL's");
+  by_nccl->greet(phase);
+}
+
 namespace {
-const bool registered = (set_nccl_factory(&connect_by_nccl), true);
+const bool registered = (set_nccl_factory(&connect_by_nccl), set_nccl_greeting(&greet_by_nccl), true);
 }
 
 }  // namespace nemo_rl::distributed

@@ -106,12 +106,11 @@ class TextGenerator:
 
         Temperature 0 is greedy: the likeliest token each time. The same seed gives the same text. One stop string may be given
         as it is. `on_text` is called with every piece of text as soon as it is complete (a
-        character may take several tokens). The text ends at a token that ends generation, behind a stop string, after
+        character may take several tokens); bytes that form no character are U+FFFD, as transformers writes them. The text ends at a token that ends generation, behind a stop string, after
         `max_new_tokens`, or where the model's positions end. Raises ValueError for arguments that cannot be.
         """
-        from tokenizers.decoders import DecodeStream
-
         from nemo_rl_cpp.data.conversation import prompt_of
+        from nemo_rl_cpp.serving.texts import TextStream
 
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
@@ -137,25 +136,23 @@ class TextGenerator:
 
             self._model.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
             self._knows_bytes = True
-        stream, tokens, pieces = DecodeStream(skip_special_tokens=True), [], []
+        stream, tokens, pieces = TextStream(self.tokenizer), [], []
 
-        def on_token(token: int) -> None:
-            nonlocal stream
-            tokens.append(token)
-            try:
-                piece = stream.step(self.tokenizer.backend_tokenizer, token)
-            except Exception:  # noqa: BLE001 - its kind for bytes that form no character: they are left out
-                stream = DecodeStream(skip_special_tokens=True)
-                piece = stream.step(self.tokenizer.backend_tokenizer, token)
+        def give(piece: str) -> None:
             if piece:
                 pieces.append(piece)
                 if on_text is not None:
                     on_text(piece)
 
+        def on_token(token: int) -> None:
+            tokens.append(token)
+            give(stream.push((token,)))
+
         reason = self._model.generate(
             ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k or 0, greedy=greedy, seed=seed,
             stop_token_ids=self._end_token_ids, stop_strings=list(stop_strings), on_token=on_token,
         )  # fmt: skip
+        give(stream.push((), last=True))
         return GeneratedText("".join(pieces), tokens, reason)
 
     def count_tokens(self, prompt: str | Sequence[Mapping[str, object]]) -> int:

@@ -37,6 +37,7 @@ RUNS = {
     "lm_head": "lm_head --repeats 3",
     "refit": "refit --repeats 15",
     "busy_machine": "busy_machine --rounds 5",
+    "server": "server --requests 512 --rounds 3",
 }
 
 

@@ -16,7 +16,7 @@
 namespace nccl_emulation {
 namespace {
 
-enum class Kind { send, receive, all_gather, broadcast };
+enum class Kind { send, receive, all_gather, broadcast, all_reduce };  // the last three are collectives
 
 /// What one call adds to a kernel.
 struct Part {
@@ -133,8 +133,8 @@ bool collect(Clique& clique) {
   std::vector<Part*> parts;
   for (ncclComm* comm : clique.ranks) {
     Kernel* const kernel = running(comm);
-    const bool fits = kernel != nullptr && !kernel->parts.front().done &&
-                      (kernel->parts.front().kind == Kind::all_gather || kernel->parts.front().kind == Kind::broadcast);
+    const bool fits =
+        kernel != nullptr && !kernel->parts.front().done && kernel->parts.front().kind >= Kind::all_gather;
     if (!fits) return false;
     parts.push_back(&kernel->parts.front());
   }
@@ -145,7 +145,11 @@ bool collect(Clique& clique) {
       return false;
     }
   }
+  float sum = 0;  // an all_reduce is of one number, in place
+  for (const Part* part : parts)
+    if (part->kind == Kind::all_reduce) sum += *reinterpret_cast<const float*>(part->from);
   for (Part* part : parts) {
+    if (part->kind == Kind::all_reduce) std::memcpy(part->to, &sum, sizeof(sum));
     if (part->kind == Kind::broadcast)
       std::memmove(part->to, parts[static_cast<std::size_t>(part->peer)]->from, part->bytes);
     for (std::size_t r = 0; part->kind == Kind::all_gather && r < parts.size(); ++r)
@@ -318,7 +322,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 cudaError_t cudaGetLastError() { return cudaSuccess; }
-
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorLaunchFailure ? "unspecified launch failure" : "emulated CUDA error";
 }
@@ -402,7 +405,6 @@ const char* ncclGetErrorString(ncclResult_t result) {
 }
 
 const char* ncclGetLastError(ncclComm_t) { return "emulated detail"; }
-
 ncclResult_t ncclGroupStart() {
   ++depth;
   return ncclSuccess;
@@ -435,6 +437,11 @@ ncclResult_t ncclRecv(void* to, std::size_t count, ncclDataType_t, int peer, ncc
 ncclResult_t ncclAllGather(const void* from, void* to, std::size_t count, ncclDataType_t, ncclComm_t comm,
                            cudaStream_t s) {
   return add(comm, {Kind::all_gather, -1, static_cast<const char*>(from), static_cast<char*>(to), count}, s);
+}
+
+ncclResult_t ncclAllReduce(const void* from, void* to, std::size_t count, ncclDataType_t, ncclRedOp_t, ncclComm_t comm,
+                           cudaStream_t s) {
+  return add(comm, {Kind::all_reduce, -1, static_cast<const char*>(from), static_cast<char*>(to), 4 * count}, s);
 }
 
 ncclResult_t ncclBroadcast(const void* from, void* to, std::size_t count, ncclDataType_t, int root, ncclComm_t comm,

@@ -22,6 +22,7 @@ enum ncclResult_t {
   ncclInProgress = 7
 };
 enum ncclDataType_t { ncclUint8 = 1, ncclFloat32 = 7 };
+enum ncclRedOp_t { ncclSum = 0 };
 struct ncclConfig_t {
   std::size_t size;
   unsigned magic;
@@ -42,6 +43,9 @@ ncclResult_t ncclGroupEnd();
 ncclResult_t ncclSend(const void* from, std::size_t count, ncclDataType_t type, int peer, ncclComm_t, cudaStream_t);
 ncclResult_t ncclRecv(void* to, std::size_t count, ncclDataType_t type, int peer, ncclComm_t, cudaStream_t);
 ncclResult_t ncclAllGather(const void* from, void* to, std::size_t count, ncclDataType_t type, ncclComm_t,
+                           cudaStream_t);
+/// Of one number in float32 alone.
+ncclResult_t ncclAllReduce(const void* from, void* to, std::size_t count, ncclDataType_t type, ncclRedOp_t, ncclComm_t,
                            cudaStream_t);
 ncclResult_t ncclBroadcast(const void* from, void* to, std::size_t count, ncclDataType_t type, int root, ncclComm_t,
                            cudaStream_t);

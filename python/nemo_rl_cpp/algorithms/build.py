@@ -48,8 +48,7 @@ from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import end_engine
-from nemo_rl_cpp.models.generation.vllm.process import check_interpreter
-from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm, vllm_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.serving.attach import listener_of, serve_policy
@@ -159,7 +158,7 @@ def make_parts(
         loader = make_dataloader(config.data, data.train, loop.prompts_per_round, loop.seed)
         resume.load_data_position(loader, config.data)
         if config.policy.generation.runs_vllm:
-            check_interpreter(config.policy.generation.vllm_cfg.python)  # before a model is loaded
+            check_vllm(config.policy, config.cluster.device)  # before a model is loaded
         cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
         stage("loading the model")
         generation, listener = None, listener_of(config.policy)

@@ -20,6 +20,7 @@ import torch
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.files.plain_state import check_state
+from nemo_rl_cpp.models.generation.interfaces import finished_on_error
 from nemo_rl_cpp.telemetry.timer import Timer
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ class StepByStep(Collection):
     def collect(self, timer: Timer) -> Collected:
         """As `Collection`."""
         metrics = self.maker.refresh(timer)
-        collected = self.maker.make(self._state.step, timer)
+        with finished_on_error(self.maker.generation):
+            collected = self.maker.make(self._state.step, timer)
         with timer("data_processing"):
             self.maker.generation.finish_generation()
         collected.metrics = metrics

@@ -50,4 +50,12 @@ def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
     print(f"{arguments.config}: no mistakes ({kind})")
     if (text := exactness_text(config)) is not None:
         print(text)
+    if (
+        kind != "eval"
+        and config.policy.generation.runs_vllm
+        and config.policy.generation.vllm_cfg.server_url is not None
+    ):
+        from nemo_rl_cpp.models.generation.vllm.server_check import server_command
+
+        print(f"the server is started like this:\n  {server_command(config.policy, config.cluster.device)}")
     return 0

@@ -16,23 +16,25 @@ _NO_QUANTISATION = "quantised generation is not supported, it changes results"
 
 
 class VllmConfig(Section):
-    """Settings of vLLM. With `python`, and backend vllm, vLLM itself generates (docs/vllm.md); else the trainer's own engine stands in
-    for it, and reads max_model_len and enforce_eager."""
+    """Settings of vLLM. With `python` or `server_url`, and backend vllm, vLLM itself generates (docs/vllm.md); else the trainer's own
+    engine stands in for it, and reads max_model_len and enforce_eager."""
 
     python: str | None = key(
         None,
         "the interpreter of an environment that has vLLM: with backend vllm, vLLM itself generates, in a process of that interpreter; null: "
         "the trainer's own engine stands in for vLLM",
     )
-    server_url: str | None = only(
+    server_url: str | None = key(
         None,
-        why="weights reach only a vLLM that the run starts itself: set policy.generation.vllm_cfg.python to its interpreter",
+        "http://host:port of a vLLM server that is there: with backend vllm, it generates, and each refit brings it the weights "
+        "(docs/vllm.md has the command that starts one); null: none",
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = key(
         600.0, "with python: seconds that vLLM may take to load, after which the run ends"
     )
     timeout_s: Annotated[float, Field(gt=0)] = key(
-        300.0, "with python: seconds that a step of vLLM or a refit may take, after which the run ends"
+        300.0,
+        "with python or server_url: seconds that a step of vLLM, or a call of a refit, may take, after which the run ends",
     )
 
     max_model_len: Positive | None = key(
@@ -41,7 +43,7 @@ class VllmConfig(Section):
     async_engine: bool = no_effect(False)
     precision: str | None = key(
         None,
-        "with python: what vLLM computes in (null: policy.precision); else the engine computes in policy.precision; fp8 and other quantised "
+        "with python: what vLLM computes in (null: policy.precision); with server_url: what it must compute in (null: anything); else the engine computes in policy.precision; fp8 and other quantised "
         "values are errors",
     )
     kv_cache_dtype: str = key(
@@ -73,7 +75,9 @@ class VllmConfig(Section):
     vllm_metrics_logger_interval: Real = no_effect(0.5)
     load_format: str | None = no_effect(None)
     skip_tokenizer_init: bool | None = no_effect(None)
-    http_refit_api_key_env_var: str | None = no_effect(None)
+    http_refit_api_key_env_var: str | None = key(
+        None, "with server_url: environment variable that holds the server's key; else not read"
+    )
     reset_encoder_cache_after_weight_update: bool = no_effect(False)
     http_refit_server_port: Int | None = no_effect(None)
     enable_prefix_caching: bool | None = key(

@@ -29,7 +29,7 @@ class GenerationConfig(Section):
 
     backend: Literal["native", "hf", "vllm", "sglang", "megatron", "trtllm", "dynamo"] | None = key(
         None,
-        "native: the C++ engine; hf: transformers; each reads the weights of a trainer of its name; vllm with vllm_cfg.python: vLLM itself; null: that of policy.backend, and so are the names of NeMo RL's engines, with a notice",
+        "native: the C++ engine; hf: transformers; each reads the weights of a trainer of its name; vllm with vllm_cfg.python or vllm_cfg.server_url: vLLM itself; null: that of policy.backend, and so are the names of NeMo RL's engines, with a notice",
     )
     max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
     temperature: Temperature = key(
@@ -93,7 +93,7 @@ class GenerationConfig(Section):
     @property
     def runs_vllm(self) -> bool:
         """Whether vLLM itself generates, and no engine of ours stands in for it."""
-        return self.backend == "vllm" and self.vllm_cfg.python is not None
+        return self.backend == "vllm" and (self.vllm_cfg.python is not None or self.vllm_cfg.server_url is not None)
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:
         """Longest sequence that generation may make: the smaller of vllm_cfg.max_model_len and the trainer's limit."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
-from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
+from nemo_rl_cpp.models.generation.vllm.vllm_engine import VllmEngine
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.weight_sync.collective import CollectiveWeights
 from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
@@ -18,12 +18,12 @@ def create_weight_synchronizer(
     version: Callable[[], int] | None = None,
 ) -> WeightSynchronizer:  # fmt: skip
     """The synchronizer for an engine of `generation_backend`: on the policy's own weights where `colocated`, else with weights of
-    its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A `VllmGeneration` always has weights
+    its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A `VllmEngine` always has weights
     of its own.
 
     ValueError for what no synchronizer can bring together.
     """
-    if isinstance(generation, VllmGeneration):
+    if isinstance(generation, VllmEngine):
         return SharedMemoryWeights(policy, generation, version or (lambda: 0))
     if generation_backend != "native":
         raise ValueError(f"policy.generation.backend={generation_backend!r} has weights of its own, and bringing them there is "

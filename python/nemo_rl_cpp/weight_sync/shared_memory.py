@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.weight_sync.checked import SentWeights
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration, WeightsOwner
+    from nemo_rl_cpp.models.generation.vllm.vllm_engine import VllmEngine, WeightsOwner
 
 
 class SharedMemoryWeights(SentWeights):
@@ -17,7 +17,7 @@ class SharedMemoryWeights(SentWeights):
     of the engine's got nothing, the run stops. `refit/digest`, of what arrived, is logged beside the metrics of `SentWeights`.
     """
 
-    _generation: VllmGeneration
+    _generation: VllmEngine
 
     def _refit(self) -> None:
         owner: WeightsOwner = self._policy

@@ -145,6 +145,24 @@ TEST_P(NcclResults, OfEveryOperation) {
   EXPECT_EQ(session.counts().finalized, 4 * size);
 }
 
+/// The other ranks are those of a program whose communicators greet, and then take a broadcast, as vLLM's do.
+TEST_P(NcclResults, OfAGreetingBeforeABroadcast) {
+  const int size = GetParam();
+  on_ranks(size, [&](Communicator& ranks) {
+    nccl_greeting(ranks, "greeting");
+    auto weight = ranks.rank() == 0 ? numbers(7, {3, 5}, at::kBFloat16) : at::zeros({3, 5}, at::kBFloat16);
+    ranks.broadcast(weight, 0, "weights");
+    EXPECT_TRUE(at::equal(weight, numbers(7, {3, 5}, at::kBFloat16)));
+  });
+  ends_cleanly(0);
+}
+
+TEST_F(NcclCommunicator, WhoDoesNotGreetIsFound) {
+  const auto error = rank_0_fails<TimedOut>([](Communicator& ranks) { nccl_greeting(ranks, "greeting"); });
+  names(error, 0, "greeting", kShort);
+  EXPECT_EQ(session.misuses(), std::vector<std::string>{});
+}
+
 TEST_P(NcclResults, OfAMessageThatGoesRound) {
   const int size = GetParam();
   if (size == 1) return;

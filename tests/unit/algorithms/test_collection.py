@@ -304,3 +304,26 @@ def test_batches_of_a_run_beside_training_are_left_out_in_step_by_step(capsys):
     StepByStep(None, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
     assert state.current_epoch == 2, "the data is past these batches"
     assert "2 batches that the checkpoint kept for later steps are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_engine_is_closed_where_a_round_fails(error):
+    """It takes no requests and holds no cache then; the first error is the one that is told."""
+    calls = []
+
+    class Engine:
+        def prepare_for_generation(self):
+            calls.append("open")
+
+        def finish_generation(self):
+            calls.append("closed")
+            raise RuntimeError("it cannot be closed")
+
+    def fails(weight_version, timer):
+        raise error("of a reward function")
+
+    maker = RolloutMaker(Engine(), None, None, None, None, None)
+    maker.refresh, maker.make = lambda timer: maker.generation.prepare_for_generation() or {}, fails
+    with pytest.raises(error, match="of a reward function") as told:
+        StepByStep(maker, TrainState()).collect(Timer())
+    assert calls == ["open", "closed"] and "it cannot be closed" in told.value.__notes__[0]

@@ -35,3 +35,11 @@ def test_commands_that_need_no_torch_do_not_load_it(tmp_path):
         program = f"import sys; from nemo_rl_cpp import cli\ntry: cli.main({words!r})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode == 0, (words, done.stderr)
+
+
+def test_check_prints_the_command_of_a_vllm_server(capsys):
+    words = ["--config", "grpo_tiny.yaml", "policy.generation.backend=vllm"]
+    assert cli.main(["check", *words, "policy.generation.vllm_cfg.server_url=http://127.0.0.1:8123"]) == 0
+    shown = capsys.readouterr().out
+    assert "the server is started like this:\n  VLLM_SERVER_DEV_MODE=1 PYTHONPATH=" in shown and "--port 8123" in shown
+    assert cli.main(["check", *words]) == 0 and "VLLM_SERVER" not in capsys.readouterr().out

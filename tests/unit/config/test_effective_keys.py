@@ -26,6 +26,7 @@ from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.environments.ray_environment import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
 from nemo_rl_cpp.loggers.backends import TrackerLogger
+from nemo_rl_cpp.models.generation.vllm.server_check import client_of
 
 TRACKERS = ("wandb", "swanlab", "mlflow", "trackio")
 MASTERS = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig}
@@ -64,6 +65,8 @@ ONLY_PPO = [
     ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false"),
 ]  # fmt: skip
 WITH_VLLM = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.python={python}")
+OF_A_SERVER = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:9",
+               "policy.generation.vllm_cfg.http_refit_api_key_env_var=HOME")  # fmt: skip
 CHECKS = (
     "/config/rules",
     "/config/python_values.py",
@@ -188,6 +191,7 @@ def reads(tmp_path_factory):
         options = [override.format(python=python) for override in WITH_VLLM]
         with tiny.make(tmp_path_factory.mktemp("grpo"), *small["grpo"], *options, "grpo.max_num_steps=1") as run:
             run.train()
+        client_of(watch.root(load_grpo_config("grpo_tiny.yaml", OF_A_SERVER)).policy)  # which nobody asks
         make_tokenizer(watch.root(load_grpo_config("grpo_arithmetic_smollm2.yaml")).policy)
         ActorSettings.of(watch.root(load_grpo_config("grpo_tiny.yaml")).cluster)  # as a run with Ray does
     finally:

@@ -48,7 +48,7 @@ def test_every_pair_that_can_be_has_a_row():
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["policy.generation.vllm_cfg.server_url=http://localhost:8000"], "weights reach only a vLLM that the run starts itself: set policy.generation.vllm_cfg.python"),
+        (["policy.generation.vllm_cfg.server_url=http://localhost:8000"], "is given beside policy.generation.vllm_cfg.python: set one of them to null"),
         (["policy.generation.vllm_cfg.python=/nowhere/python"], "is /nowhere/python, which is no program that can be run"),
         (["policy.generation.backend=native"], "names an interpreter with vLLM, but policy.generation.backend is native"),
         (["cluster.executor=processes", "cluster.gpus_per_node=2"], "vLLM gets its weights from one training process: set it to auto"),
@@ -68,9 +68,39 @@ def test_what_cannot_be_beside_it(overrides, text):
     assert text in mistakes(*VLLM, *overrides)
 
 
-def test_an_evaluation_refuses_it():
+SERVER = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:8000"]
+
+
+def test_a_servers_address_asks_for_vllm_too():
+    config = load_grpo_config("grpo_tiny.yaml", SERVER)
+    assert config.policy.generation.runs_vllm and fold_text(config) is None
+    assert config.loss_fn.use_importance_sampling_correction is True and not exactness_of(config.policy).equal
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["policy.generation.backend=native"], "names a vLLM server, but policy.generation.backend is native: set it to vllm, or server_url to null"),
+        (["policy.generation.vllm_cfg.server_url=localhost:8000"], "is localhost:8000: expected http://HOST:PORT of a vLLM server"),
+        (["policy.generation.vllm_cfg.server_url=http://"], "expected http://HOST:PORT of a vLLM server"),
+        (["policy.generation.vllm_cfg.server_url=http://a:99999"], "expected http://HOST:PORT of a vLLM server"),
+        (["++policy.generation.vllm_kwargs.max_num_seqs=4"], "vllm_kwargs is said where the server is started: leave it out here, and give it to the server"),
+        (["++policy.generation.vllm_cfg.env_vars.A=1"], "vllm_cfg.env_vars is said where the server is started"),
+        (["policy.generation.kv_cache_gb=1"], "kv_cache_gb is said where the server is started"),
+        (["policy.generation.vllm_cfg.enable_prefix_caching=false"], "enable_prefix_caching is said where the server is started"),
+        (["cluster.executor=processes", "cluster.gpus_per_node=2"], "set it to auto, or policy.generation.vllm_cfg.server_url to null"),
+        (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
+        (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_beside_a_server(overrides, text):
+    assert text in mistakes(*SERVER, *overrides)
+
+
+@pytest.mark.parametrize("key", [f"python={sys.executable}", "server_url=http://127.0.0.1:8000"])
+def test_an_evaluation_refuses_it(key):
     with pytest.raises(ConfigError, match="is for training: an evaluation generates with native or hf"):
-        load_eval_config("evals/eval.yaml", [f"++generation.vllm_cfg.python={sys.executable}"])
+        load_eval_config("evals/eval.yaml", [f"++generation.vllm_cfg.{key}"])
 
 
 def test_temperatures_that_vllm_keeps_and_other_engines_with_lower_ones():

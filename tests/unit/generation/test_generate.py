@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import save_weights
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 PROMPT, EOS = "12+3=", 2
 
@@ -227,3 +230,28 @@ def test_the_prompt_may_come_from_standard_input(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
     assert main(["generate", "--model", str(folder), "--greedy", "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out.strip() == TextGenerator(folder).generate(PROMPT, greedy=True, max_new_tokens=5).text
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_an_end_within_a_character_is_shown_as_transformers_shows_it(cut):
+    """Four tokens of one byte each are a character; an answer that ends before the fourth ends with U+FFFD."""
+    backend = Backend(
+        models.BPE({character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    ids = backend.encode("a\U0001f642").ids
+    assert len(ids) == 5
+
+    class Model:
+        def generate(self, prompt, on_token, **settings):
+            for token in ids[: 1 + cut]:
+                on_token(token)
+            return "length"
+
+    generator = TextGenerator.__new__(TextGenerator)
+    generator.tokenizer = SimpleNamespace(backend_tokenizer=backend, encode=lambda text, **_: backend.encode(text).ids)
+    generator._model, generator.max_length, generator._end_token_ids = Model(), None, []
+    generator._encode, told = lambda prompt: [0], []
+    written = generator.generate("b", on_text=told.append)
+    assert written.text == backend.decode(ids[: 1 + cut]) and written.text.startswith("a\ufffd")
+    assert "".join(told) == written.text and written.token_ids == ids[: 1 + cut]

@@ -154,12 +154,20 @@ class GenerationInterface(Protocol):
 @contextmanager
 def generating(generation: GenerationInterface) -> Iterator[None]:
     """`prepare_for_generation` on entering and `finish_generation` on leaving, also where an error or Ctrl-C leaves: an engine
-    takes no requests and holds no cache then.
+    takes no requests and holds no cache then."""
+    generation.prepare_for_generation()
+    with finished_on_error(generation):
+        yield
+    generation.finish_generation()
+
+
+@contextmanager
+def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
+    """`finish_generation` where an error or Ctrl-C leaves; where none does, the caller finishes.
 
     An error of `finish_generation` does not hide the first one, but is a note of it. After Ctrl-C, which may end the program
     within seconds, it goes on in a thread of its own where it needs longer than a second.
     """
-    generation.prepare_for_generation()
     try:
         yield
     except Exception as error:
@@ -170,7 +178,6 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
         thread.start()
         thread.join(_AT_ONCE_SECONDS)
         raise
-    generation.finish_generation()
 
 
 def _finish_after(generation: GenerationInterface, error: BaseException) -> None:

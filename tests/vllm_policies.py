@@ -1,0 +1,52 @@
+"""Small policies for tests of vLLM as the generator, and what is asked of it."""
+
+import tiny
+import torch
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+
+MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.2}
+
+
+def policy_of(tied=True, vllm=None, **generation):
+    """A policy whose vLLM is `vllm`: {"python": ...} or {"server_url": ...}, with further keys of vllm_cfg."""
+    tiny.one_thread()
+    vllm = {"timeout_s": 60.0, "enforce_eager": True} | (vllm or {})
+    config = PolicyConfig(
+        model_name="tiny-random", precision="float32", max_total_sequence_length=24, reuse_generation_logprobs="never",
+        hf_config_overrides={**MODEL, "tie_word_embeddings": tied, "max_position_embeddings": 32},
+        generation={"backend": "vllm", "vllm_cfg": vllm, "max_new_tokens": 8, "stop_token_ids": [2], "max_batch_size": 16, **generation},
+    )  # fmt: skip
+    config.fill_defaults()
+    return Policy(None, config, tiny_tokenizer(), seed=1)
+
+
+def engine_of(policy):
+    return vllm_of(policy, policy.config, policy.tokenizer, seed=5)
+
+
+def prompts(count=6):
+    """Prompts of 2 to 8 tokens, each twice."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 9, (count,), generator=random).repeat_interleave(2)
+    ids = torch.randint(4, 14, (count, 8), generator=random).repeat_interleave(2, 0)
+    return {
+        "input_ids": ids, "input_lengths": lengths, "draw_ids": torch.arange(count).repeat_interleave(2),
+        "sample_index": torch.tensor([0, 1]).repeat(count), "stream": "train",
+    }  # fmt: skip
+
+
+def texts(out, data):
+    """The token ids of each response."""
+    ends = out["unpadded_sequence_lengths"].tolist()
+    return [row[begin:end].tolist() for row, begin, end in zip(out["output_ids"], data["input_lengths"].tolist(), ends)]
+
+
+def change(policy, seed):
+    """Other weights, as training makes them."""
+    policy.model.masters.add_(
+        torch.randn(policy.model.masters.shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+    )
+    policy.model.masters_changed()

@@ -175,10 +175,6 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {"world_size": 2})
         elif self.path == "/weight_info":
             self.answer(200, {"weight_version": state.version})
-        elif self.path == "/inference/v1/generate":
-            locked = state.mode == "locked" and self.headers.get("authorization") != "Bearer secret"
-            status = 401 if locked else 404 if state.mode == "no_scale_out" else 405
-            self.answer(status, {"detail": "no"})
         else:
             self.answer(404, {"detail": "Not Found"})
 
@@ -186,7 +182,17 @@ class Handler(BaseHTTPRequestHandler):
         state = self.state
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"null")
         state.calls.append(self.path)
-        if self.path == "/inference/v1/generate":
+        if self.path == "/inference/v1/generate" and state.mode == "no_scale_out":
+            self.answer(403, {"error": {"message": "Scale-out endpoints are disabled.", "code": 403}})
+        elif (
+            self.path == "/inference/v1/generate"
+            and state.mode == "locked"
+            and self.headers.get("authorization") != "Bearer secret"
+        ):
+            self.answer(401, {"error": "Unauthorized"})
+        elif self.path == "/inference/v1/generate" and "token_ids" not in body:
+            self.answer(400, {"error": {"message": "token_ids: Field required", "code": 400}})
+        elif self.path == "/inference/v1/generate":
             state.bodies.append(body)
             state.running += 1
             try:

@@ -120,7 +120,7 @@ REFUSED = {  # what is wrong -> what is said
     ("old",): "which is vLLM 0.31.0: its interfaces change with each version",
     ("no_dev",): "has no routes for weights: it was started without VLLM_SERVER_DEV_MODE=1",
     ("no_extension",): "was started without --worker-extension-cls nemo_rl_cpp_vllm.Weights",
-    ("no_scale_out",): "has no route for token ids: it was started without --enable-scale-out",
+    ("no_scale_out",): "route for token ids is closed: it was started without --enable-scale-out",
     ("locked",): "wants a key: name the environment variable",
     ("good", "enable_chunked_prefill", True): "computes prompts in parts: on CPUs vLLM cannot do that with a seed",
     ("good", "max_model_len", 23): "sequences have at most 23 tokens: this run needs 24",

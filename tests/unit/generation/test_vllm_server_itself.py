@@ -35,16 +35,7 @@ def vllm_itself(policy, folder):
     environment |= dict(each.split("=", 1) for each in (dev, path)) | {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"
     }  # fmt: skip
-    words = [
-        REAL,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        *words,
-        "--load-format",
-        "dummy",
-        "--skip-tokenizer-init",
-        "--enforce-eager",
-    ]
+    words = [REAL, *words, "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
     with open(folder / "log.txt", "wb") as log:
         process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=folder)
     try:

@@ -138,13 +138,13 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """GET of a route that is there, and takes POST, has status 405."""
+    """A request without a prompt has status 400 or 422 where the route is there."""
     try:
-        client.call(_JOINING, "GET", GENERATE)
+        client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:
-        if error.status == 404:
-            raise refuse("which has no route for token ids: it was started without --enable-scale-out") from error
-        if error.status in (401, 403):
+        if error.status in (403, 404):
+            raise refuse("whose route for token ids is closed: it was started without --enable-scale-out") from error
+        if error.status == 401:
             raise refuse(
                 "which wants a key: name the environment variable that holds it in policy.generation.vllm_cfg.http_refit_api_key_env_var"
             ) from error

@@ -5,7 +5,7 @@ uv run examples/run_grpo_math.py --config configs/grpo_arithmetic_smollm2.yaml [
 
 import sys
 
-from nemo_rl_cpp.run_grpo_math import main
+from nemo_rl_cpp.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("run_grpo_math"))

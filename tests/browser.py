@@ -1,7 +1,13 @@
-"""Drives Chromium over a pipe, by its DevTools protocol: pages are opened, asked and photographed."""
+"""Drives Chromium over a pipe, by its DevTools protocol: pages are opened, asked and photographed.
+
+    python tests/browser.py logs/grpo_arithmetic_smollm2/exp_001/report.html docs/images/report.png --height 428
+
+takes the picture of a page; a report of a finished run is best.
+"""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import os
@@ -155,3 +161,22 @@ class Browser:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("picture", type=Path, help="a .png file")
+    parser.add_argument("--width", type=int, default=1200)
+    parser.add_argument("--height", type=int, default=800)
+    parser.add_argument("--dark", action="store_true", help="the dark colours")
+    parser.add_argument("--whole", action="store_true", help="the whole page, however long it is")
+    given = parser.parse_args()
+    with Browser(given.width, given.height, given.dark) as browser:
+        browser.open(given.page)
+        browser.screenshot(given.picture, given.whole)
+    print(f"{given.picture}: {given.picture.stat().st_size:,} bytes; errors in the console: {browser.errors or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,10 +12,15 @@ which counts where torch is not loaded yet.
     nemo_rl_cpp.write_report        report.html of a log folder
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import Any
 
 from nemo_rl_cpp.threads import bound_spinning
+
+TYPE_CHECKING = False  # typing's own takes milliseconds to import, in which Ctrl-C is not heard yet
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 
@@ -57,7 +62,15 @@ __all__ = ["__version__", *_EXPORTS]
 bound_spinning()
 
 
+_OF_TRL = {"GRPOTrainer": "train_grpo", "GRPOConfig": "train_grpo", "PPOTrainer": "train_ppo", "PPOConfig": "train_ppo"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _OF_TRL:  # no AttributeError, whose text `from nemo_rl_cpp import name` would not show
+        raise ImportError(
+            f"nemo_rl_cpp has no {name}: call nemo_rl_cpp.{_OF_TRL[name]}(model, prompts, reward_funcs), with TRL's settings as keywords; "
+            "docs/coming-from-trl.md has a map of them"
+        )
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -63,10 +63,17 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+def _in_an_import(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextmanager
 def startup() -> Iterator[None]:
-    """While entered, and before a `GracefulStop` is, Ctrl-C raises KeyboardInterrupt; one that an import loses is remembered
-    and raised by the next `raise_if_interrupted`. A second Ctrl-C ends the process with status 130."""
+    """While entered, and before a `GracefulStop` is, Ctrl-C raises KeyboardInterrupt; one that gets lost on its way is remembered
+    and raised by the next `raise_if_interrupted`. In the middle of an import it ends the process with status 130, since native
+    modules lose the exception or make a panic of it. So does a second Ctrl-C."""
     global _swallowed
     _swallowed = False
     if not _in_main_thread():
@@ -75,8 +82,9 @@ def startup() -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         global _swallowed
-        if _swallowed:
-            os._exit(130)
+        if _swallowed or _in_an_import(frame):
+            say("interrupted: stopped at once")
+            _exit(130)
         _swallowed = True
         raise KeyboardInterrupt
 

@@ -1,10 +1,15 @@
 """What a command is doing before its first step, a line each, for whoever waits at a terminal."""
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _began: float | None = None
+_PATIENCE = 2.0
+"""Seconds of work before how much of it is done is shown."""
+_REDRAWN, _REPEATED = 0.5, 15.0
+"""Seconds between two such lines: of one that a terminal draws over the last, and in a file."""
 
 
 @contextmanager
@@ -22,3 +27,28 @@ def stage(text: str) -> None:
     """Says what begins now; nothing where no command line asked for it."""
     if _began is not None:
         print(f"[{time.monotonic() - _began:5.1f} s] {text}", flush=True)
+
+
+@contextmanager
+def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[float], None]]:
+    """While entered, `advance(amount)` says that so much of `total` is done. After some seconds the share is shown on stderr,
+    where a command line asked for stages, or `always`."""
+    begin = last = time.monotonic()
+    done, drawn = 0.0, False
+    shown, terminal = always or _began is not None, sys.stderr is not None and sys.stderr.isatty()
+
+    def advance(amount: float) -> None:
+        nonlocal done, last, drawn
+        done += amount
+        now = time.monotonic()
+        if not shown or now - begin < _PATIENCE or (drawn and now - last < (_REDRAWN if terminal else _REPEATED)):
+            return
+        last, drawn = now, True
+        line = f"{text}: {100 * min(done / total, 1.0) if total else 100:.0f} %, {now - begin:.0f} s"
+        print(f"\r{line}\033[K" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    try:
+        yield advance
+    finally:
+        if drawn and terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

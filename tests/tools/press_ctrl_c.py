@@ -63,7 +63,7 @@ def main() -> int:
             bad += trouble is not None
             last = printed.strip().splitlines()[-1:] or [""]
             print(
-                f"{moment:5.1f} s: status {status}, {seconds:.1f} s later{f' ({trouble})' if trouble else ''}: {last[0][:90]}",
+                f"{moment:5.2f} s: status {status}, {seconds:.1f} s later{f' ({trouble})' if trouble else ''}: {last[0][:90]}",
                 flush=True,
             )
     return bad

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -32,6 +33,7 @@ from nemo_rl_cpp.checkpoints.model_card import write_card
 from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
+from nemo_rl_cpp.errors import short_path
 from nemo_rl_cpp.files.durable import disk_trouble
 from nemo_rl_cpp.files.folder_lock import FolderError
 from nemo_rl_cpp.files.plain_state import read_state, write_state
@@ -157,6 +159,7 @@ def save_if_due(run: TrainingRun, metric: Callable[[], dict[str, float]], **reas
     if reason is None and not (checkpoints.owed and _free(checkpoints) > _size(run)):
         return
     check_weights(run)
+    began = time.monotonic()
     with run.services.timer("checkpointing"):
         try:
             saved = save_checkpoint(run, metric())
@@ -168,6 +171,9 @@ def save_if_due(run: TrainingRun, metric: Callable[[], dict[str, float]], **reas
         if checkpoints.owed:
             _say(run, f"step {run.state.step} is saved: {checkpoints.checkpoint_dir} has space again")
         checkpoints.owed = False
+    if run.services.progress is not None:
+        size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+        run.services.progress.print(f"saved {short_path(saved)}: {size_text(size)} in {time.monotonic() - began:.1f} s")
     run.services.callbacks.checkpoint(run, saved)
 
 

@@ -57,20 +57,24 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Reward functions as an environment; `as_parts` for gdpo, whose estimator weighs them: it gets them raw. ValueError where
-    gdpo would have less than two parts."""
+    """Reward functions as an environment; `as_parts` for gdpo, whose estimator weighs them. ValueError where gdpo would have less
+    than two parts."""
     if functions is None:
         raise ValueError(
             "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
         )
     if inspect.isclass(functions):
         raise ValueError(f"reward_funcs is the class {functions.__name__}: give a function, or an object of it")
+    if hasattr(functions, "parameters") and hasattr(functions, "forward"):
+        raise ValueError(
+            f"reward_funcs is a {type(functions).__name__}, a model: give a function of (prompts, completions, **columns) that asks it"
+        )
     names = None
     if isinstance(functions, Mapping):
         names, functions = list(functions), list(functions.values())
     if isinstance(weights, Mapping):
         weights = _weights_by_name(weights, names)
-    environment = RewardFunctionEnvironment(functions, weights, as_parts, names, raw_parts=as_parts)
+    environment = RewardFunctionEnvironment(functions, weights, as_parts, names)
     if as_parts and len(environment.described) < 2:
         raise ValueError(
             "adv_estimator is gdpo, which weighs the parts of a reward, but reward_funcs is one function: give at least two, or leave "

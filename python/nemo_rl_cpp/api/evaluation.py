@@ -86,6 +86,7 @@ def evaluate(
     """
     rows = rows_of(prompts, "prompts")
     environment = reward_environment(reward_funcs, reward_weights, False)
+    environment.check_columns({key for row in rows for key in row if key != "prompt"})
     config = _config(
         model,
         {"n": n, "k": k, "seed": seed, "max_new_tokens": DEFAULT_NEW_TOKENS} | options,

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.foreign_names import FOREIGN
 from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.config.messages import known_keys
 from nemo_rl_cpp.config.ppo import PPOConfig
 from nemo_rl_cpp.config.python_values import aliases_of
 
 SECTIONS: dict[str, type[Section]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
+MODELS: dict[str, type[Section]] = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig}
 
 # arguments of trl's trainers and of transformers.TrainingArguments -> ours, several where each has a part of it
 OF_TRL: dict[str, str] = {
@@ -122,6 +125,35 @@ NOT_HERE: dict[str, str] = {
     "environment_factory": "several turns are an environment's: see docs/guides/environments.md",
 }
 
+# ends of verl's dotted keys -> ours
+OF_VERL: dict[str, str] = {
+    "data.train_files": "prompts",
+    "data.val_files": "validation",
+    "data.train_batch_size": "num_prompts_per_step",
+    "data.max_prompt_length": "max_length (prompt and response together)",
+    "data.max_response_length": "max_new_tokens",
+    "model.path": "model",
+    "optim.lr": "learning_rate",
+    "rollout.n": "num_generations",
+    "rollout.temperature": "temperature",
+    "rollout.top_p": "policy__generation__top_p",
+    "rollout.top_k": "policy__generation__top_k",
+    "actor.grad_clip": "policy__max_grad_norm",
+    "actor.ppo_mini_batch_size": "policy__train_global_batch_size (counts responses)",
+    "actor.ppo_epochs": "ppo_epochs",
+    "actor.clip_ratio": "loss_fn__ratio_clip_min and loss_fn__ratio_clip_max",
+    "actor.kl_loss_coef": "loss_fn__reference_policy_kl_penalty",
+    "algorithm.adv_estimator": "the choice of the function, train_grpo or train_ppo, and its adv_estimator",
+    "custom_reward_function.path": "reward_funcs",
+    "custom_reward_function.name": "reward_funcs",
+    "trainer.default_local_dir": "checkpoint_dir",
+    "trainer.save_freq": "checkpointing__save_period",
+    "trainer.test_freq": "val_period",
+    "trainer.total_epochs": "max_num_epochs",
+    "trainer.total_training_steps": "num_steps",
+    "trainer.resume_mode": "resume",
+}
+
 
 @dataclass(frozen=True)
 class Function:
@@ -149,6 +181,8 @@ def dotted_keys(overrides: Mapping[str, object], function: Function) -> dict[str
 def dotted_key(name: str, function: Function) -> str:
     """`section__key` as `section.key`, a key of the algorithm's section as `grpo.key`. ValueError for another name, with what
     was meant."""
+    if "." in name:
+        raise ValueError(_of_dots(name, function))
     if "__" in name:
         return name.replace("__", ".")
     section = SECTIONS[function.algorithm]
@@ -173,6 +207,18 @@ def dotted_key(name: str, function: Function) -> str:
         f"{name} is unknown; {function.name} takes {', '.join(function.arguments)}, keys of the section {function.algorithm}, and keys of "
         "others as section__key"
     )
+
+
+def _of_dots(name: str, function: Function) -> str:
+    """What to say of a name with dots: a key of ours that is written as in a file, or one of verl's."""
+    if name in known_keys(MODELS[function.algorithm]):
+        first, _, rest = name.partition(".")
+        keyword = rest if first == function.algorithm and "." not in rest else name.replace(".", "__")
+        return f"{name} is unknown as a keyword; write {keyword}"
+    meant = next((own for theirs, own in OF_VERL.items() if f".{name}".endswith(f".{theirs}")), None)
+    if meant is None:
+        return f"{name} is unknown; keywords are arguments of {function.name}, or section__key for a key of the configuration"
+    return f"{name} is unknown; here it is {meant}"
 
 
 def _of_another_trainer(name: str, function: Function, keys: Collection[str]) -> str | None:

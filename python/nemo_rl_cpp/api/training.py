@@ -166,6 +166,7 @@ def _train_call(kind: _Kind, arguments: dict[str, Any]) -> TrainResult:
     _check_twice(kind, arguments, folders | given, own)
     _check_checkpointing(arguments, own)
     environment, weights = _rewards(arguments, given | own)
+    environment.check_columns({key for row in [*rows, *(val_rows or ())] for key in row if key != "prompt"})
     given |= weights
     config = _config(kind, given | own, len(rows), val_rows is not None, folders)
     loss.check(config), estimator.check(config)

@@ -15,7 +15,8 @@ _EXAMPLES = """examples:
   zsh:  source <(nemo-rl-cpp completion zsh)               # for good: into ~/.zshrc, behind compinit
   fish: nemo-rl-cpp completion fish | source               # for good: > ~/.config/fish/completions/nemo-rl-cpp.fish"""
 # Bash takes "=" and ":" for ends of words, and hands quotes over as they were typed: it gives the line up to the cursor and its own
-# last word, which it replaces. Zsh quotes what it inserts itself, and fish does too.
+# last word, which it replaces. Zsh and fish quote
+# what they insert themselves; fish hands the begun word over as it was typed.
 _BASH = """_nemo_rl_cpp() {
   local word found
   found=$(nemo-rl-cpp completion --words-bash "${COMP_LINE:0:COMP_POINT}" "|${COMP_WORDS[COMP_CWORD]}" 2>/dev/null) || return
@@ -37,7 +38,7 @@ _nemo_rl_cpp() {
 compdef _nemo_rl_cpp nemo-rl-cpp
 """
 _FISH = """function __nemo_rl_cpp
-  set -l current (commandline -ct)
+  set -l current (commandline -ct | string replace -r "^['\\"]" "" | string unescape)
   nemo-rl-cpp completion --words (commandline -opc) "|$current" 2>/dev/null
 end
 complete -c nemo-rl-cpp -f -a '(__nemo_rl_cpp)'

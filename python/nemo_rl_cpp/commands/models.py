@@ -110,14 +110,7 @@ def _row(model: KnownModel, responses: int, tokens: int, memory: float | None) -
         phases = forecast(_config(model, task, responses, tokens))
         peaks.append(None if phases is None else max(phase.total for phase in phases))
     text = generation_bytes(_config(model, TASKS[0], responses, tokens).policy)
-    return [model.name, model.model_type, _billions(model), *map(cell, peaks), cell(text)]
-
-
-def _billions(model: KnownModel) -> str:
-    from nemo_rl_cpp.config.memory import model_sizes
-
-    sizes = model_sizes(model.name, model.as_config())
-    return "–" if sizes is None else f"{sizes.parameters / 1e9:.3g} B"
+    return [model.name, model.model_type, f"{model.sizes.parameters / 1e9:.3g} B", *map(cell, peaks), cell(text)]
 
 
 _loaded: dict[bool, GRPOMasterConfig | PPOMasterConfig] = {}
@@ -136,7 +129,7 @@ def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> Train
     loop.__dict__ |= {"num_prompts_per_step": responses, "num_generations_per_prompt": 1}
     for part in (config.policy, config.value) if task.critic else (config.policy,):
         part.__dict__ |= {
-            "model_name": model.name, "hf_config_overrides": model.as_config(), "precision": task.precision,
+            "model_name": model.name, "hf_config_overrides": model.sizes.as_config(), "precision": task.precision,
             "max_total_sequence_length": tokens, "train_micro_batch_size": 4, "logprob_batch_size": 4,
         }  # fmt: skip
         part.dtensor_cfg.__dict__ |= {"enabled": True, "activation_checkpointing": True}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from re import findall
 from typing import TYPE_CHECKING, TypeGuard
@@ -11,7 +11,7 @@ from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.sources import ModelFolderError
 
 from .generation import GenerationConfig
-from .known_models import known_model
+from .known_models import ModelSizes, known_model
 from .machine import machine_memory
 from .master import TrainMasterConfig
 from .memory_hf import chunk_bytes, expert_sizes, tape_bytes
@@ -20,54 +20,6 @@ from .resources import engines_of, trainers_of
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """What config.json says about a decoder."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    tie_word_embeddings: bool
-    experts: int = 1
-    """MLPs of a layer"""
-    experts_per_token: int = 1
-
-    def slice(self, count: int) -> ModelSizes:
-        """Of one of so many slices (tensor parallelism)."""
-        return replace(
-            self,
-            intermediate_size=self.intermediate_size // count,
-            num_attention_heads=self.num_attention_heads // count,
-            num_key_value_heads=self.num_key_value_heads // count,
-            vocab_size=self.vocab_size // count,
-        )
-
-    @property
-    def layer_parameters(self) -> int:
-        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attention = self.hidden_size * (2 * query + 2 * key_value)
-        return attention + 3 * self.experts * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-
-    @property
-    def embedding_parameters(self) -> int:
-        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights; biases and head norms (far below a percent) are left out."""
-        return self.num_hidden_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
-
-    @property
-    def backbone_parameters(self) -> int:
-        """Without the LM head of an untied model: a value model has a single column there."""
-        head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return self.parameters - head + self.hidden_size
 
 
 @dataclass(frozen=True)
@@ -91,16 +43,8 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
             known = read_config_file(Path(model_name).expanduser())
         except ModelFolderError:
             return None  # the checks of the model say why
-    elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct":  # the packaged model; its sizes are public
-        known = {
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "vocab_size": 49152,
-            "tie_word_embeddings": True,
-        }
+    elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):
+        known = packaged.sizes.as_config()  # of the packaged model, which need not be here yet
     known |= overrides or {}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
@@ -121,7 +65,7 @@ def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
         model: TrainedModelConfig = getattr(config, name)
         known = known_model(model.model_name)
         if known is not None and model_sizes(model.model_name, model.hf_config_overrides) is None:
-            sizes = known.as_config() | (model.hf_config_overrides or {})
+            sizes = known.sizes.as_config() | (model.hf_config_overrides or {})
             changed[name] = model.model_copy(update={"hf_config_overrides": sizes})
     return config.model_copy(update=changed) if changed else config
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.config.memory import ModelSizes
+    from nemo_rl_cpp.config.known_models import ModelSizes
 
 _CHUNK = 2**24
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

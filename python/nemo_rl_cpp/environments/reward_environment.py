@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -36,9 +36,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         weights: one factor a function; 1 if not given.
         names: what each is called in logs; by default the function's own name.
 
-    With `as_parts` each function's reward, times its weight, is a part of its own, `reward/<function name>`, for
-    `adv_estimator.name: gdpo`; None counts 0 there. With `raw_parts` the parts are the functions' own rewards, and only their
-    total is weighted: for an estimator that has the weights itself.
+    With `as_parts` each function's own reward is a part, `reward/<function name>`, for `adv_estimator.name: gdpo`; None counts 0
+    there. The parts are as the functions gave them, and the weights count in their total: gdpo brings the parts to one scale
+    first and weighs them then.
 
     Raises ValueError when a function returns anything but one finite number (or None) a completion, or asks for a column that
     the samples do not have; whatever a function raises reaches the caller, with a message that names the function and its
@@ -51,7 +51,6 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         weights: Sequence[float] | None = None,
         as_parts: bool = False,
         names: Sequence[str] | None = None,
-        raw_parts: bool = False,
     ) -> None:
         if isinstance(reward_funcs, Mapping):
             unknown = set(reward_funcs) - {"functions", "weights", "as_parts", "names"}
@@ -78,7 +77,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
                 f"{len(self._functions)} reward functions and {len(self._weights)} weights were given: one weight a function is expected"
             )
         self._said_unscored = False
-        self._as_parts, self._raw_parts = as_parts or raw_parts, raw_parts
+        self._as_parts = as_parts
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
 
@@ -97,7 +96,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
             for row, value in enumerate(_call(function, self._names[i], columns, len(metadata))):
                 if value is not None:
                     scored[row] = True
-                    part[row] = value if self._raw_parts else weight * value
+                    part[row] = value
                     rewards[row] += weight * value
                     self._sums[i] += value
                     self._counts[i] += 1
@@ -109,9 +108,15 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
                 file=sys.stderr,
             )
         result = self._finish(rewards, metadata)
-        if self._raw_parts:
-            parts = WeightedParts(parts, dict(zip(self._names, self._weights)))
-        return result._replace(rewards=parts) if self._as_parts else result
+        if not self._as_parts:
+            return result
+        return result._replace(rewards=WeightedParts(parts, dict(zip(self._names, self._weights))))
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """ValueError where a function asks for a column that none of the samples has. `names`: those that some have."""
+        columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
+        for function, name in zip(self._functions, self._names):
+            _asked_for(function, name, columns)
 
     @property
     def described(self) -> list[str]:
@@ -174,12 +179,24 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
     ]
     if missing:
         raise ValueError(
-            f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}"
+            f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}{_elsewhere(missing)}"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return columns
     names = {p.name for p in parameters}
     return {key: value for key, value in columns.items() if key in names}
+
+
+_ELSEWHERE = {
+    "solution_str": "completions", "response": "completions", "responses": "completions", "outputs": "completions", "samples": "completions",
+    "completion": "completions", "prompt": "prompts", "queries": "prompts", "question": "prompts",
+}  # fmt: skip
+"""What verl and others call the columns that every reward function may ask for."""
+
+
+def _elsewhere(missing: Sequence[str]) -> str:
+    told = [f"{name} is called {_ELSEWHERE[name]} here" for name in missing if name in _ELSEWHERE]
+    return f"; {' and '.join(told)}, a list with one text a response" if told else ""
 
 
 def _missing_column(columns: Columns, error: BaseException) -> str:

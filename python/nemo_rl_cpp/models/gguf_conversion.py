@@ -14,6 +14,7 @@ import numpy as np
 
 from nemo_rl_cpp.data.tokenizer_files import write_settings
 from nemo_rl_cpp.models.json_values import Json, JsonObject
+from nemo_rl_cpp.stages import work
 
 if TYPE_CHECKING:
     import tokenizers
@@ -115,14 +116,16 @@ def write_weights(reader: GGUFReader, config: JsonObject, file: Path) -> None:
     from safetensors.numpy import save_file
 
     weights: dict[str, np.ndarray] = {}
-    for tensor in reader.tensors:
-        array = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        array = array.reshape([int(n) for n in reversed(tensor.shape)])
-        if tensor.name.endswith("attn_q.weight"):
-            array = unpermute(array, config["num_attention_heads"])
-        elif tensor.name.endswith("attn_k.weight"):
-            array = unpermute(array, config["num_key_value_heads"])
-        weights[hf_name(tensor.name)] = np.ascontiguousarray(array)
+    with work("converting", sum(int(tensor.n_elements) for tensor in reader.tensors), always=True) as advance:
+        for tensor in reader.tensors:
+            array = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            array = array.reshape([int(n) for n in reversed(tensor.shape)])
+            if tensor.name.endswith("attn_q.weight"):
+                array = unpermute(array, config["num_attention_heads"])
+            elif tensor.name.endswith("attn_k.weight"):
+                array = unpermute(array, config["num_key_value_heads"])
+            weights[hf_name(tensor.name)] = np.ascontiguousarray(array)
+            advance(array.size)
     save_file(weights, str(file), metadata={"format": "pt"})
 
 

@@ -258,7 +258,8 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
         return folder
     if check_on_hub(repo, "model", key):
         try:
-            return Path(snapshot_download(repo, allow_patterns=files))
+            with _said_what_is_fetched(repo, files):
+                return Path(snapshot_download(repo, allow_patterns=files))
         except GatedRepoError as error:
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
@@ -270,6 +271,30 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
     if folder is None:
         raise unreachable(repo, "model", key)
     return folder
+
+
+@contextmanager
+def _said_what_is_fetched(repo: str, files: list[str]) -> Iterator[None]:
+    """Around a download: how many files and bytes of the repository's newest version are not here yet, and how long it took."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects
+
+    missing = []
+    with suppress(Exception):  # the download itself says what is wrong
+        info = HfApi().model_info(repo, files_metadata=True, timeout=_HUB_DEADLINE)
+        there = hub_cache(repo) / "snapshots" / str(info.sha)
+        wanted = filter_repo_objects(info.siblings or [], allow_patterns=files, key=lambda file: file.rfilename)
+        missing = [file.size or 0 for file in wanted if not (there / file.rfilename).exists()]
+    if not missing:
+        yield
+        return
+    begin, what = (
+        time.monotonic(),
+        f"{len(missing)} file{'s' if len(missing) > 1 else ''}, {sum(missing) / 1e6:,.0f} MB",
+    )
+    print(f"Fetching {repo} from {hub_endpoint()}: {what} ...", file=sys.stderr, flush=True)
+    yield
+    print(f"Fetching {repo}: done in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def _cached_folder(repo: str, files: list[str]) -> Path | None:

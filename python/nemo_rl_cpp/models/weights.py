@@ -21,6 +21,7 @@ from nemo_rl_cpp.models.weight_files import (
     raw_tensors,
     weight_files,
 )
+from nemo_rl_cpp.stages import work
 
 if TYPE_CHECKING:
     from nemo_rl_cpp._native import C
@@ -49,14 +50,15 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     if "score.weight" in target:
         target["score.weight"].zero_()
     shapes = {name: spec.whole for name, spec in specs.items()}
-    with warnings.catch_warnings():
+    files = weight_files(folder)
+    with warnings.catch_warnings(), work(f"reading {folder}", sum(file.stat().st_size for file in files)) as advance:
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is only read
-        fill_parameters(
-            folder,
-            shapes,
-            raw_tensors(weight_files(folder)),
-            lambda name, raw: target[name].copy_(own_part(specs[name], _tensor(raw))),
-        )
+
+        def put(name: str, raw: RawTensor) -> None:
+            target[name].copy_(own_part(specs[name], _tensor(raw)))
+            advance(raw.data.nbytes)
+
+        fill_parameters(folder, shapes, raw_tensors(files), put)
     model.masters_changed()
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
-from nemo_rl_cpp.config.memory import fit_text, forecast, forecast_summary, model_sizes, size_text
+from nemo_rl_cpp.config.known_models import known_model
+from nemo_rl_cpp.config.memory import fit_text, forecast, forecast_summary, model_sizes, size_text, with_known_sizes
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
 from nemo_rl_cpp.threads import cores, threads_at_start
@@ -82,7 +83,8 @@ def _evaluation(config: EvalMasterConfig) -> Iterator[tuple[str, str]]:
 
 
 def _model(name: str, overrides: dict[str, object] | None, precision: str) -> str:
-    sizes = model_sizes(name, overrides)
+    known = known_model(name)
+    sizes = model_sizes(name, overrides) or (known.sizes if known is not None and not overrides else None)
     count = f", {count_text(sizes.parameters)} parameters" if sizes is not None else ""
     return f"{name}{count}, {precision}"
 
@@ -115,6 +117,7 @@ def _many(count: int, noun: str) -> str:
 
 
 def _memory(config: TrainMasterConfig) -> str:
+    config = with_known_sizes(config)
     phases = forecast(config)
     if phases is None:
         return forecast_summary(config) or "not known"

@@ -39,6 +39,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         try:
             if name == "reward_functions":
                 check_reward_section(section if isinstance(section, Mapping) else {})
+                yield from _parts_of_gdpo(config, section)
             elif name not in ENV_REGISTRY or not environment_target(name).startswith("nemo_rl_cpp."):
                 environment_class(name)
             elif (package := needed_package(name)) is not None:
@@ -46,6 +47,23 @@ def check(config: WholeConfig) -> Iterator[Finding]:
                 yield Finding("error", key, f"needs the package {package}, which is not installed: run `{install}`")
         except LoadingError as error:
             yield Finding("error", key, f"cannot be used: {error}")
+
+
+def _parts_of_gdpo(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
+    """The estimator gdpo takes each function's reward as a part, and its weight once."""
+    estimator = getattr(getattr(config, "grpo", None), "adv_estimator", None)
+    if estimator is None or estimator.name != "gdpo":
+        return
+    functions, key = section["functions"], "env.reward_functions"
+    if isinstance(functions, str) or len(functions) < 2:
+        needs = "names one function, but adv_estimator.name gdpo weighs the parts of a reward: name at least two, or take another estimator"
+        yield Finding("error", f"{key}.functions", needs)
+    elif not section.get("as_parts"):
+        needs = "must be true with adv_estimator.name gdpo, whose parts are the functions' own rewards"
+        yield Finding("error", f"{key}.as_parts", needs)
+    elif section.get("weights") is not None and estimator.reward_weights is not None:
+        needs = "and grpo.adv_estimator.reward_weights are the same thing: give one of them"
+        yield Finding("error", f"{key}.weights", needs)
 
 
 def _used(config: WholeConfig) -> dict[str, object]:

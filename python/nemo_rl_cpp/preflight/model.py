@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp.config.resources import trainers_of
+from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.models.hf_config import check_length, read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import (
@@ -172,15 +173,18 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]:
     name = use.tokenizer or use.name
     if name == TINY_RANDOM:
-        return
-    path = folder.path if folder is not None and name == use.name else local_folder(name)
-    if path is None or (is_cached(path) and not (path / "tokenizer.json").is_file()):
-        return
-    try:
-        largest, count = _vocabulary(path)
-    except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exceptions
-        yield Finding("error", use.tokenizer_key, f"is {name}: {_one_sentence(path, error)}")
-        return
+        if use.name == TINY_RANDOM:
+            return
+        largest, count = len(TINY_TOKENS) - 1, len(TINY_TOKENS)
+    else:
+        path = folder.path if folder is not None and name == use.name else local_folder(name)
+        if path is None or (is_cached(path) and not (path / "tokenizer.json").is_file()):
+            return
+        try:
+            largest, count = _vocabulary(path)
+        except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exceptions
+            yield Finding("error", use.tokenizer_key, f"is {name}: {_one_sentence(path, error)}")
+            return
     if folder is None:
         return
     size = folder.config["vocab_size"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.fold import fold_text, note_as_said
 from nemo_rl_cpp.config.machine import machine_memory, swap_memory
-from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, size_text
+from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, size_text, with_known_sizes
 
 from .finding import Finding
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
 
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last is that of WSL
 _EXPERTS = re.compile(
     r"\d[bB]-?[aA]\d+(\.\d+)?[bB](?![a-zA-Z0-9])"
 )  # 30B-A3B: so many parameters, so many of them active
@@ -26,6 +28,12 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     text = fold_text(config)
     if text is not None:
         yield Finding("warning", "", note_as_said(text))
+    if config.cluster.device == "cuda" and not any(map(os.path.exists, _DRIVERS)):
+        yield Finding(
+            "warning",
+            "cluster.device",
+            "is cuda, but no NVIDIA driver is loaded on this machine: a run here ends when it asks for the GPU",
+        )
     if not hasattr(config, "policy") or config.cluster.device != "cpu":
         return
     name = config.policy.model_name
@@ -48,6 +56,6 @@ def check(config: WholeConfig) -> Iterator[Finding]:
             f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}, but this machine "
             f"has {size_text(machine)} of memory and swap; take a smaller model or a larger machine (--dry-run shows the forecast)",
         )
-    elif fits(config) is False:
+    elif fits(config := with_known_sizes(config)) is False:
         peak = max(phase.total for phase in forecast(config) or ())
         yield Finding("warning", "", f"the forecast of memory, {size_text(peak)} at the peak, {fit_text(config)}")

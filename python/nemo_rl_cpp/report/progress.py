@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.report.svg import format_number
+from nemo_rl_cpp.stages import stage
 from nemo_rl_cpp.telemetry.timer import TOTAL
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ _SHOWN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("len", ("mean_gen_tokens_per_sample", "train/mean_gen_tokens_per_sample")),
     ("tok/s", ("tokens_per_sec", "performance/tokens_per_sec")),
 )
+_FIRST = {
+    "validation": "validating", "generation": "generating the first responses", "value_training": "training the critic",
+    "policy_training": "training on the first responses",
+}  # fmt: skip
+"""Phases that are said as they begin before the first step is done, where there is no live line."""
 
 
 class Progress:
@@ -57,6 +63,7 @@ class Progress:
         self._live: Live | None = None
         self._display: DisplayHandle | None = None
         self._closed = False
+        self._said: set[str] = set()
         if self.mode == "live":
             self._start_live()
         elif self.mode == "notebook":
@@ -69,6 +76,9 @@ class Progress:
         self._phase, self._phase_began = name, time.monotonic()
         if self.mode == "notebook":
             self._show_notebook()
+        elif self.mode == "plain" and self._first_step_end is None and name in _FIRST and name not in self._said:
+            self._said.add(name)
+            stage(_FIRST[name])
 
     def stage_started(self, label: str, depth: int) -> None:
         """An outermost stage of a subscribed timer begins."""

@@ -127,7 +127,7 @@ def test_several_answers(model):
         (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, precision="float32"), "the model is loaded already"),
         (lambda m: nemo_rl_cpp.evaluate(m, ROWS), "reward_funcs is missing"),
         (lambda m: nemo_rl_cpp.evaluate(None, ROWS, share_right), "model is None: give a folder, a model's name, what nemo_rl_cpp.load"),
-        (lambda m: nemo_rl_cpp.evaluate(m, ["1" * 600], share_right), "prompt 0 has 600 tokens, which leaves no room"),
+        (lambda m: nemo_rl_cpp.evaluate(m, [{"prompt": "1" * 600, "answer": "1"}], share_right), "prompt 0 has 600 tokens, which leaves no room"),
     ],
 )  # fmt: skip
 def test_wrong_calls(model, call, words):

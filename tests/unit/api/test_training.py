@@ -105,7 +105,10 @@ def test_a_checkpoint_folder_resumes(tmp_path):
         ({"prompts": []}, "prompts is empty"),
         ({"prompts": [{"question": "1="}]}, "row 0 of prompts has no key 'prompt', it has \\['question'\\]"),
         ({"reward": None}, "reward_funcs is missing"),
-        ({"prompts": ["1" * 40]}, "prompt 0 has 40 tokens, which leaves no room to answer within max_length=16"),
+        (
+            {"prompts": [{"prompt": "1" * 40, "answer": "1"}]},
+            "prompt 0 has 40 tokens, which leaves no room to answer within max_length=16",
+        ),
         ({"prompts": "missing.jsonl"}, "prompts names the file missing.jsonl, which does not exist"),
         ({"prompts": None}, "prompts is missing"),
         ({"dataset": ROWS}, "prompts and dataset are the same thing"),

@@ -33,6 +33,22 @@ class Plateau(nemo_rl_cpp.Callback):
     pass
 
 
+class RewardModel:
+    """As torch's modules are."""
+
+    def parameters(self):
+        return []
+
+    def forward(self, ids):
+        return ids
+
+    __call__ = forward
+
+
+def compute_score(data_source, solution_str, ground_truth):  # verl's
+    return 0.0
+
+
 class NoMethod(nemo_rl_cpp.AdvantageEstimator):
     pass
 
@@ -100,6 +116,20 @@ WRONG = [
     ({"adv_estimator": {"power": 2}}, "argument adv_estimator: grpo.adv_estimator.power is unknown"),
     ({"loss_fn": WantsLogits}, "loss 'WantsLogits' has the input_type .*, but logits are never formed here: take next_token_logprobs"),
     ({"loss_fn": 3}, "loss_fn is 3: give a function, an object or a class of yours, its dotted name, or a mapping of keys of loss_fn"),
+    # users of verl and of TRL's newer versions
+    ({"actor_rollout_ref.actor.optim.lr": 1e-6}, "actor_rollout_ref.actor.optim.lr is unknown; here it is learning_rate"),
+    ({"data.train_batch_size": 8, "trainer.total_epochs": 1}, "here it is num_prompts_per_step; trainer.total_epochs is unknown; here it is max_num_epochs"),
+    ({"policy.generation.top_p": 0.9}, "policy.generation.top_p is unknown as a keyword; write policy__generation__top_p"),
+    ({"grpo.val_period": 5}, "grpo.val_period is unknown as a keyword; write val_period"),
+    ({"trainer.logger": "wandb"}, "trainer.logger is unknown; keywords are arguments of train_grpo, or section__key"),
+    ({"reward_funcs": compute_score},
+     "reward function compute_score asks for data_source and solution_str and ground_truth, but the samples have answer, completions, prompts; "
+     "solution_str is called completions here, a list with one text a response"),
+    ({"reward_funcs": RewardModel()}, "reward_funcs is a RewardModel, a model: give a function of (prompts, completions, **columns) that asks it"),
+    ({"reward_funcs": "OpenAssistant/reward-model"}, "'OpenAssistant/reward-model' is no dotted name"),
+    ({"model": RewardModel()}, "model is a RewardModel; it must be a folder, a packaged model, or a name on the hub"),
+    ({"vllm_gpu_memory_utilization": 0.5}, "vllm_gpu_memory_utilization is unknown"),
+    ({"temperature": -1.0}, "argument temperature: policy.generation.temperature"),
     ({"loss_fn": {"kwargs": {"a": 1}}}, "loss_fn.kwargs go to a class or function of yours, but loss_fn.name is clipped_pg: leave them out"),
 ]  # fmt: skip
 
@@ -142,6 +172,12 @@ def test_a_wrong_call_of_train_ppo(tmp_path, monkeypatch, given, words):
     with pytest.raises(ValueError) as caught:
         nemo_rl_cpp.train_ppo("tiny-random", ROWS, reward, **SMALL | given, log_dir=tmp_path)
     one_sentence(caught, words)
+
+
+@pytest.mark.parametrize(("name", "function"), [("GRPOTrainer", "train_grpo"), ("PPOConfig", "train_ppo")])
+def test_a_class_of_trl_names_the_function(name, function):
+    with pytest.raises(ImportError, match=f"nemo_rl_cpp has no {name}: call nemo_rl_cpp.{function}"):
+        exec(f"from nemo_rl_cpp import {name}")
 
 
 async def late(text):

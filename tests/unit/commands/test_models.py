@@ -16,7 +16,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
 def test_the_sizes_are_those_of_the_models(model):
-    sizes = model_sizes(model.name, model.as_config())
+    sizes = model_sizes(model.name, model.sizes.as_config())
     assert sizes.parameters / 1e9 == pytest.approx(PARAMETERS[model.name.rpartition("/")[2]], rel=0.003)
     assert model.model_type in SUPPORTED_ARCHITECTURES
 

@@ -57,17 +57,18 @@ def test_reward_functions_as_parts():
     environment = RewardFunctionEnvironment({"functions": [longer, even], "weights": [0.5, 2.0], "as_parts": True})
     result = environment.step(logs(["ab", "abc", ""]), [{}, {}, {}])
     assert {name: values.tolist() for name, values in result.rewards.items()} == {
-        "longer": [1.0, 1.5, 0.0],
-        "even": [2.0, 0.0, 0.0],
+        "longer": [2.0, 3.0, 0.0],
+        "even": [1.0, 0.0, 0.0],
     }
+    assert result.rewards.weights == {"longer": 0.5, "even": 2.0}
     summed = RewardFunctionEnvironment([longer, even], [0.5, 2.0]).step(logs(["ab", "abc", ""]), [{}, {}, {}])
     assert summed.rewards.tolist() == [3.0, 1.5, 0.0]
     twice = RewardFunctionEnvironment([even, even], as_parts=True).step(logs(["ab"]), [{}])
     assert len(twice.rewards) == 2 and all(values.tolist() == [1.0] for values in twice.rewards.values())
 
 
-def test_raw_parts_keep_the_weights_of_their_total():
-    environment = RewardFunctionEnvironment([longer, even], [0.5, -2.0], raw_parts=True)
+def test_parts_keep_the_weights_of_their_total():
+    environment = RewardFunctionEnvironment([longer, even], [0.5, -2.0], as_parts=True)
     answers = [environment.step(logs([text]), [{}]) for text in ("ab", "abc")]
     merged = _merge([([1], answers[0]), ([0], answers[1])], 2).rewards
     for rewards, length in (
@@ -77,3 +78,17 @@ def test_raw_parts_keep_the_weights_of_their_total():
     ):
         again = pickle.loads(pickle.dumps(rewards))
         assert again["longer"].tolist() == length and again.weights == {"longer": 0.5, "even": -2.0}
+
+
+def test_gdpo_weighs_the_parts_of_a_configuration_by_their_weights():
+    from nemo_rl_cpp.algorithms.grpo import make_advantages
+    from nemo_rl_cpp.config import load_grpo_config
+
+    names = ", ".join(f"{__name__}.{function.__name__}" for function in (longer, even))
+    section = f"env={{reward_functions: {{functions: [{names}], weights: [0.5, -2.0], as_parts: true}}}}"
+    config = load_grpo_config(
+        "grpo_jsonl.yaml", ["data.train.data_path=x.jsonl", f"++{section}", "grpo.adv_estimator.name=gdpo"]
+    )
+    assert make_advantages(config).estimator.reward_weights == [-2.0, 0.5]  # by the names in order: even, longer
+    config.grpo.adv_estimator.reward_weights = [1.0, 3.0]
+    assert make_advantages(config).estimator.reward_weights == [1.0, 3.0]

@@ -57,6 +57,23 @@ def test_what_is_right_passes():
     assert found("data.default.env_name=preflight_module.Actor", "+env={preflight_module.Actor: {}}") == []
 
 
+def test_gdpo_takes_the_parts_of_several_functions_and_their_weights_once():
+    def of(section, *more):
+        names = "functions: [preflight_module.right, preflight_module.Holder.Inner.right], "
+        given = f"+env={{reward_functions: {{{names if 'functions' not in section else ''}{section}}}}}"
+        return found("data.default.env_name=reward_functions", given, "grpo.adv_estimator.name=gdpo", *more)
+
+    assert of("as_parts: true, weights: [1.0, 0.5]") == []
+    (told,) = of("weights: [1.0, 0.5]")
+    assert told.startswith("env.reward_functions.as_parts must be true with adv_estimator.name gdpo")
+    (told,) = of("as_parts: true, functions: [preflight_module.right]")
+    assert told.startswith(
+        "env.reward_functions.functions names one function, but adv_estimator.name gdpo weighs the parts"
+    )
+    (told,) = of("as_parts: true, weights: [1.0, 0.5]", "grpo.adv_estimator.reward_weights=[1,1]")
+    assert told.startswith("env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing")
+
+
 def test_each_environment_of_each_data_set_is_looked_at():
     given = ["data.train.env_name=preflight_module.Odd", "data.validation.env_name=nowhere.Env"]
     first, second = found(*given, "+env={preflight_module.Odd: {}, nowhere.Env: {}}")

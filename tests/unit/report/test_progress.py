@@ -38,6 +38,18 @@ def test_plain_lines_without_a_terminal(capsys, clock):
     assert "0.5 -> 0.75" in table and "0.1235" in table
 
 
+def test_a_log_says_what_the_first_step_does(capsys, clock):
+    from nemo_rl_cpp.stages import stages_shown
+
+    with stages_shown(), Progress(total_steps=2) as progress:
+        for phase in ("validation", "generation", "reward_calculation", "generation", "policy_training"):
+            progress.phase(phase)
+        progress.step(1)
+        progress.phase("generation")
+    said = [line[10:] for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert said == ["validating", "generating the first responses", "training on the first responses"]
+
+
 def test_the_live_line_names_phase_and_time_left(clock):
     out = io.StringIO()
     progress = Progress(10, mode="live", console=Console(file=out, force_terminal=True, width=120))

@@ -1,0 +1,45 @@
+"""The lines before the first step: how much of a long piece of work is done."""
+
+import pytest
+from nemo_rl_cpp import stages
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of `stages`; what a test adds to its first entry passes."""
+    now = [100.0]
+    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_share_of_a_long_work_is_said_now_and_then_and_that_of_a_short_one_never(clock, capsys):
+    with stages.work("reading", 200.0, always=True) as advance:
+        for seconds, amount in ((1.0, 50.0), (2.0, 50.0), (1.0, 10.0), (15.0, 70.0), (0.1, 20.0)):
+            clock[0] += seconds
+            advance(amount)
+    assert capsys.readouterr().err == "reading: 50 %, 3 s\nreading: 90 %, 19 s\n"
+
+
+def test_a_terminal_draws_over_the_last_line_and_leaves_none(clock, capsys, monkeypatch):
+    monkeypatch.setattr(stages.sys.stderr, "isatty", lambda: True)
+    with pytest.raises(KeyError), stages.work("reading", 4.0, always=True) as advance:
+        for _ in range(4):
+            clock[0] += 1.0
+            advance(1.0)
+        raise KeyError
+    assert capsys.readouterr().err == "".join(
+        f"\r{line}\033[K" for line in ("reading: 50 %, 2 s", "reading: 75 %, 3 s", "reading: 100 %, 4 s", "")
+    )
+
+
+def test_a_library_says_nothing(clock, capsys):
+    def read():
+        with stages.work("reading", 2.0) as advance:
+            clock[0] += 10.0
+            advance(1.0)
+
+    read()
+    assert capsys.readouterr().err == ""
+    with stages.stages_shown():
+        read()
+    assert capsys.readouterr().err == "reading: 50 %, 10 s\n"

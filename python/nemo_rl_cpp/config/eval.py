@@ -15,4 +15,4 @@ class EvalConfig(Section):
     k_value: Positive = key(1, "k of the metric")
     seed: Int = key(42, "seed of sampling")
     max_rollout_turns: Positive = key(1, "turns of a conversation, for environments that answer")
-    save_path: str | None = key(None, "folder for evaluation_data.json and config.json; null: none")
+    save_path: str | None = key(None, "folder for evaluation.html, evaluation_data.json and config.json; null: none")

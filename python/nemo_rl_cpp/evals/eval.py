@@ -213,7 +213,7 @@ def run_env_eval(
     """
     result, samples = measure(vllm_generation, dataloader, env, master_config)
     if master_config.eval.save_path is not None:
-        save_evaluation_data(samples, master_config, Path(master_config.eval.save_path))
+        save_evaluation_data(samples, master_config, Path(master_config.eval.save_path), result)
     show(result, master_config)
     return result
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.evals.metrics import Interval, wilson_interval
+from nemo_rl_cpp.evals.page import evaluation_page, page_of, prompts_of
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.report.page import duration
 
@@ -92,7 +93,7 @@ def rows(result: EvalResult, config: "EvalMasterConfig") -> dict[str, str]:
     table |= {name: f"{value:.4g}" for name, value in own.items()}
     table["time"] = duration(result.seconds)
     if wanted.save_path is not None:
-        table["samples"] = str(Path(wanted.save_path) / "evaluation_data.json")
+        table["samples"] = f"{page_of(wanted.save_path)}, and all in {Path(wanted.save_path) / 'evaluation_data.json'}"
     return table
 
 
@@ -102,8 +103,11 @@ _ROLLOUT = {
 }  # fmt: skip
 
 
-def save_evaluation_data(samples: list[dict[str, object]], config: "EvalMasterConfig", folder: Path) -> None:
-    """`evaluation_data.json` ({"evaluation_data": [one dictionary a response]}) and `config.json` (what they came from)."""
+def save_evaluation_data(
+    samples: list[dict[str, object]], config: "EvalMasterConfig", folder: Path, result: EvalResult
+) -> None:
+    """`evaluation_data.json` ({"evaluation_data": [one dictionary a response]}), `config.json` (what they came from) and
+    `evaluation.html` (prompts with their answers)."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
     described = {
@@ -121,3 +125,11 @@ def save_evaluation_data(samples: list[dict[str, object]], config: "EvalMasterCo
     write_atomic(folder / "config.json", json.dumps(described, indent=2, ensure_ascii=False) + "\n")
     text = json.dumps({"evaluation_data": samples}, indent=2, ensure_ascii=False, default=str)
     write_atomic(folder / "evaluation_data.json", text + "\n")
+    facts = rows(result, config)
+    title = f"{facts.pop('model')}: {metric_name(wanted)} {facts[metric_name(wanted)]}"
+    facts.pop("samples", None)
+    prompts = prompts_of(samples, wanted.num_tests_per_prompt)
+    page = (
+        evaluation_page(title, facts, prompts).encode("utf-8", "replace").decode()
+    )  # a text may hold half a character
+    write_atomic(page_of(folder), page, durable=False)

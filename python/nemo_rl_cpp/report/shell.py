@@ -12,6 +12,7 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.report.chart_data import packed
 
 _HERE = Path(__file__).parent
+_SCRIPTS = ("base", "chart", "export", "metrics", "samples", "page")
 
 
 class PageSection(NamedTuple):
@@ -24,24 +25,25 @@ class PageSection(NamedTuple):
 
 def document(
     title: str, header: str, sections: Sequence[PageSection], data: Mapping[str, Plain], status: str = "finished", footer: str = "",
-    now: float | None = None,
+    now: float | None = None, scripts: Sequence[str] = _SCRIPTS,
 ) -> str:  # fmt: skip
-    """The page. `data`: what the scripts read, by the id of its element; `now`: Unix time that it says it was written at."""
+    """The page. `data`: what the scripts read, by the id of its element; `now`: Unix time that it says it was written at; `scripts`:
+    which of the page's scripts it has."""
     shown = [section for section in sections if section.content]
     links = "".join(f'<a href="#{s.key}">{escape(s.title)}</a>' for s in shown)
     body = "".join(f'<section id="{s.key}"><h2>{escape(s.title)}</h2>{s.content}</section>' for s in shown)
     blocks = "".join(f'<script type="text/plain" id="{key}">{packed(value)}</script>' for key, value in data.items())
     written = int(now if now is not None else time.time())
-    scripts = "".join(_asset(f"{name}.js") for name in ("base", "chart", "export", "metrics", "samples", "page"))
+    code = "".join(_asset(f"{name}.js") for name in scripts)
+    without = '<noscript><p class="muted">Curves and samples are drawn by scripts, which are switched off here.</p></noscript>'
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{_asset("page.css")}</style></head>'
         f'<body data-status="{escape(status)}" data-written="{written}">'
-        f"<header>{header}<nav>{links}</nav></header><main>{body}"
-        '<noscript><p class="muted">Curves and samples are drawn by scripts, which are switched off here.</p></noscript></main>'
+        f"<header>{header}<nav>{links}</nav></header><main>{body}{without if scripts else ''}</main>"
         f"<footer>Written {utc(written)} by nemo_rl_cpp{footer}</footer>"
-        f"{blocks}<script>{scripts}</script></body></html>\n"
+        f"{blocks}{f'<script>{code}</script>' if scripts else ''}</body></html>\n"
     )
 
 

@@ -1,0 +1,138 @@
+"""Two evaluations of the same prompts side by side: which got better, and whether that may be chance."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from nemo_rl_cpp.evals.metrics import Interval
+from nemo_rl_cpp.evals.page import Prompt, cards, heading, prompts_of
+from nemo_rl_cpp.report.samples import clip
+from nemo_rl_cpp.report.shell import PageSection, document
+
+DATA = "evaluation_data.json"
+_EXAMPLES = 3
+
+
+def is_evaluation(folder: Path | str) -> bool:
+    """Whether a folder is one that `eval.save_path` has named."""
+    return (Path(folder) / DATA).is_file()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two evaluations, `names`, with the prompts of each; the prompts are the same, in the same order."""
+
+    names: tuple[str, str]
+    models: tuple[str, str]
+    first: Sequence[Prompt]
+    second: Sequence[Prompt]
+
+    @staticmethod
+    def of(folders: Sequence[Path | str]) -> Comparison:
+        """Reads two folders. ValueError where they are not two, cannot be read, or have other prompts."""
+        if len(folders) != 2:
+            raise ValueError(f"evaluations are compared two at a time, but {len(folders)} folders are given")
+        read = [_read(Path(folder)) for folder in folders]
+        (_, first), (_, second) = read
+        if [prompt.text for prompt in first] != [prompt.text for prompt in second]:
+            raise ValueError(
+                f"{folders[0]} and {folders[1]} have other prompts ({len(first)} and {len(second)}): compare evaluations of the same data, "
+                "with the same seed and prompt template"
+            )
+        return Comparison((str(folders[0]), str(folders[1])), (read[0][0], read[1][0]), first, second)
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """The mean rewards."""
+        return statistics.fmean(p.mean for p in self.first), statistics.fmean(p.mean for p in self.second)
+
+    @property
+    def difference(self) -> tuple[float, Interval | None]:
+        """Second less first, and its 95 % interval: mean +- 1.96 s / sqrt(P) of the P prompts' differences. None for one prompt."""
+        gaps = [b.mean - a.mean for a, b in zip(self.first, self.second)]
+        mean = statistics.fmean(gaps)
+        if len(gaps) < 2:
+            return mean, None
+        half = 1.959963984540054 * statistics.stdev(gaps) / math.sqrt(len(gaps))
+        return mean, Interval(mean - half, mean + half)
+
+    def changed(self, sign: int) -> list[tuple[Prompt, Prompt]]:
+        """The prompts whose mean reward rose (sign 1) or fell (-1), the largest change first."""
+        both = [(a, b) for a, b in zip(self.first, self.second) if sign * (b.mean - a.mean) > 0]
+        return sorted(both, key=lambda pair: -abs(pair[1].mean - pair[0].mean))
+
+    def verdict(self) -> str:
+        """In a sentence."""
+        (before, after), (gap, interval) = self.means, self.difference
+        text = f"mean reward {before:.4f} -> {after:.4f}, difference {gap:+.4f}"
+        if interval is None:
+            return text
+        chance = " (may be chance)" if interval.low <= 0 <= interval.high else ""
+        return f"{text}, 95 % interval {interval.low:+.4f} to {interval.high:+.4f}{chance}"
+
+
+def _read(folder: Path) -> tuple[str, list[Prompt]]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        samples = json.loads((folder / DATA).read_text(encoding="utf-8"))["evaluation_data"]
+        return str(config["model_name"]), prompts_of(samples, int(config["num_tests_per_prompt"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder} is no folder of an evaluation ({type(error).__name__}: {error}): give two that eval.save_path has named"
+        ) from None
+
+
+def text_of(comparison: Comparison) -> str:
+    """The comparison for a terminal, with some prompts that changed."""
+    better, worse = comparison.changed(1), comparison.changed(-1)
+    lines = [
+        *(f"{name}: {model}" for name, model in zip(comparison.names, comparison.models)), comparison.verdict(),
+        f"of {len(comparison.first)} prompts {len(better)} are better, {len(worse)} worse, "
+        f"{len(comparison.first) - len(better) - len(worse)} equal",
+    ]  # fmt: skip
+    for word, pairs in (("worse", worse), ("better", better)):
+        for a, b in pairs[:_EXAMPLES]:
+            lines += [f"\n{word}, {a.mean:.3g} -> {b.mean:.3g}: {_short(a.text)}"]
+            lines += [f"  before: {_short(a.responses[0])}", f"  after:  {_short(b.responses[0])}"]
+    return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 110 else f"{line[:70]} ... {line[-30:]}"
+
+
+def page(comparison: Comparison, now: float | None = None) -> str:
+    """The comparison as a page: what got worse, then what got better."""
+    better, worse = comparison.changed(1), comparison.changed(-1)
+    sections = [
+        PageSection(
+            key,
+            f"{title}: {len(pairs)} prompt{'' if len(pairs) == 1 else 's'}",
+            cards((_card(a, b) for a, b in pairs[:60]), len(pairs)),
+        )
+        for key, title, pairs in (("worse", "Worse", worse), ("better", "Better", better))
+        if pairs
+    ]
+    names = "".join(
+        f"<p>{escape(name)}: <b>{escape(model)}</b></p>" for name, model in zip(comparison.names, comparison.models)
+    )
+    header = (
+        f'<div class="top"><h1>two evaluations</h1></div><p class="verdict">{escape(comparison.verdict())}</p>{names}'
+    )
+    return document("two evaluations compared", header, sections, {}, now=now, scripts=())
+
+
+def _card(before: Prompt, after: Prompt) -> str:
+    answers = "".join(
+        f'<div class="answer"><div class="score"><b>{prompt.mean:.3g}</b></div><div><div class="meta">{word}</div>'
+        f"<pre>{escape(clip(prompt.responses[0])) or '<em>(empty)</em>'}</pre></div></div>"
+        for word, prompt in (("before", before), ("after", after))
+    )
+    return f'<div class="sample">{heading(before)}<div class="answers">{answers}</div></div>'

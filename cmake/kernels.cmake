@@ -1,4 +1,4 @@
-# Each file of csrc/kernels/cpu/ is compiled once for every CPU capability; common/cpu_capability.h chooses at run time.
+# Each file of csrc/kernels/cpu/ is compiled once for each variant that its kernels have; common/cpu_capability.h chooses at run time.
 # No -march=native: one wheel serves every machine.
 file(GLOB NEMO_CPU_KERNELS CONFIGURE_DEPENDS csrc/kernels/cpu/*.cpp)
 set(NEMO_KERNEL_OBJECTS "")
@@ -13,15 +13,15 @@ function(nemo_kernel_objects name sources)
   target_compile_options(nemo_kernels_${name} PRIVATE ${NEMO_KERNEL_OPTIMIZATION} -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized ${ARGN})
   set(NEMO_KERNEL_OBJECTS ${NEMO_KERNEL_OBJECTS} $<TARGET_OBJECTS:nemo_kernels_${name}> PARENT_SCOPE)
 endfunction()
-macro(nemo_kernel_capability name)
-  nemo_kernel_objects(${name} "${NEMO_CPU_KERNELS}" ${ARGN})
-endmacro()
-nemo_kernel_capability(base)
+# what multiplies pairs of bfloat16, where there are instructions for them: the files of NRL_DECLARE_PAIR_KERNEL
+set(NEMO_PAIR_KERNELS ${NEMO_CPU_KERNELS})
+list(FILTER NEMO_PAIR_KERNELS INCLUDE REGEX "/(attention_[a-z]+|gemm|linear_[a-z]+|packed_weights)[.]cpp$")
+nemo_kernel_objects(base "${NEMO_CPU_KERNELS}")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(_avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-  nemo_kernel_capability(avx2 -mavx2 -mfma -mf16c)
-  nemo_kernel_capability(avx512 ${_avx512})
-  nemo_kernel_capability(avx512_bf16 ${_avx512} -mavx512bf16)
+  nemo_kernel_objects(avx2 "${NEMO_CPU_KERNELS}" -mavx2 -mfma -mf16c)
+  nemo_kernel_objects(avx512 "${NEMO_CPU_KERNELS}" ${_avx512})
+  nemo_kernel_objects(avx512_bf16 "${NEMO_PAIR_KERNELS}" ${_avx512} -mavx512bf16)
   nemo_kernel_objects(software_tiles "${NEMO_TILE_KERNELS}" -mavx2 -mfma -mf16c)
   nemo_kernel_objects(amx "${NEMO_TILE_KERNELS}" ${_avx512} -mavx512bf16 -DNRL_HARDWARE_TILES)
 endif()

@@ -1,6 +1,5 @@
 #include "common/cpu_capability.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <string>
 
@@ -13,19 +12,17 @@
 namespace nemo_rl {
 namespace {
 
-CpuCapability detect() {
+unsigned detected() {
+  unsigned features = 0;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  auto best = CpuCapability::base;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = CpuCapability::avx2;
-  if (best == CpuCapability::avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    best = CpuCapability::avx512;
-  if (best == CpuCapability::avx512 && __builtin_cpu_supports("avx512bf16")) best = CpuCapability::avx512_bf16;
-  return best;
-#else
-  return CpuCapability::base;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) features |= kAvx2;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    features |= kAvx512;
+  if (__builtin_cpu_supports("avx512bf16")) features |= kPairs;
 #endif
+  return features;
 }
 
 std::string asked(const char* variable) {
@@ -33,18 +30,22 @@ std::string asked(const char* variable) {
   return text ? text : "";
 }
 
-CpuCapability limit(const std::string& value) {
-  if (value == "default" || value == "base") return CpuCapability::base;
-  if (value == "avx2" || value == "software_tiles") return CpuCapability::avx2;
-  if (value == "avx512") return CpuCapability::avx512;
-  return CpuCapability::avx512_bf16;
+/// What a value allows of the vector unit.
+unsigned vectors_of(const std::string& value) {
+  using namespace kernels;
+  if (value == "default" || value == "base") return needs::base;
+  if (value == "avx2" || value == "software_tiles") return needs::avx2;
+  if (value == "avx512") return needs::avx512;
+  return needs::avx512_bf16;
 }
 
-TileProducts choose_tiles() {
+unsigned choose_features() {
   const std::string value = asked("NEMO_RL_CPU_CAPABILITY");
-  if (value == "software_tiles" && cpu_capability() == CpuCapability::avx2) return TileProducts::software;
-  if (value == "amx" && cpu_capability() == CpuCapability::avx512_bf16 && amx_is_granted()) return TileProducts::amx;
-  return TileProducts::none;
+  unsigned features = detected() & vectors_of(value) & vectors_of(asked("ATEN_CPU_CAPABILITY"));
+  if (value == "software_tiles") features |= kSoftwareTiles;
+  // the system is asked only where they could be used
+  if (value == "amx" && features == kernels::needs::avx512_bf16 && amx_is_granted()) features |= kAmxTiles;
+  return features;
 }
 
 }  // namespace
@@ -61,30 +62,20 @@ bool amx_is_granted() {
 #endif
 }
 
-CpuCapability cpu_capability() {
-  static const CpuCapability chosen =
-      std::min({detect(), limit(asked("ATEN_CPU_CAPABILITY")), limit(asked("NEMO_RL_CPU_CAPABILITY"))});
-  return chosen;
-}
-
-TileProducts tile_products() {
-  static const TileProducts chosen = choose_tiles();
-  return chosen;
+unsigned cpu_features() {
+  static const unsigned features = choose_features();
+  return features;
 }
 
 const char* cpu_capability_name() {
-  if (tile_products() == TileProducts::amx) return "amx";
-  if (tile_products() == TileProducts::software) return "software_tiles";
-  switch (cpu_capability()) {
-    case CpuCapability::avx512_bf16:
-      return "avx512_bf16";
-    case CpuCapability::avx512:
-      return "avx512";
-    case CpuCapability::avx2:
-      return "avx2";
-    default:
-      return "base";
-  }
+  using namespace kernels;
+  return select_variant<const char>({{needs::amx, "amx"},
+                                     {needs::software_tiles, "software_tiles"},
+                                     {needs::avx512_bf16, "avx512_bf16"},
+                                     {needs::avx512, "avx512"},
+                                     {needs::avx2, "avx2"},
+                                     {needs::base, "base"}},
+                                    cpu_features());
 }
 
 }  // namespace nemo_rl

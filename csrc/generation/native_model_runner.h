@@ -8,6 +8,7 @@
 #include "generation/kept_rows.h"
 #include "generation/model_runner.h"
 #include "generation/recorded_steps.h"
+#include "kernels/product_figures.h"
 #include "model/decoder_model.h"
 #include "model/vocab_slice.h"
 #include "ops/paged_step.h"
@@ -17,7 +18,7 @@ namespace nemo_rl::generation {
 class NativeModelRunner : public ModelRunner {
  public:
   /// Steps of few rows after which a copy of the weights that such steps read faster has paid for itself.
-  static constexpr std::int64_t kPackAfter = 16;
+  static constexpr std::int64_t kPackAfter = kernels::kPackAfter;
   static constexpr std::int64_t kNeverPack = INT64_MAX;
 
   /// `recorder`: decode steps are recorded and launched as a whole (RecordedSteps); none: all steps run as they are.

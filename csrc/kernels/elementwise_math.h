@@ -1,5 +1,5 @@
-// Branch-free elementary functions for the per-token formulas. T is a float, a double, or on the CPU a pack of them
-// (kernels/cpu/pack.h); on CUDA exp_of is the device's own.
+// Branch-free elementary functions for the per-token formulas. T is a float, a double, or on the CPU sixteen of them
+// (kernels/cpu/vec.h); on CUDA exp_of is the device's own.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace nemo_rl::kernels {
 
-/// The type of one number: T itself, or that of a pack's lanes.
+/// The type of one number: T itself, or that of a vector's lanes.
 template <class T, class = void>
 struct ScalarOf {
   using type = T;
@@ -88,23 +88,52 @@ NRL_INLINE double times_power_of_two(double p, double shifted, double) {
   return p * s1 * s2;
 }
 
-/// e^x within 2 units in the last place; 0 and infinity outside the range, NaN for NaN.
-/// x = n ln 2 + r, a polynomial in r, and times 2^n.
+/// The multiply-adds of an exponential: in one rounding where the target has that, or in two everywhere, so that every
+/// CPU capability gives the same bits.
+struct OnceRounded {
+  template <class T>
+  static NRL_INLINE_MEMBER T multiply_add(T a, T b, T c) {
+    return mul_add(a, b, c);
+  }
+};
+struct TwiceRounded {
+  template <class T>
+  static NRL_INLINE_MEMBER T multiply_add(T a, T b, T c) {
+    return a * b + c;
+  }
+};
+
+/// e^x within 2 units in the last place for lowest <= x; infinity from 89 on, NaN for NaN.
+/// x = n ln 2 + r, a polynomial in r (Cephes), and times 2^n. ln 2 comes in two parts; n times the first is exact.
+template <class Rounding, class T>
+NRL_INLINE T exp_float(T x, float lowest) {
+  T round(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  T c = clamp_to(x, T(lowest), T(89.f));
+  T shifted = Rounding::multiply_add(c, T(1.44269504088896341f), round);
+  T n = shifted - round;
+  T r = Rounding::multiply_add(n, T(2.12194440e-4f), Rounding::multiply_add(n, T(-0.693359375f), c));
+  T p(1.9875691500e-4f);
+  p = Rounding::multiply_add(p, r, T(1.3981999507e-3f));
+  p = Rounding::multiply_add(p, r, T(8.3334519073e-3f));
+  p = Rounding::multiply_add(p, r, T(4.1665795894e-2f));
+  p = Rounding::multiply_add(p, r, T(1.6666665459e-1f));
+  p = Rounding::multiply_add(p, r, T(5.0000001201e-1f));
+  p = Rounding::multiply_add(p, r * r, r) + T(1.f);
+  return times_power_of_two(p, shifted, n);
+}
+
+/// The loss's: results reach down to the smallest subnormal number.
 template <class T>
 NRL_INLINE T exp_single(T x) {
-  T round(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  T c = clamp_to(x, T(-104.f), T(89.f));
-  T shifted = mul_add(c, T(1.44269504088896341f), round);
-  T n = shifted - round;
-  T r = mul_add(n, T(2.12194440e-4f), mul_add(n, T(-0.693359375f), c));
-  T p(1.9875691500e-4f);
-  p = mul_add(p, r, T(1.3981999507e-3f));
-  p = mul_add(p, r, T(8.3334519073e-3f));
-  p = mul_add(p, r, T(4.1665795894e-2f));
-  p = mul_add(p, r, T(1.6666665459e-1f));
-  p = mul_add(p, r, T(5.0000001201e-1f));
-  p = mul_add(p, r * r, r) + T(1.f);
-  return times_power_of_two(p, shifted, n);
+  return exp_float<OnceRounded>(x, -104.f);
+}
+
+/// The softmax's and the sigmoid's: the same bits on every capability, and a result below FLT_MIN is 0, since subnormal
+/// numbers cost hundreds of cycles on some machines and no sum of ours can see them.
+template <class T>
+NRL_INLINE T exp_flushed(T x) {
+  T low(-87.33654f);
+  return select(x < low, T(0.f), exp_float<TwiceRounded>(x, -87.33654f));
 }
 
 template <class T>

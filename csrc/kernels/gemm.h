@@ -5,17 +5,9 @@
 
 #include "common/bfloat16.h"
 #include "common/cpu_capability.h"
+#include "kernels/product_figures.h"
 
 namespace nemo_rl::kernels {
-
-inline constexpr std::int64_t kGemmTerms =
-    1024;  ///< terms of a block: that many are summed in registers before c is updated
-inline constexpr std::int64_t kGemmTileM =
-    96;  ///< rows: once packed they stay in the second-level cache beside a tile's columns
-inline constexpr std::int64_t kGemmTileN =
-    96;  ///< columns: as many as the register tile of any capability, or a multiple
-inline constexpr std::int64_t kGemmPackTerms =
-    32;  ///< whole rows of b that are packed together: reading memory in the order of its addresses is fastest
 
 /// a[i, k] = a_data[i * row_stride_a + k * col_stride_a], where one of the strides is 1; b is row-major with unit
 /// stride along N.
@@ -40,8 +32,8 @@ inline std::int64_t gemm_packed_bytes(std::int64_t lines, std::int64_t K, std::i
 /// Packs units [begin, end) of kGemmPackTerms terms of the block that begins at k0.
 template <class T>
 using GemmPack = void(const GemmInput<T>& input, std::int64_t k0, std::int64_t begin, std::int64_t end);
-NRL_DECLARE_CPU_KERNEL(gemm_pack_f32, GemmPack<float>);
-NRL_DECLARE_CPU_KERNEL(gemm_pack_f64, GemmPack<double>);
+NRL_DECLARE_PAIR_KERNEL(gemm_pack_f32, GemmPack<float>);
+NRL_DECLARE_PAIR_KERNEL(gemm_pack_f64, GemmPack<double>);
 NRL_DECLARE_TILE_KERNEL(gemm_pack_bf16, GemmPack<bfloat16>);
 
 /// c[M, N] (+)= a[M, K] · b[K, N].
@@ -63,8 +55,8 @@ struct GemmTile {
 };
 template <class T, class O>
 using Gemm = void(const GemmArgs<T, O>& args, const GemmTile& tile);
-NRL_DECLARE_CPU_KERNEL(gemm_f32, Gemm<float, float>);
-NRL_DECLARE_CPU_KERNEL(gemm_f64, Gemm<double, double>);
+NRL_DECLARE_PAIR_KERNEL(gemm_f32, Gemm<float, float>);
+NRL_DECLARE_PAIR_KERNEL(gemm_f64, Gemm<double, double>);
 NRL_DECLARE_TILE_KERNEL(gemm_bf16, Gemm<bfloat16, bfloat16>);
 NRL_DECLARE_TILE_KERNEL(gemm_bf16_f32, Gemm<bfloat16, float>);
 

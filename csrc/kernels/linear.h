@@ -6,6 +6,7 @@
 
 #include "common/bfloat16.h"
 #include "common/cpu_capability.h"
+#include "kernels/product_figures.h"
 
 namespace nemo_rl::kernels {
 
@@ -20,13 +21,6 @@ struct LinearInput {
   float* strip_room = nullptr;  ///< room of this thread alone for a strip of w in another layout: linear_strip_floats;
                                 ///< nullptr: w is read as it lies
 };
-
-inline constexpr std::int64_t kLinearTileM = 64;  ///< rows: whole panels of packed x in every capability
-inline constexpr std::int64_t kLinearTileN = 48;  ///< columns: a multiple of the register tile of every capability
-inline constexpr std::int64_t kSwigluTileN =
-    2 * kLinearTileN;                              ///< of linear_swiglu: gates and ups by whole cache lines
-inline constexpr std::int64_t kLinearFewRows = 8;  ///< up to here rows of w lie in the lanes instead of rows of x
-inline constexpr std::int64_t kLinearCachedTerms = 80 * 1024;  ///< of x, for the second-level cache
 
 inline std::int64_t linear_packed_bytes(std::int64_t M, std::int64_t K, std::int64_t size) {
   const std::int64_t rows = (M + kLinearTileM - 1) / kLinearTileM * kLinearTileM;
@@ -54,7 +48,6 @@ struct LinearTiles {
 /// With many rows, w is packed as well ("wide"). The packing costs as much as multiplying some dozen rows. Then sums
 /// are formed as in the backward products. Each thread packs the chunks of x that it multiplies; strips of w are packed
 /// for all threads.
-inline constexpr std::int64_t kLinearWideRows = 96;  ///< of a chunk
 struct LinearWideTile {
   std::int64_t m0;                      ///< rows [m0, m0 + kLinearWideRows), as far as they exist
   std::int64_t strip_begin, strip_end;  ///< of kLinearTileN columns; of linear_swiglu: as many gates and their ups
@@ -69,7 +62,7 @@ struct LinearWide {
   std::int64_t words = 0;              ///< of 32 bits that a row takes: a float32 for each term, or a pair of bfloat16
 };
 using LinearWideOf = LinearWide(std::int64_t K);
-NRL_DECLARE_CPU_KERNEL(linear_wide_f32, LinearWideOf);
+NRL_DECLARE_PAIR_KERNEL(linear_wide_f32, LinearWideOf);
 NRL_DECLARE_TILE_KERNEL(linear_wide_bf16, LinearWideOf);
 
 /// Words that so many rows, or columns, take: with the step that is read beyond the last.
@@ -80,8 +73,8 @@ inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t words) {
 /// out[words][kLinearTileN] = rows of w, turned; rows from `rows` on are zero.
 template <class T>
 using LinearPackWeights = void(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out);
-NRL_DECLARE_CPU_KERNEL(linear_pack_weights_f32, LinearPackWeights<float>);
-NRL_DECLARE_CPU_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
+NRL_DECLARE_PAIR_KERNEL(linear_pack_weights_f32, LinearPackWeights<float>);
+NRL_DECLARE_PAIR_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
 
 /// Floats of room for a strip of w that is widened to float32, or laid out as tiles, before the rows meet it; 0 where
 /// so many rows are multiplied with w as it lies. The same bits either way.
@@ -91,8 +84,8 @@ NRL_DECLARE_TILE_KERNEL(linear_strip_floats_bf16, LinearStripFloats);
 /// Packs rows [kLinearTileM * begin, kLinearTileM * end) of x.
 template <class T>
 using LinearPack = void(const LinearInput<T>& input, std::int64_t begin, std::int64_t end);
-NRL_DECLARE_CPU_KERNEL(linear_pack_f32, LinearPack<float>);
-NRL_DECLARE_CPU_KERNEL(linear_pack_f64, LinearPack<double>);
+NRL_DECLARE_PAIR_KERNEL(linear_pack_f32, LinearPack<float>);
+NRL_DECLARE_PAIR_KERNEL(linear_pack_f64, LinearPack<double>);
 NRL_DECLARE_TILE_KERNEL(linear_pack_bf16, LinearPack<bfloat16>);
 
 /// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N]; w row-major with unit stride along K.
@@ -113,17 +106,17 @@ struct LinearForwardArgs {
 template <class T, class O>
 using LinearForward = void(const LinearForwardArgs<T, O>& args, std::int64_t tile_begin, std::int64_t tile_end,
                            bool more);
-NRL_DECLARE_CPU_KERNEL(linear_forward_f32, LinearForward<float, float>);
-NRL_DECLARE_CPU_KERNEL(linear_forward_f64, LinearForward<double, double>);
+NRL_DECLARE_PAIR_KERNEL(linear_forward_f32, LinearForward<float, float>);
+NRL_DECLARE_PAIR_KERNEL(linear_forward_f64, LinearForward<double, double>);
 NRL_DECLARE_TILE_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
 NRL_DECLARE_TILE_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
 
 /// The same sums, wide; args.input.packed is not used.
 template <class T, class O>
 using LinearForwardWide = void(const LinearForwardArgs<T, O>& args, const LinearWideTile& tile);
-NRL_DECLARE_CPU_KERNEL(linear_forward_wide_f32, LinearForwardWide<float, float>);
-NRL_DECLARE_CPU_KERNEL(linear_forward_wide_bf16, LinearForwardWide<bfloat16, bfloat16>);
-NRL_DECLARE_CPU_KERNEL(linear_forward_wide_bf16_f32, LinearForwardWide<bfloat16, float>);
+NRL_DECLARE_PAIR_KERNEL(linear_forward_wide_f32, LinearForwardWide<float, float>);
+NRL_DECLARE_PAIR_KERNEL(linear_forward_wide_bf16, LinearForwardWide<bfloat16, bfloat16>);
+NRL_DECLARE_PAIR_KERNEL(linear_forward_wide_bf16_f32, LinearForwardWide<bfloat16, float>);
 
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up
 /// and swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a tile's columns are
@@ -141,12 +134,12 @@ struct LinearSwigluArgs {
 
 template <class T>
 using LinearSwiglu = void(const LinearSwigluArgs<T>& args, std::int64_t tile_begin, std::int64_t tile_end, bool more);
-NRL_DECLARE_CPU_KERNEL(linear_swiglu_f32, LinearSwiglu<float>);
-NRL_DECLARE_CPU_KERNEL(linear_swiglu_f64, LinearSwiglu<double>);
+NRL_DECLARE_PAIR_KERNEL(linear_swiglu_f32, LinearSwiglu<float>);
+NRL_DECLARE_PAIR_KERNEL(linear_swiglu_f64, LinearSwiglu<double>);
 NRL_DECLARE_TILE_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);
 template <class T>
 using LinearSwigluWide = void(const LinearSwigluArgs<T>& args, const LinearWideTile& tile);
-NRL_DECLARE_CPU_KERNEL(linear_swiglu_wide_f32, LinearSwigluWide<float>);
-NRL_DECLARE_CPU_KERNEL(linear_swiglu_wide_bf16, LinearSwigluWide<bfloat16>);
+NRL_DECLARE_PAIR_KERNEL(linear_swiglu_wide_f32, LinearSwigluWide<float>);
+NRL_DECLARE_PAIR_KERNEL(linear_swiglu_wide_bf16, LinearSwigluWide<bfloat16>);
 
 }  // namespace nemo_rl::kernels

@@ -16,7 +16,6 @@ namespace nemo_rl::kernels {
 inline constexpr std::int64_t kPackedStrip = 32;  ///< rows of w
 inline constexpr std::int64_t kPackedTerms = 8;   ///< K is a multiple of these
 inline constexpr std::int64_t kPackedMostTerms = std::int64_t{4} * 0xffff;
-inline constexpr std::int64_t kPackedMostRows = 12;  ///< of x, in any capability: their sums fit in registers
 
 /// A pair of weights of one row as they are, and their place: the block of four words in the strip, and the word and
 /// row in the block.
@@ -37,7 +36,7 @@ inline std::int64_t packed_patches(std::int64_t K) { return K / 4 + 2; }
 
 /// Packs 32 rows of w as strip `strip`. Returns false if there is no room for all patches.
 using PackedWeightsPack = bool(const bfloat16* w, std::int64_t ldw, const PackedMatrix& packed, std::int64_t strip);
-NRL_DECLARE_CPU_KERNEL(packed_weights_pack, PackedWeightsPack);
+NRL_DECLARE_PAIR_KERNEL(packed_weights_pack, PackedWeightsPack);
 
 /// The most rows of x for which packed weights are faster on this capability. 0: it has no such kernels.
 using PackedWeightsRows = std::int64_t();
@@ -47,12 +46,12 @@ NRL_DECLARE_TILE_KERNEL(packed_weights_rows, PackedWeightsRows);
 template <class O>
 using PackedWeightsForward = void(const LinearForwardArgs<bfloat16, O>& args, const PackedMatrix& packed,
                                   std::int64_t begin, std::int64_t end);
-NRL_DECLARE_CPU_KERNEL(packed_weights_forward_bf16, PackedWeightsForward<bfloat16>);
-NRL_DECLARE_CPU_KERNEL(packed_weights_forward_bf16_f32, PackedWeightsForward<float>);
+NRL_DECLARE_PAIR_KERNEL(packed_weights_forward_bf16, PackedWeightsForward<bfloat16>);
+NRL_DECLARE_PAIR_KERNEL(packed_weights_forward_bf16_f32, PackedWeightsForward<float>);
 
 /// linear_swiglu of pairs of strips [begin, end): gates are in even strips, their ups in the odd ones after them.
 using PackedWeightsSwiglu = void(const LinearSwigluArgs<bfloat16>& args, const PackedMatrix& packed, std::int64_t begin,
                                  std::int64_t end);
-NRL_DECLARE_CPU_KERNEL(packed_weights_swiglu_bf16, PackedWeightsSwiglu);
+NRL_DECLARE_PAIR_KERNEL(packed_weights_swiglu_bf16, PackedWeightsSwiglu);
 
 }  // namespace nemo_rl::kernels

@@ -19,12 +19,7 @@ namespace nemo_rl::model {
 namespace {
 
 constexpr std::int64_t kTile = kernels::kVocabBlock;  // columns: a whole block of the log-softmax, or more
-constexpr std::int64_t kRowBlock = 64;                // rows: their logits for a tile stay in the second-level cache
-constexpr std::int64_t kManyRows = 384;               // from here on a tile's logits are one product of all rows
-constexpr std::int64_t kBackwardRows = 2048;          // rows whose gradient of a tile stays in the last-level cache
-constexpr std::int64_t kRowLogits = std::int64_t{1} << 24;  // where whole rows are needed: 64 MiB of float32
-constexpr std::int64_t kFusedLogits = 56'000'000;           // logits that wait for their loss: 224 MB at most,
-constexpr std::int64_t kFusedRows = 1024;  // for no more rows than this: all of d_w passes by once for so many
+constexpr std::int64_t kRowBlock = kernels::kHeadRowBlock;
 
 kernels::LogSumExp log_sum_exp(const float* row, std::int64_t V, float temperature, bool with_entropy) {
   return kernels::log_sum_exp_row(row, V, temperature, with_entropy);
@@ -90,7 +85,6 @@ void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::
   const kernels::LinearForwardArgs<S, float> args{
       input, ops::ptr<S>(w) + v * w.stride(0), w.stride(0), nullptr, out, kTile, columns, false};
   const std::int64_t tiles = kernels::LinearTiles(rows, columns, D).count();
-  static_assert(kRowBlock <= kernels::kLinearTileM);
   if constexpr (std::is_same_v<S, float>) {
     kernels::linear_pack_f32(input, 0, 1);
     kernels::linear_forward_f32(args, 0, tiles, false);
@@ -180,7 +174,7 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
       if (wanted.targets[i] >= v && wanted.targets[i] < v + columns)
         target_logits_[static_cast<std::size_t>(i - first[0])] = row[wanted.targets[i] - v];
   };
-  if (kept && U >= kManyRows) {
+  if (kept && U >= kernels::kHeadProductRows) {
     for (std::int64_t tile = 0; tile < tiles; ++tile) {
       const std::int64_t v = tile * width, columns = std::min(width, V - v);
       float* const logits = kept + tile * U * kTile;
@@ -232,7 +226,8 @@ void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, 
   const std::int64_t U = x.size(0), tiles = (w.size(0) + slice_.block() - 1) / slice_.block();
   // Of all slices the same number of rows, though one may have a tile less.
   const std::int64_t most = (slice_.vocab_size(w.size(0)) + kTile - 1) / kTile;
-  const std::int64_t chunk = std::clamp(kFusedLogits / (most * kTile) / kRowBlock * kRowBlock, kRowBlock, kFusedRows);
+  const std::int64_t chunk = std::clamp(kernels::kHeadFusedLogits / (most * kTile) / kRowBlock * kRowBlock, kRowBlock,
+                                        kernels::kHeadFusedRows);
   const float temperature = static_cast<float>(scoring.temperature);
   float* const values = ops::mutable_ptr<float>(logprobs);
   fused_sums_.resize(static_cast<std::size_t>(U));
@@ -251,7 +246,8 @@ void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, 
 void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                   const TokenScoring& scoring, const PairValues& values, RowSums* sums,
                                   const at::Tensor& entropy) {
-  const std::int64_t U = x.size(0), V = slice_.vocab_size(w.size(0)), C = std::max<std::int64_t>(1, kRowLogits / V);
+  const std::int64_t U = x.size(0), V = slice_.vocab_size(w.size(0)),
+                     C = std::max<std::int64_t>(1, kernels::kHeadRowLogits / V);
   const bool filters = scoring.filters(V);
   const auto& plain_values = filters ? values.unfiltered : values.logprobs;
   const auto run = [&](auto tag) {
@@ -292,9 +288,10 @@ void VocabularyHead::backward(const at::Tensor& x, const at::Tensor& w, const Ro
     backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
     return slice_.sum(d_x);
   }
-  for (std::int64_t start = 0, U = x.size(0); start < U; start += kBackwardRows)
-    backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {start, std::min(kBackwardRows, U - start)},
-                   nullptr, ops::ptr<float>(d_values.logprobs), sums, d_x, d_w);
+  for (std::int64_t start = 0, U = x.size(0); start < U; start += kernels::kHeadBackwardRows)
+    backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature),
+                   {start, std::min(kernels::kHeadBackwardRows, U - start)}, nullptr,
+                   ops::ptr<float>(d_values.logprobs), sums, d_x, d_w);
   slice_.sum(d_x);
 }
 
@@ -337,7 +334,8 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
 void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                    const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
                                    const at::Tensor& d_x, const at::Tensor& d_w) {
-  const std::int64_t U = x.size(0), V = slice_.vocab_size(w.size(0)), C = std::max<std::int64_t>(1, kRowLogits / V);
+  const std::int64_t U = x.size(0), V = slice_.vocab_size(w.size(0)),
+                     C = std::max<std::int64_t>(1, kernels::kHeadRowLogits / V);
   const auto accumulate = d_values.logprobs.scalar_type();
   for (std::int64_t start = 0; start < U; start += C) {
     const std::int64_t count = std::min(C, U - start);

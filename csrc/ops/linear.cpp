@@ -27,10 +27,6 @@ bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
   return !bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type());
 }
 
-/// Up to so many rows of x every thread packs them for itself: it reads lines that another core has written, as it
-/// must, but none that it would have to take away from another core to write them; and nobody waits.
-constexpr std::int64_t kOwnRows = kernels::kLinearTileM;
-
 /// Room for a strip of so many columns, widened; 0 where w is multiplied as it lies.
 template <class T>
 std::int64_t strip_floats(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
@@ -44,7 +40,7 @@ float* thread_strip(std::int64_t floats) {
   return floats == 0 ? nullptr : reinterpret_cast<float*>(memory.get(static_cast<std::size_t>(floats) * sizeof(float)));
 }
 
-/// Computes tiles by kernel(args(input, 0)) from x of up to kOwnRows rows.
+/// Computes tiles by kernel(args(input, 0)) from x of up to kernels::kLinearOwnRows rows.
 template <class T, class ArgsOf, class Kernel>
 void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
                      const ArgsOf& args_of, Kernel* kernel) {
@@ -63,18 +59,18 @@ void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int
 template <class T, class ArgsOf, class Kernel>
 void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
                 const ArgsOf& args_of, Kernel* kernel) {
-  constexpr std::int64_t kMostBytes = 2 << 20;
   const std::int64_t M = x.size(0), K = x.size(1), block = kernels::LinearTiles(M, N, K, tile_n).block_rows;
-  if (M <= kOwnRows) return run_packed_each(pack, x, N, tile_n, args_of, kernel);
+  if (M <= kernels::kLinearOwnRows) return run_packed_each(pack, x, N, tile_n, args_of, kernel);
   const std::int64_t tile = kernels::linear_packed_bytes(kernels::kLinearTileM, K, sizeof(T));
   const std::int64_t at_once =
-      std::max<std::int64_t>(1, kMostBytes / kernels::linear_packed_bytes(block, K, sizeof(T))) * block;
+      std::max<std::int64_t>(1, kernels::kLinearPackedBytes / kernels::linear_packed_bytes(block, K, sizeof(T))) *
+      block;
   void* packed = runtime::thread_workspace(
       static_cast<std::size_t>(kernels::linear_packed_bytes(std::min(M, at_once), K, sizeof(T))));
   for (std::int64_t m = 0; m < M; m += at_once) {
     const kernels::LinearInput<T> input{ptr<T>(x) + m * x.stride(0), x.stride(0), std::min(at_once, M - m), K, packed};
     const std::int64_t steps = (input.M + kernels::kLinearTileM - 1) / kernels::kLinearTileM;
-    at::parallel_for(0, steps, std::max<std::int64_t>(1, 1'000'000 / tile),
+    at::parallel_for(0, steps, std::max<std::int64_t>(1, kernels::kLinearPackGrain / tile),
                      [&](std::int64_t begin, std::int64_t end) { pack(input, begin, end); });
     const kernels::LinearTiles tiles(input.M, N, K, tile_n);
     const std::int64_t floats = strip_floats<T>(input.M, K, tile_n),
@@ -93,9 +89,9 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
 template <class Pack, class Kernel>
 void run_wide(std::int64_t M, std::int64_t N, std::int64_t words, std::int64_t width, const Pack& pack,
               const Kernel& kernel) {
-  constexpr std::int64_t kMostWords = 2 << 20, kRows = kernels::kLinearWideRows;
+  constexpr std::int64_t kRows = kernels::kLinearWideRows;
   const std::int64_t strips = (N + width - 1) / width, strip_words = width * words;
-  const std::int64_t at_once = std::clamp<std::int64_t>(kMostWords / strip_words, 1, strips);
+  const std::int64_t at_once = std::clamp<std::int64_t>(kernels::kLinearWideStripWords / strip_words, 1, strips);
   const auto bytes = [words](std::int64_t lines) {
     return static_cast<std::size_t>(kernels::linear_wide_packed(lines, words)) * sizeof(float);
   };

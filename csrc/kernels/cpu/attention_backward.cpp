@@ -18,8 +18,8 @@ constexpr int kOuterKeys = 4, kOuterVecs = 2;
 template <int C, class Word, class Real>
 __attribute__((noinline)) void outer_columns(const Word* w, const Word* x, std::int64_t words, std::int64_t stride,
                                              Real* acc) {
-  using Vec = typename Simd<Real>::Vec;
-  constexpr int W = Simd<Real>::width;
+  using Vec = Register<Real>;
+  constexpr int W = kRegisterLanes<Real>;
   Vec sum[kOuterKeys][C];
 #pragma GCC unroll 8
   for (int j = 0; j < kOuterKeys; ++j)
@@ -45,19 +45,18 @@ __attribute__((noinline)) void outer_columns(const Word* w, const Word* x, std::
 /// Tiles of one run of keys and the sums of their gradients.
 template <class Elem>
 struct KeyTiles {
-  using Real = typename AttentionTerms<Elem>::Real;
-  using Word = typename AttentionTerms<Elem>::Word;
+  using Real = accumulate_t<Elem>;
+  using Word = AttentionWord<Elem>;
   Word *keys_t, *values_t;  ///< [tile][H][kTile] in words
   Word* keys;               ///< [tile][kTile][H] in words
   Real *d_keys, *d_values;  ///< [tile][kTile][stride]
   std::int64_t tile_size, grad_tile_size;
 
   static std::size_t bytes(std::int64_t keys, std::int64_t head_dim, std::int64_t stride) {
-    return round_up(keys, kTile) *
-           (3 * head_dim / AttentionTerms<Elem>::kPerWord * sizeof(Word) + 2 * stride * sizeof(Real));
+    return round_up(keys, kTile) * (3 * head_dim / Terms<Elem>::kPerWord * sizeof(Word) + 2 * stride * sizeof(Real));
   }
   KeyTiles(std::byte* memory, std::int64_t count, std::int64_t head_dim, std::int64_t stride)
-      : tile_size(head_dim * kTile / AttentionTerms<Elem>::kPerWord), grad_tile_size(stride * kTile) {
+      : tile_size(head_dim * kTile / Terms<Elem>::kPerWord), grad_tile_size(stride * kTile) {
     const std::int64_t tiles = round_up(count, kTile) / kTile;
     d_keys = reinterpret_cast<Real*>(memory);
     d_values = d_keys + tiles * grad_tile_size;
@@ -82,7 +81,7 @@ struct BackwardRows : QueryRows<Elem> {
   using Base = QueryRows<Elem>;
   using Real = typename Base::Real;
   using Word = typename Base::Word;
-  using Vec = typename Simd<Real>::Vec;
+  using Vec = Register<Real>;
   using Base::acc, Base::acc_stride, Base::group, Base::head_dim, Base::q, Base::rows, Base::scores, Base::W,
       Base::kPairs;
   Word* d_out;                       ///< [rows][acc_stride], zeros behind H
@@ -95,7 +94,7 @@ struct BackwardRows : QueryRows<Elem> {
     return attention_query_tokens(shape.group()) * shape.group();
   }
   static std::int64_t own_reals(const AttentionShape& shape) {
-    const std::int64_t rows = most_rows(shape), width = round_up(shape.head_dim, kNativeBytes / 4) + kTile;
+    const std::int64_t rows = most_rows(shape), width = round_up(shape.head_dim, kRegisterBytes / 4) + kTile;
     return round_up(rows * (width + 2) + (kPairs ? (rows + 1) / 2 * 2 * width : 0), 16);
   }
   static std::size_t rows_bytes(const AttentionShape& shape) {
@@ -152,9 +151,9 @@ struct BackwardRows : QueryRows<Elem> {
     for (; h + W <= head_dim; h += W) total = fma(load(g + h), load(o + h), total);
     if (h < head_dim) {
       const int left = static_cast<int>(head_dim - h);
-      total = fma(load_partial(g + h, left), load_partial(o + h, left), total);
+      total = fma(load(g + h, left), load(o + h, left), total);
     }
-    return horizontal_sum(total);
+    return sum_ascending(total);
   }
 
   /// d_out: the rows of `grad`, rounded to what the products multiply.
@@ -168,8 +167,7 @@ struct BackwardRows : QueryRows<Elem> {
         std::int64_t h = 0;
         for (; h + W <= head_dim; h += W) store(rounded + h, load(row + h));
         if (h < head_dim)
-          store_partial(rounded + h, load_partial(row + h, static_cast<int>(head_dim - h)),
-                        static_cast<int>(head_dim - h));
+          store(rounded + h, load(row + h, static_cast<int>(head_dim - h)), static_cast<int>(head_dim - h));
       }
   }
 
@@ -185,11 +183,11 @@ struct BackwardRows : QueryRows<Elem> {
 
   /// scores become P, d_scores (holding dP) become dS; keys that the row does not see get zeros in both.
   NRL_INLINE_MEMBER void weights_row(std::int64_t r, int keys) {
-    typename Simd<Real>::Int lane;
+    RegisterBits<Real> lane;
     for (int i = 0; i < W; ++i) lane[i] = i;
     const Vec minus = splat(log_sum[r]), d = splat(dot[r]);
     for (int l = 0; l < kTile; l += W) {
-      const Vec p = exp2_vec(Base::scaled(load(scores + r * kTile + l)) - minus);
+      const Vec p = exp2_of(Base::scaled(load(scores + r * kTile + l)) - minus);
       const Vec g = p * (load(d_scores + r * kTile + l) - d);
       const Vec seen_p = lane + l < keys ? p : Vec{}, seen_g = lane + l < keys ? g : Vec{};
       if constexpr (kPairs) {
@@ -243,7 +241,7 @@ struct BackwardRows : QueryRows<Elem> {
   /// to[j] += sum_r w[r][j] * x[r] over the rows that see key j; of pairs, over their partners too, whose weights are
   /// zeros.
   void add_outer(std::int64_t t, const Word* w, const Word* x, Real* to) const {
-    constexpr std::int64_t P = Base::Terms::kPerWord;
+    constexpr std::int64_t P = Terms<Elem>::kPerWord;
     const int keys = Base::visible(Base::tokens - 1, t);
     const auto columns = [&](auto vecs, std::int64_t c) {
       for (int j = 0; j < keys; j += kOuterKeys) {
@@ -259,15 +257,15 @@ struct BackwardRows : QueryRows<Elem> {
 
 /// What makes the sum for a key its gradient: numbers of queries carry scale * log2(e), pairs nothing.
 template <class Elem>
-typename AttentionTerms<Elem>::Real key_factor(const AttentionShape& shape) {
+accumulate_t<Elem> key_factor(const AttentionShape& shape) {
   constexpr double kLn2 = 0.69314718055994530942;
-  return static_cast<typename AttentionTerms<Elem>::Real>(AttentionTerms<Elem>::kPerWord == 2 ? shape.scale : kLn2);
+  return static_cast<accumulate_t<Elem>>(Terms<Elem>::kPerWord == 2 ? shape.scale : kLn2);
 }
 
 /// One job of one kv head.
 template <class Elem, class Grad>
 struct Job {
-  using Real = typename AttentionTerms<Elem>::Real;
+  using Real = accumulate_t<Elem>;
   const AttentionBackwardArgs& args;
   const AttentionShape& shape;
   std::int64_t kv_head, head_dim, stride;
@@ -355,7 +353,7 @@ struct Job {
 template <class Elem, class Grad>
 void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs, std::int64_t count,
             std::int64_t kv_head, std::int64_t key_begin, std::int64_t key_end) {
-  using Real = typename AttentionTerms<Elem>::Real;
+  using Real = accumulate_t<Elem>;
   const AttentionShape& shape = args.shape;
   const std::int64_t head_dim = shape.head_dim;
   Real sum[256];
@@ -380,7 +378,7 @@ template <class F>
 void with_types(const AttentionBackwardArgs& args, const F& f) {
   with_element(args.shape.type, [&](auto elem) {
     if (args.grad_type == args.shape.type) return f(elem, elem);
-    f(elem, typename AttentionTerms<decltype(elem)>::Real{});
+    f(elem, accumulate_t<decltype(elem)>{});
   });
 }
 
@@ -390,7 +388,7 @@ std::size_t attention_backward_workspace(const AttentionShape& shape, std::int64
                                          std::int64_t sharer_keys) {
   return with_element(shape.type, [&](auto elem) {
     using Elem = decltype(elem);
-    const std::int64_t stride = round_up(shape.head_dim, kNativeBytes / 4);
+    const std::int64_t stride = round_up(shape.head_dim, kRegisterBytes / 4);
     return BackwardRows<Elem>::bytes(shape) + KeyTiles<Elem>::bytes(owner_keys, shape.head_dim, stride) +
            KeyTiles<Elem>::bytes(sharer_keys, shape.head_dim, stride);
   });

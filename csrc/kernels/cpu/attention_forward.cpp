@@ -56,8 +56,8 @@ void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tile
 
 template <class Elem>
 void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, std::byte* workspace) {
-  using Real = typename AttentionTerms<Elem>::Real;
-  using Word = typename AttentionTerms<Elem>::Word;
+  using Real = accumulate_t<Elem>;
+  using Word = AttentionWord<Elem>;
   const AttentionShape& shape = args.shape;
   const std::int64_t stride = shape.row_stride(), head_dim = shape.head_dim, first_head = item.kv_head * shape.group();
   const auto* qkv = static_cast<const Elem*>(args.qkv);
@@ -65,7 +65,7 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
   const Elem* values = keys + shape.num_kv_heads * head_dim;
 
   auto* key_tiles = reinterpret_cast<Word*>(workspace + query_rows_bytes<Elem>(shape));
-  const std::int64_t tile_size = head_dim * kTile / AttentionTerms<Elem>::kPerWord;
+  const std::int64_t tile_size = head_dim * kTile / Terms<Elem>::kPerWord;
   std::int64_t most_keys = 0;
   for (auto i = item.sequence_begin; i < item.sequence_end; ++i)
     most_keys = larger(most_keys, args.sequences[i].prefix_length + smaller(args.sequences[i].length, item.token_end));
@@ -98,7 +98,7 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
 
 template <class Elem>
 void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace) {
-  using Real = typename AttentionTerms<Elem>::Real;
+  using Real = accumulate_t<Elem>;
   const AttentionShape& shape = args.shape;
   const std::int64_t kv_heads = shape.num_kv_heads, head_dim = shape.head_dim, tile_size = head_dim * kTile;
   const auto* qkv = static_cast<const Elem*>(args.qkv);
@@ -130,9 +130,9 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
 
 std::size_t attention_forward_workspace(const AttentionShape& shape, std::int64_t max_keys) {
   return with_element(shape.type, [&](auto elem) {
-    using Terms = AttentionTerms<decltype(elem)>;
-    const std::size_t words = 2 * round_up(max_keys, kTile) * shape.head_dim / Terms::kPerWord;
-    return query_rows_bytes<decltype(elem)>(shape) + words * sizeof(typename Terms::Word);
+    using Elem = decltype(elem);
+    const std::size_t words = 2 * round_up(max_keys, kTile) * shape.head_dim / Terms<Elem>::kPerWord;
+    return query_rows_bytes<Elem>(shape) + words * sizeof(AttentionWord<Elem>);
   });
 }
 

@@ -1,69 +1,43 @@
-// What the attention kernels multiply, for each type and capability: single numbers, or pairs of bfloat16 where the
-// machine multiplies pairs.
+// What the attention kernels multiply: the words of terms.h with types of their own, which say how registers of them
+// are loaded and multiplied.
 #pragma once
 #include <type_traits>
 #include <utility>
 
 #include "kernels/attention.h"
-#include "kernels/cpu/attention_simd.h"
-#include "kernels/cpu/plain.h"
+#include "kernels/cpu/terms.h"
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
 namespace {  // nothing here may be shared between capabilities
 
-/// A "word" is what one lane multiplies at a time: a number of the arithmetic's type, or two bfloat16 terms of a sum.
+/// A pair of bfloat16 where the machine multiplies pairs, the term with the even index in the lower half; otherwise a
+/// number of the arithmetic's type.
 template <class Elem>
-struct AttentionTerms {
-  using Real = Elem;
-  using Word = Elem;
-  static constexpr int kPerWord = 1;
-};
+using AttentionWord = std::conditional_t<Terms<Elem>::kPerWord == 2, std::uint32_t, accumulate_t<Elem>>;
 
 #if defined(__AVX512BF16__)
-using PairVec = NativeUnsigned;
-typedef std::uint32_t UnalignedPairs __attribute__((vector_size(kNativeBytes), aligned(4), may_alias));
-typedef std::uint16_t ManyHalves __attribute__((vector_size(kNativeBytes), aligned(2), may_alias));
+typedef std::uint16_t ManyHalves __attribute__((vector_size(kRegisterBytes), aligned(2), may_alias));
 
-template <>
-struct AttentionTerms<std::uint16_t> {
-  using Real = float;
-  using Word = std::uint32_t;  ///< the term with the even index in the lower half
-  static constexpr int kPerWord = 2;
-};
-
-using kernels::fma;  // beside the one for pairs
-NRL_INLINE_MEMBER PairVec load(const std::uint32_t* p) { return *reinterpret_cast<const UnalignedPairs*>(p); }
-NRL_INLINE_MEMBER void store(std::uint32_t* p, PairVec v) { *reinterpret_cast<UnalignedPairs*>(p) = v; }
-NRL_INLINE_MEMBER PairVec splat(std::uint32_t x) { return x - PairVec{}; }
-NRL_INLINE_MEMBER FloatVec fma(PairVec a, PairVec b, FloatVec c) {
-  return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-}
 /// Sixteen floats, rounded to bfloat16 in the lower halves of as many words.
-NRL_INLINE_MEMBER PairVec lower_halves(FloatVec x) {
-  return reinterpret_cast<PairVec>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x))));
+NRL_INLINE_MEMBER Register<std::uint32_t> lower_halves(Register<float> x) {
+  return reinterpret_cast<Register<std::uint32_t>>(
+      _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x))));
 }
 /// Sixteen floats, rounded to bfloat16: eight words.
-NRL_INLINE_MEMBER void store_rounded(std::uint32_t* p, FloatVec v) {
+NRL_INLINE_MEMBER void store_rounded(std::uint32_t* p, Register<float> v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
 }
-NRL_INLINE_MEMBER void move_vector(const std::uint16_t* from, std::uint16_t* to) {
-  *reinterpret_cast<Simd<float>::Half*>(to) = *reinterpret_cast<const Simd<float>::Half*>(from);
+NRL_INLINE_MEMBER void move_vector(const bfloat16* from, bfloat16* to) {
+  *reinterpret_cast<UnalignedHalves*>(to) = *reinterpret_cast<const UnalignedHalves*>(from);
 }
 /// Sixteen consecutive words of two rows of bfloat16: `first` in the lower halves.
-NRL_INLINE_MEMBER PairVec join(const std::uint16_t* first, const std::uint16_t* second) {
-  const auto words = [](const std::uint16_t* p) {
-    return __builtin_convertvector(*reinterpret_cast<const Simd<float>::Half*>(p), PairVec);
+NRL_INLINE_MEMBER Register<std::uint32_t> join(const bfloat16* first, const bfloat16* second) {
+  const auto words = [](const bfloat16* p) {
+    return __builtin_convertvector(*reinterpret_cast<const UnalignedHalves*>(p), Register<std::uint32_t>);
   };
   return words(first) | words(second) << 16;
 }
-#else
-template <>
-struct AttentionTerms<std::uint16_t> {
-  using Real = float;
-  using Word = float;
-  static constexpr int kPerWord = 1;
-};
 #endif
 
 /// Terms of a sum in one word.
@@ -89,9 +63,7 @@ struct WordRows {
   }
   /// One vector of which only the first n lanes exist.
   NRL_INLINE_MEMBER Vec partial(std::int64_t i, std::int64_t column, int n) const {
-    Elem lanes[kNativeBytes / sizeof(float)] = {};
-    std::memcpy(lanes, data + i * stride + column, n * sizeof(Elem));
-    return load(lanes);
+    return load(data + i * stride + column, n);
   }
   WordRows from(std::int64_t column) const { return {data + column, stride}; }
 };
@@ -99,13 +71,13 @@ struct WordRows {
 #if defined(__AVX512BF16__)
 /// Rows of bfloat16 in the cache, which become rows of pairs on the way: rows 2i and 2i + 1 are word row i.
 struct JoinedRows {
-  using Vec = PairVec;
-  const std::uint16_t* data;
+  using Vec = Register<std::uint32_t>;
+  const bfloat16* data;
   std::int64_t stride;
 
   template <int L>
   NRL_INLINE_MEMBER void words(std::int64_t i, std::int64_t column, Vec (&to)[L]) const {
-    const std::uint16_t *first = data + 2 * i * stride + column, *second = first + stride;
+    const bfloat16 *first = data + 2 * i * stride + column, *second = first + stride;
     if constexpr (L % 2 == 0) {
       constexpr auto lanes = std::make_integer_sequence<int, 32>{};
 #pragma GCC unroll 4
@@ -121,9 +93,9 @@ struct JoinedRows {
     }
   }
   NRL_INLINE_MEMBER Vec partial(std::int64_t i, std::int64_t column, int n) const {
-    std::uint16_t lanes[2][16] = {};
+    bfloat16 lanes[2][16] = {};
     for (int row = 0; row < 2; ++row)
-      std::memcpy(lanes[row], data + (2 * i + row) * stride + column, n * sizeof(std::uint16_t));
+      std::memcpy(static_cast<void*>(lanes[row]), data + (2 * i + row) * stride + column, n * sizeof(bfloat16));
     return join(lanes[0], lanes[1]);
   }
   JoinedRows from(std::int64_t column) const { return {data + column, stride}; }
@@ -132,7 +104,7 @@ struct JoinedRows {
   /// Elements [First, First + 16) of a and b, alternating.
   template <int First, int... I>
   static NRL_INLINE_MEMBER Vec interleave(ManyHalves a, ManyHalves b, std::integer_sequence<int, I...>) {
-    using Halves = std::uint16_t __attribute__((vector_size(kNativeBytes)));
+    using Halves = std::uint16_t __attribute__((vector_size(kRegisterBytes)));
     return reinterpret_cast<Vec>(
         shuffled<Halves, (First + I / 2 + I % 2 * 32)...>(static_cast<Halves>(a), static_cast<Halves>(b)));
   }
@@ -146,7 +118,7 @@ struct CacheRowsOf {
 };
 #if defined(__AVX512BF16__)
 template <>
-struct CacheRowsOf<std::uint16_t> {
+struct CacheRowsOf<bfloat16> {
   using type = JoinedRows;
 };
 #endif
@@ -158,7 +130,7 @@ NRL_INLINE_MEMBER auto with_element(ElementType type, const F& f) {
     case ElementType::float32:
       return f(float{});
     case ElementType::bfloat16:
-      return f(std::uint16_t{});
+      return f(bfloat16{});
     case ElementType::float64:
       break;
   }

@@ -31,8 +31,8 @@ NRL_INLINE_MEMBER std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
 /// those of s kTile.
 template <int R, int Keys, class Rows, class Word, class Real>
 __attribute__((noinline)) void score_rows(Rows keys, const Word* q, std::int64_t stride, std::int64_t words, Real* s) {
-  using Vec = typename Simd<Real>::Vec;
-  constexpr int W = Simd<Real>::width, L = smaller(2, Keys / W);
+  using Vec = Register<Real>;
+  constexpr int W = kRegisterLanes<Real>, L = smaller(2, Keys / W);
   for (int lane = 0; lane < Keys; lane += L * W) {
     Vec sum[R][L] = {};
     for (std::int64_t h = 0; h < words; ++h) {
@@ -58,8 +58,8 @@ __attribute__((noinline)) void score_rows(Rows keys, const Word* q, std::int64_t
 template <int R, int C, bool Partial, class Rows, class Word, class Real>
 NRL_INLINE_MEMBER void weighted_columns(Rows values, const Word* w, int j0, int j1, Real* acc, std::int64_t acc_stride,
                                         int lanes) {
-  using Vec = typename Simd<Real>::Vec;
-  constexpr int W = Simd<Real>::width, P = terms_in<Word>;
+  using Vec = Register<Real>;
+  constexpr int W = kRegisterLanes<Real>, P = terms_in<Word>;
   Vec sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -92,7 +92,7 @@ NRL_INLINE_MEMBER void weighted_columns(Rows values, const Word* w, int j0, int 
 template <int R, class Rows, class Word, class Real>
 __attribute__((noinline)) void weighted_rows(Rows values, std::int64_t head_dim, const Word* w, int j0, int j1,
                                              Real* acc, std::int64_t acc_stride) {
-  constexpr int W = Simd<Real>::width;
+  constexpr int W = kRegisterLanes<Real>;
   std::int64_t c = 0;
   for (; c + kValueVecs * W <= head_dim; c += kValueVecs * W)
     weighted_columns<R, kValueVecs, false>(values.from(c), w, j0, j1, acc + c, acc_stride, 0);
@@ -104,11 +104,11 @@ __attribute__((noinline)) void weighted_rows(Rows values, std::int64_t head_dim,
 /// to[h] = factor * from[h], H columns; `from` may be read up to whole vectors.
 template <class Real, class Elem>
 NRL_INLINE_MEMBER void write_row(const Real* from, std::int64_t head_dim, Real factor, Elem* to) {
-  constexpr int W = Simd<Real>::width;
+  constexpr int W = kRegisterLanes<Real>;
   const auto f = splat(factor);
   std::int64_t h = 0;
   for (; h + W <= head_dim; h += W) store(to + h, load(from + h) * f);
-  if (h < head_dim) store_partial(to + h, load(from + h) * f, static_cast<int>(head_dim - h));
+  if (h < head_dim) store(to + h, load(from + h) * f, static_cast<int>(head_dim - h));
 }
 
 // ---------------------------------------------------------------- query rows of one block
@@ -117,11 +117,10 @@ NRL_INLINE_MEMBER void write_row(const Real* from, std::int64_t head_dim, Real f
 /// scores are scaled; numbers are scaled before they are multiplied.
 template <class Elem>
 struct QueryRows {
-  using Terms = AttentionTerms<Elem>;
-  using Real = typename Terms::Real;
-  using Word = typename Terms::Word;
-  static constexpr int W = Simd<Real>::width;
-  static constexpr bool kPairs = Terms::kPerWord == 2;
+  using Real = accumulate_t<Elem>;
+  using Word = AttentionWord<Elem>;
+  static constexpr int W = kRegisterLanes<Real>;
+  static constexpr bool kPairs = Terms<Elem>::kPerWord == 2;
   std::int64_t head_dim, group, tokens, rows, acc_stride;
   std::int64_t position;  ///< absolute position of the first token
   Real score_scale;       ///< natural scale * log2(e)
@@ -134,14 +133,14 @@ struct QueryRows {
   /// For blocks of at most `most` tokens.
   static std::size_t bytes(const AttentionShape& shape, std::int64_t most) {
     const std::int64_t rows = most * shape.group();
-    const std::int64_t stride = round_up(shape.head_dim, kNativeBytes / 4);
+    const std::int64_t stride = round_up(shape.head_dim, kRegisterBytes / 4);
     return static_cast<std::size_t>(rows * (2 * stride + kTile + W) * sizeof(Real) + round_up(rows * sizeof(Real), 64));
   }
 
   /// In workspace that may hold them already.
   QueryRows(const AttentionShape& shape, std::byte* workspace, std::int64_t most)
       : head_dim(shape.head_dim), group(shape.group()) {
-    acc_stride = round_up(head_dim, kNativeBytes / 4);
+    acc_stride = round_up(head_dim, kRegisterBytes / 4);
     score_scale = static_cast<Real>(shape.scale * kLog2E);
     q = reinterpret_cast<Word*>(workspace);
     acc = reinterpret_cast<Real*>(workspace) + most * group * acc_stride;
@@ -183,7 +182,7 @@ struct QueryRows {
       for (std::int64_t i = 0; i < group; ++i, row += head_dim, to += acc_stride) {
         std::int64_t h = 0;
         for (; h + W <= head_dim; h += W) store(to + h, load(row + h) * factor);
-        if (h < head_dim) store(to + h, load_partial(row + h, static_cast<int>(head_dim - h)) * factor);
+        if (h < head_dim) store(to + h, load(row + h, static_cast<int>(head_dim - h)) * factor);
       }
     }
   }
@@ -210,35 +209,35 @@ struct QueryRows {
                                      Real* to) const {
     for (std::int64_t r = from; r < end; r += kScoreRows)
       with_constant<kScoreRows>(static_cast<int>(std::min<std::int64_t>(kScoreRows, end - r)), [&](auto n) {
-        score_rows<n(), Keys>(tile, x + r * acc_stride, acc_stride, head_dim / Terms::kPerWord, to + r * kTile);
+        score_rows<n(), Keys>(tile, x + r * acc_stride, acc_stride, head_dim / Terms<Elem>::kPerWord, to + r * kTile);
       });
   }
 
-  NRL_INLINE_MEMBER typename Simd<Real>::Vec scaled(typename Simd<Real>::Vec score) const {
+  NRL_INLINE_MEMBER Register<Real> scaled(Register<Real> score) const {
     if constexpr (kPairs) return score * splat(score_scale);
     else return score;
   }
 
   /// Scores of row r become weights 2^(score - max); running maximum, sum and accumulator are brought up to date.
   NRL_INLINE_MEMBER void softmax_row(std::int64_t r, int keys) {
-    using Vec = typename Simd<Real>::Vec;
+    using Vec = Register<Real>;
     constexpr int L = kTile / W;
     Real* s = scores + r * kTile;
     Vec x[L];
     for (int l = 0; l < L; ++l) x[l] = scaled(load(s + l * W));
     if (keys < kTile) {
-      typename Simd<Real>::Int lane;
+      RegisterBits<Real> lane;
       for (int i = 0; i < W; ++i) lane[i] = i;
       const Vec minus_infinity = splat(-static_cast<Real>(__builtin_inf()));
       for (int l = 0; l < L; ++l) x[l] = lane + l * W < keys ? x[l] : minus_infinity;
     }
     Vec best = x[0];
-    for (int l = 1; l < L; ++l) best = vmax(best, x[l]);
+    for (int l = 1; l < L; ++l) best = max_of(best, x[l]);
     const Real old_max = max[r];
-    const Real new_max = larger(old_max, horizontal_max(best));
+    const Real new_max = larger(old_max, largest_of(best));
     Vec total = Vec{};
     for (int l = 0; l < L; ++l) {
-      const Vec w = exp2_vec(x[l] - splat(new_max));
+      const Vec w = exp2_of(x[l] - splat(new_max));
       if constexpr (kPairs) store_rounded(reinterpret_cast<Word*>(s) + l * W / 2, w);
       else store(s + l * W, w);
       total += w;
@@ -246,7 +245,7 @@ struct QueryRows {
     Vec running = load(sum + r * W);
     if (new_max != old_max) {  // otherwise the factor is exactly 1
       max[r] = new_max;
-      const Vec factor = splat(exp2_scalar(old_max - new_max));
+      const Vec factor = splat(exp2_of(old_max - new_max));
       running *= factor;
       Real* a = acc + r * acc_stride;
       for (std::int64_t c = 0; c < acc_stride; c += W) store(a + c, load(a + c) * factor);
@@ -266,7 +265,7 @@ struct QueryRows {
     // first what all rows of a register block see, then what only its later tokens see
     for (std::int64_t r = begin * group; r < rows; r += kValueRows) {
       const std::int64_t end = std::min<std::int64_t>(rows, r + kValueRows), token = r / group;
-      const int seen = visible(token, t), common = seen / Terms::kPerWord * Terms::kPerWord;
+      const int seen = visible(token, t), common = seen / Terms<Elem>::kPerWord * Terms<Elem>::kPerWord;
       add_values(v_tile, r, end, 0, common);
       for (std::int64_t i = token; i * group < end && common < kTile; ++i)
         add_values(v_tile, larger(r, i * group), smaller(end, (i + 1) * group), common, visible(i, t));
@@ -286,7 +285,7 @@ struct QueryRows {
   void finish(Elem* out, std::int64_t token_stride, Real* lse, std::int64_t lse_stride) const {
     for (std::int64_t token = 0, r = 0; token < tokens; ++token)
       for (std::int64_t i = 0; i < group; ++i, ++r) {
-        const Real total = horizontal_sum(load(sum + r * W));
+        const Real total = sum_ascending(load(sum + r * W));
         write_row(acc + r * acc_stride, head_dim, Real(1) / total, out + token * token_stride + i * head_dim);
         if (lse != nullptr) lse[token * lse_stride + i] = Real(0.69314718055994530942) * (max[r] + std::log2(total));
       }
@@ -333,7 +332,7 @@ struct SegmentRows {
 /// Transposes positions [t*kTile, (t+1)*kTile) into to [H][kTile]; positions after the last one become zeros.
 template <class Real, class Elem>
 void transpose_numbers(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Real* to) {
-  constexpr int W = Simd<Real>::width;
+  constexpr int W = kRegisterLanes<Real>;
   for (int lane = 0; lane < kTile; lane += W) {
     const Elem* row[W];
     int present = 0;
@@ -341,9 +340,9 @@ void transpose_numbers(const SegmentRows<Elem>& rows, std::int64_t t, std::int64
       row[present] = rows.row(t * kTile + lane + present);
     for (std::int64_t h = 0; h < head_dim; h += W) {
       const int n = static_cast<int>(std::min<std::int64_t>(W, head_dim - h));
-      typename Simd<Real>::Vec block[W] = {};
-      for (int i = 0; i < present; ++i) block[i] = n == W ? load(row[i] + h) : load_partial(row[i] + h, n);
-      transpose<Real>(block);
+      Register<Real> block[W] = {};
+      for (int i = 0; i < present; ++i) block[i] = n == W ? load(row[i] + h) : load(row[i] + h, n);
+      transpose(block);
       for (int i = 0; i < n; ++i) store(to + (h + i) * kTile + lane, block[i]);
     }
   }
@@ -355,7 +354,7 @@ void pack_numbers(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t he
   for (int i = 0; i < kTile; ++i, to += head_dim) {
     if (t * kTile + i < rows.length) {
       const Elem* row = rows.row(t * kTile + i);
-      for (std::int64_t h = 0; h < head_dim; ++h) to[h] = to_real(row[h]);
+      for (std::int64_t h = 0; h < head_dim; ++h) to[h] = static_cast<Real>(row[h]);
     } else {
       fill(to, head_dim, Real(0));
     }
@@ -364,14 +363,13 @@ void pack_numbers(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t he
 
 #if defined(__AVX512BF16__)
 /// The same in pairs: to[i][h] holds positions 2i and 2i + 1.
-inline void pack_joined(const SegmentRows<std::uint16_t>& rows, std::int64_t t, std::int64_t head_dim,
-                        std::uint32_t* to) {
+inline void pack_joined(const SegmentRows<bfloat16>& rows, std::int64_t t, std::int64_t head_dim, std::uint32_t* to) {
   for (std::int64_t position = t * kTile; position < (t + 1) * kTile; position += 2, to += head_dim) {
-    const std::uint16_t* first = position < rows.length ? rows.row(position) : nullptr;
-    const std::uint16_t* second = position + 1 < rows.length ? rows.row(position + 1) : nullptr;
+    const bfloat16* first = position < rows.length ? rows.row(position) : nullptr;
+    const bfloat16* second = position + 1 < rows.length ? rows.row(position + 1) : nullptr;
     for (std::int64_t h = 0; h < head_dim; ++h)
-      to[h] =
-          (first != nullptr ? first[h] : 0u) | (second != nullptr ? static_cast<std::uint32_t>(second[h]) << 16 : 0u);
+      to[h] = (first != nullptr ? first[h].bits : 0u) |
+              (second != nullptr ? static_cast<std::uint32_t>(second[h].bits) << 16 : 0u);
   }
 }
 #endif

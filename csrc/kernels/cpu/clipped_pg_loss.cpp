@@ -17,25 +17,25 @@ struct TileSums {
 /// A row's sums in double, lane by lane.
 template <class T>
 struct RowSums {
-  double lane[kRatioMin][kPackLanes] = {};
-  double slope[kPackLanes] = {};
-  Pack<T> ratio_min{HUGE_VAL}, ratio_max{-HUGE_VAL};
+  double lane[kRatioMin][kLanes] = {};
+  double slope[kLanes] = {};
+  Vec<T> ratio_min{HUGE_VAL}, ratio_max{-HUGE_VAL};
 };
 
 template <class T>
-NRL_INLINE void add_lanes(double* to, Pack<T> v) {
-  T lanes[kPackLanes];
-  store_pack(lanes, v);
-  for (int l = 0; l < kPackLanes; ++l) to[l] += static_cast<double>(lanes[l]);
+NRL_INLINE void add_lanes(double* to, Vec<T> v) {
+  T lanes[kLanes];
+  store(lanes, v);
+  for (int l = 0; l < kLanes; ++l) to[l] += static_cast<double>(lanes[l]);
 }
 
 NRL_INLINE double total(const double* lanes) {
   double sum = 0;
-  for (int l = 0; l < kPackLanes; ++l) sum += lanes[l];
+  for (int l = 0; l < kLanes; ++l) sum += lanes[l];
   return sum;
 }
 
-template <class T, class P = Pack<T>>
+template <class T, class P = Vec<T>>
 NRL_INLINE void accumulate(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k, const LossTerms<P>& v,
                            TileSums<P>& s) {
   P huge(HUGE_VAL);
@@ -59,7 +59,7 @@ NRL_INLINE void accumulate(const Row<T>& row, const ClippedPGConfig& c, const To
 }
 
 /// The gradient of sixteen tokens; GSPO's actor part follows when the row's sum is known.
-template <class T, class P = Pack<T>>
+template <class T, class P = Vec<T>>
 NRL_INLINE void store_gradient(const Row<T>& row, const ClippedPGConfig& c, std::int64_t t, const Tokens<P>& k,
                                const LossTerms<P>& v, TileSums<P>& s) {
   P grad = v.grad * P(grouped_ratio(c) ? T(0) : row.known.grad_weight);
@@ -105,14 +105,14 @@ NRL_INLINE void fix_settings(ClippedPGConfig& c, Row<T>& row) {
 
 template <Variant variant, class T>
 [[gnu::noinline]] void visit_tile(const Row<T>& of, const ClippedPGConfig& config, std::int64_t start, std::int64_t end,
-                                  TileSums<Pack<T>>& sums) {
+                                  TileSums<Vec<T>>& sums) {
   Row<T> row = of;
   ClippedPGConfig c = config;
   fix_settings<variant>(c, row);
-  TileSums<Pack<T>> s;
-  for (std::int64_t t = start; t < end; t += kPackLanes) {
-    Tokens<Pack<T>> k = load_tokens(row, c, t);
-    LossTerms<Pack<T>> v = terms_of(row, c, k);
+  TileSums<Vec<T>> s;
+  for (std::int64_t t = start; t < end; t += kLanes) {
+    Tokens<Vec<T>> k = load_tokens(row, c, t);
+    LossTerms<Vec<T>> v = terms_of(row, c, k);
     accumulate(row, c, k, v, s);
     store_gradient(row, c, t, k, v, s);
   }
@@ -121,7 +121,7 @@ template <Variant variant, class T>
 
 template <class T>
 void visit_tile(Variant variant, const Row<T>& row, const ClippedPGConfig& c, std::int64_t start, std::int64_t end,
-                TileSums<Pack<T>>& sums) {
+                TileSums<Vec<T>>& sums) {
   if constexpr (sizeof(T) == 4) {
     if (variant == Variant::ppo) return visit_tile<Variant::ppo>(row, c, start, end, sums);
     if (variant == Variant::ppo_kl) return visit_tile<Variant::ppo_kl>(row, c, start, end, sums);
@@ -135,14 +135,14 @@ void visit_tile(Variant variant, const Row<T>& row, const ClippedPGConfig& c, st
 template <class T>
 [[gnu::noinline, gnu::cold]] std::int64_t first_nonfinite(const Row<T>& row, const ClippedPGConfig& c,
                                                           std::int64_t start, std::int64_t end) {
-  using P = Pack<T>;
-  for (std::int64_t t = start; t < end; t += kPackLanes) {
+  using P = Vec<T>;
+  for (std::int64_t t = start; t < end; t += kLanes) {
     Tokens<P> k = load_tokens(row, c, t);
     LossTerms<P> v = terms_of(row, c, k);
     P sum = (v.loss - v.loss) + (v.grad - v.grad) + (k.x - k.x) + (v.kl - v.kl) + (v.kl_grad - v.kl_grad);
-    T check[kPackLanes];
-    store_pack(check, select(k.mask != P(0), sum, P(0)));
-    for (int l = 0; l < kPackLanes; ++l)
+    T check[kLanes];
+    store(check, select(k.mask != P(0), sum, P(0)));
+    for (int l = 0; l < kLanes; ++l)
       if (check[l] != T(0)) return t + l;
   }
   return -1;
@@ -169,7 +169,7 @@ class RowWorker {
     sums_ = {};
     for (std::int64_t t = 0; t < row_.num_tokens; t += kTile) {
       const std::int64_t end = t + kTile < row_.num_tokens ? t + kTile : row_.num_tokens;
-      TileSums<Pack<T>> sums;
+      TileSums<Vec<T>> sums;
       visit_tile(variant_, row_, c_, t, end, sums);
       flush(sums, t, end);
     }
@@ -211,11 +211,10 @@ class RowWorker {
 
   /// Sums over the whole row that its tokens need: its length, its mean log ratio, its log importance weight.
   void row_pass() {
-    double length[kPackLanes] = {}, log_ratio[kPackLanes] = {}, log_importance[kPackLanes] = {},
-           finite_log_importance[kPackLanes] = {};
-    for (std::int64_t t = 0; t < row_.num_tokens; t += kPackLanes) {
-      Tokens<Pack<T>> k = load_tokens(row_, c_, t);
-      Pack<T> mask = load(row_, row_.token_mask, t), gap = k.prev - k.gen;
+    double length[kLanes] = {}, log_ratio[kLanes] = {}, log_importance[kLanes] = {}, finite_log_importance[kLanes] = {};
+    for (std::int64_t t = 0; t < row_.num_tokens; t += kLanes) {
+      Tokens<Vec<T>> k = load_tokens(row_, c_, t);
+      Vec<T> mask = load(row_, row_.token_mask, t), gap = k.prev - k.gen;
       add_lanes(length, mask);
       add_lanes(log_ratio, (k.x - k.prev) * mask);
       add_lanes(log_importance, gap * mask);
@@ -236,7 +235,7 @@ class RowWorker {
   }
 
   /// Adds a tile's sums to the row's.
-  void flush(const TileSums<Pack<T>>& s, std::int64_t start, std::int64_t end) {
+  void flush(const TileSums<Vec<T>>& s, std::int64_t start, std::int64_t end) {
     add_lanes(sums_.lane[kActor], s.actor);
     add_lanes(sums_.lane[kKl], s.kl);
     add_lanes(sums_.lane[kNll], s.nll);
@@ -265,10 +264,10 @@ class RowWorker {
       if (i != kValidSamples) out_[i] = total(sums_.lane[i]);
     out_[kActor] *= known.weight;
     out_[kKl] *= known.weight;
-    T lowest[kPackLanes], highest[kPackLanes];
-    store_pack(lowest, sums_.ratio_min);
-    store_pack(highest, sums_.ratio_max);
-    for (int l = 0; l < kPackLanes; ++l) {
+    T lowest[kLanes], highest[kLanes];
+    store(lowest, sums_.ratio_min);
+    store(highest, sums_.ratio_max);
+    for (int l = 0; l < kLanes; ++l) {
       out_[kRatioMin] = merge_rows(RowMerge::min, out_[kRatioMin], lowest[l]);
       out_[kRatioMax] = merge_rows(RowMerge::max, out_[kRatioMax], highest[l]);
     }

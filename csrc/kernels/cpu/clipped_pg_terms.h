@@ -2,7 +2,7 @@
 // makes of it. Part of clipped_pg_loss.cpp.
 #pragma once
 #include "kernels/clipped_pg_loss.h"
-#include "kernels/cpu/pack.h"
+#include "kernels/cpu/vec.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -54,25 +54,25 @@ NRL_INLINE bool corrected(const ClippedPGConfig& c) { return c.importance_sampli
 constexpr int kPrefetchBytes = 2048;  ///< how far ahead of their use a row's arrays are fetched
 
 template <class T>
-NRL_INLINE Pack<T> load(const Row<T>& row, const T* from, std::int64_t t) {
+NRL_INLINE Vec<T> load(const Row<T>& row, const T* from, std::int64_t t) {
   __builtin_prefetch(reinterpret_cast<const char*>(from + t) + kPrefetchBytes);
   const std::int64_t left = row.num_tokens - t;
-  return left >= kPackLanes ? load_pack(from + t) : load_pack(from + t, static_cast<int>(left));
+  return left >= kLanes ? load<Vec<T>>(from + t) : load<Vec<T>>(from + t, static_cast<int>(left));
 }
 
 template <class T>
-NRL_INLINE void store(const Row<T>& row, T* to, std::int64_t t, Pack<T> v) {
+NRL_INLINE void store(const Row<T>& row, T* to, std::int64_t t, Vec<T> v) {
   const std::int64_t left = row.num_tokens - t;
-  if (left >= kPackLanes) store_pack(to + t, v);
-  else store_pack(to + t, v, static_cast<int>(left));
+  if (left >= kLanes) store(to + t, v);
+  else store(to + t, v, static_cast<int>(left));
 }
 
 template <class T>
-NRL_INLINE Tokens<Pack<T>> load_tokens(const Row<T>& row, const ClippedPGConfig& c, std::int64_t t) {
-  Pack<T> mask = load(row, row.token_mask, t), zero(0);
+NRL_INLINE Tokens<Vec<T>> load_tokens(const Row<T>& row, const ClippedPGConfig& c, std::int64_t t) {
+  Vec<T> mask = load(row, row.token_mask, t), zero(0);
   const auto valid = mask != zero;
-  Tokens<Pack<T>> k;
-  k.mask = mask * Pack<T>(row.sample_mask);
+  Tokens<Vec<T>> k;
+  k.mask = mask * Vec<T>(row.sample_mask);
   k.x = select(valid, load(row, row.curr, t), zero);
   k.adv = select(valid, load(row, row.advantages, t), zero);
   k.gen = select(valid, load(row, row.generation, t), zero);
@@ -82,7 +82,7 @@ NRL_INLINE Tokens<Pack<T>> load_tokens(const Row<T>& row, const ClippedPGConfig&
   return k;
 }
 
-template <class T, class P = Pack<T>>
+template <class T, class P = Vec<T>>
 NRL_INLINE PolicyTerm<P> policy_terms(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k) {
   P lo(row.lo), hi(row.hi), dual(c.ratio_clip_c);
   if (!grouped_ratio(c)) return policy_term(c.ratio_mode, k.x, k.prev, k.adv, lo, hi, c.dual_clip, dual);
@@ -107,7 +107,7 @@ template <class P, class M>
 
 /// Where all sixteen gaps are small no exponential is taken; e^(x - generation) is then the ratio times e^(prev -
 /// generation). A token's result depends on its own gap alone.
-template <class T, class P = Pack<T>>
+template <class T, class P = Vec<T>>
 NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, LossTerms<P>& out) {
   P gap = abs_of(k.prev - k.gen), one(1);
   if (sizeof(T) == 8) {
@@ -128,7 +128,7 @@ NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, Los
     out.mismatch.mult_prob_error = exp_unless(k.mask == one, out.mismatch.mult_prob_error, gap * k.mask);
 }
 
-template <class T, class P = Pack<T>>
+template <class T, class P = Vec<T>>
 NRL_INLINE void importance_terms(const Row<T>& row, const ClippedPGConfig& c, LossTerms<P>& out) {
   P raw = c.sequence_level_ratios ? P(row.known.importance) : out.mismatch.importance;
   TruncatedWeight<P> w = truncate_importance(c.importance_sampling, raw, P(c.importance_min), P(c.importance_max));
@@ -139,7 +139,7 @@ NRL_INLINE void importance_terms(const Row<T>& row, const ClippedPGConfig& c, Lo
   out.grad = select(out.grad == P(0), P(0), out.grad * out.weight);
 }
 
-template <class T, class P = Pack<T>>
+template <class T, class P = Vec<T>>
 NRL_INLINE void kl_terms(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k, LossTerms<P>& out) {
   out.kl = out.kl_grad = P(0);
   if (c.kl_penalty == 0) return;
@@ -151,7 +151,7 @@ NRL_INLINE void kl_terms(const Row<T>& row, const ClippedPGConfig& c, const Toke
   out.kl_grad = kl.d_logprob;
 }
 
-template <class T, class P = Pack<T>>
+template <class T, class P = Vec<T>>
 NRL_INLINE LossTerms<P> terms_of(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k) {
   PolicyTerm<P> p = policy_terms(row, c, k);
   LossTerms<P> out;

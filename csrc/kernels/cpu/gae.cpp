@@ -1,11 +1,6 @@
 #include "kernels/gae.h"
 
-#include "kernels/cpu/transpose.h"
-#include "kernels/cpu/vec_math.h"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "kernels/cpu/vec_register.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -30,65 +25,31 @@ void kl_rewards(const GaeArgs<T>& a, double coef, std::int64_t b) {
   }
 }
 
-constexpr int kWidth = kNativeBytes / 8;  ///< rows a vector of doubles
+using Doubles = Register<double>;
+constexpr int kWidth = kRegisterLanes<double>;  ///< rows a register of doubles
 constexpr int kVectors = kRows / kWidth;
-using Doubles = double __attribute__((vector_size(kNativeBytes)));
-using Longs = std::int64_t __attribute__((vector_size(kNativeBytes)));
-
-/// kWidth values of T.
-template <class T>
-struct Narrow {
-  typedef T type __attribute__((vector_size(sizeof(T) * kWidth), aligned(alignof(T)), may_alias));
-};
-
-template <class T>
-NRL_VEC_INLINE Doubles load_doubles(const T* p) {
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<T, float>)
-    return reinterpret_cast<Doubles>(_mm512_cvtps_pd(_mm256_loadu_ps(p)));  // the compiler takes it apart
-#endif
-  return __builtin_convertvector(*reinterpret_cast<const typename Narrow<T>::type*>(p), Doubles);
-}
-template <class T>
-NRL_VEC_INLINE void store_doubles(T* p, Doubles v) {
-  *reinterpret_cast<typename Narrow<T>::type*>(p) = __builtin_convertvector(v, typename Narrow<T>::type);
-}
 
 /// Lanes whose value is not 0, and a choice by them.
 #if defined(__AVX512F__)
 using Valid = __mmask8;
-NRL_VEC_INLINE Valid not_zero(const float* p) {
+NRL_VEC Valid not_zero(const float* p) {
   return _mm256_cmp_ps_mask(_mm256_loadu_ps(p), _mm256_setzero_ps(), _CMP_NEQ_UQ);
 }
-NRL_VEC_INLINE Valid not_zero(const double* p) {
+NRL_VEC Valid not_zero(const double* p) {
   return _mm512_cmp_pd_mask(_mm512_loadu_pd(p), _mm512_setzero_pd(), _CMP_NEQ_UQ);
 }
-NRL_VEC_INLINE Doubles choose(Valid valid, Doubles a, Doubles b) {
+NRL_VEC Doubles choose(Valid valid, Doubles a, Doubles b) {
   return reinterpret_cast<Doubles>(
       _mm512_mask_mov_pd(reinterpret_cast<__m512d>(b), valid, reinterpret_cast<__m512d>(a)));
 }
 #else
-using Valid = Longs;
+using Valid = RegisterBits<double>;
 template <class T>
-NRL_VEC_INLINE Valid not_zero(const T* p) {
+NRL_VEC Valid not_zero(const T* p) {
   return load_doubles(p) != Doubles{};
 }
-NRL_VEC_INLINE Doubles choose(Valid valid, Doubles a, Doubles b) { return valid ? a : b; }
+NRL_VEC Doubles choose(Valid valid, Doubles a, Doubles b) { return valid ? a : b; }
 #endif
-
-/// A full vector of T and the integer vector of the same lanes.
-template <class T>
-struct Full {
-  static constexpr int width = kNativeBytes / sizeof(T);
-  using Vec = NativeFloats;
-  using Mask = NativeInts;
-};
-template <>
-struct Full<double> {
-  static constexpr int width = kWidth;
-  using Vec = Doubles;
-  using Mask = Longs;
-};
 
 /// The memory of the block after this one, asked for line by line while this one is worked on: neither waits for the
 /// other.
@@ -132,20 +93,20 @@ constexpr int kLinesOfBlock = 4 * kRows * kBlockBytes / 64;
 template <class T>
 constexpr int kAskStep = kLinesOfBlock / 2 / kTokens<T>;
 template <class T>
-constexpr int kAskSquare = kLinesOfBlock / 2 / (4 * (kRows / Full<T>::width) * (kTokens<T> / Full<T>::width));
+constexpr int kAskSquare = kLinesOfBlock / 2 / (4 * (kRows / kRegisterLanes<T>)*(kTokens<T> / kRegisterLanes<T>));
 
 /// to[i][r] = rows[r * stride + i] for r < count, i < n; the other rows of `to` are left alone.
 template <class T>
 void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*to)[kRows], Prefetch& ahead) {
-  constexpr int W = Full<T>::width;
+  constexpr int W = kRegisterLanes<T>;
   for (int r = 0; r < count; r += W)
     for (int i = 0; i < n; i += W) {
       ahead.ask(kAskSquare<T>);
       if (r + W <= count && i + W <= n) {
-        typename Full<T>::Vec v[W];
-        for (int k = 0; k < W; ++k) std::memcpy(&v[k], rows + (r + k) * stride + i, kNativeBytes);
-        transpose_square<typename Full<T>::Mask>(v);
-        for (int k = 0; k < W; ++k) std::memcpy(&to[i + k][r], &v[k], kNativeBytes);
+        Register<T> v[W];
+        for (int k = 0; k < W; ++k) v[k] = load(rows + (r + k) * stride + i);
+        transpose(v);
+        for (int k = 0; k < W; ++k) store(&to[i + k][r], v[k]);
       } else {
         for (int a = r; a < r + W && a < count; ++a)
           for (int b = i; b < i + W && b < n; ++b) to[b][a] = rows[a * stride + b];
@@ -156,15 +117,15 @@ void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*t
 /// The reverse: rows[r * stride + i] = from[i][r].
 template <class T>
 void store_transposed(const T (*from)[kRows], int count, int n, T* rows, std::int64_t stride, Prefetch& ahead) {
-  constexpr int W = Full<T>::width;
+  constexpr int W = kRegisterLanes<T>;
   for (int r = 0; r < count; r += W)
     for (int i = 0; i < n; i += W) {
       ahead.ask(kAskSquare<T>);
       if (r + W <= count && i + W <= n) {
-        typename Full<T>::Vec v[W];
-        for (int k = 0; k < W; ++k) std::memcpy(&v[k], &from[i + k][r], kNativeBytes);
-        transpose_square<typename Full<T>::Mask>(v);
-        for (int k = 0; k < W; ++k) std::memcpy(rows + (r + k) * stride + i, &v[k], kNativeBytes);
+        Register<T> v[W];
+        for (int k = 0; k < W; ++k) v[k] = load(&from[i + k][r]);
+        transpose(v);
+        for (int k = 0; k < W; ++k) store(rows + (r + k) * stride + i, v[k]);
       } else {
         for (int a = r; a < r + W && a < count; ++a)
           for (int b = i; b < i + W && b < n; ++b) rows[a * stride + b] = from[b][a];

@@ -7,38 +7,37 @@ namespace {
 
 /// sums[kTileM][kTileN] = panel of a · strip of b over `steps` steps.
 template <class T>
-[[gnu::noinline]] void micro_kernel(const typename Panel<T>::Element* a, const typename Panel<T>::Element* b,
-                                    std::int64_t steps, [[maybe_unused]] const typename Panel<T>::Element* ahead,
+[[gnu::noinline]] void micro_kernel(const typename Terms<T>::Word* a, const typename Terms<T>::Word* b,
+                                    std::int64_t steps, [[maybe_unused]] const typename Terms<T>::Word* ahead,
                                     accumulate_t<T>* sums) {
-  using P = Panel<T>;
-  using S = typename P::S;
+  using X = Terms<T>;
+  using V = typename X::V;
 #if defined(__AVX512F__)
-  if constexpr (kInRegisterTile<T>)
-    return register_tile<MultiplyFloats, kRegisterColumns>(a, b, steps, false, ahead, sums);
+  if constexpr (kInRegisterTile<T>) return register_tile<T, kRegisterColumns>(a, b, steps, false, ahead, sums);
 #endif
-  typename P::V acc[kTileM<T>][kVectorsN<T>];
+  V acc[kTileM<T>][kVectorsN<T>];
   for (auto& row : acc)
-    for (auto& v : row) v = S::zero();
+    for (auto& v : row) v = V{};
   for (std::int64_t s = 0; s < steps; ++s, a += kTileM<T>, b += kTileN<T>) {
-    typename P::Operand bv[kVectorsN<T>];
-    for (int j = 0; j < kVectorsN<T>; ++j) bv[j] = P::load(b + j * S::kLanes);
+    V bv[kVectorsN<T>];
+    for (int j = 0; j < kVectorsN<T>; ++j) bv[j] = load<V>(b + j * V::kLanes);
 #pragma GCC unroll 12
     for (int i = 0; i < kTileM<T>; ++i) {
-      const auto av = P::broadcast(a + i);
-      for (int j = 0; j < kVectorsN<T>; ++j) acc[i][j] = P::mul_add(av, bv[j], acc[i][j]);
+      V av(a[i]);
+      for (int j = 0; j < kVectorsN<T>; ++j) acc[i][j] = X::multiply_add(av, bv[j], acc[i][j]);
     }
   }
   for (int i = 0; i < kTileM<T>; ++i)
-    for (int j = 0; j < kVectorsN<T>; ++j) S::store(sums + i * kTileN<T> + j * S::kLanes, acc[i][j]);
+    for (int j = 0; j < kVectorsN<T>; ++j) store(sums + i * kTileN<T> + j * V::kLanes, acc[i][j]);
 }
 
 template <class T, class O>
 void gemm(const GemmArgs<T, O>& args, const GemmTile& tile) {
   const GemmInput<T>& p = args.input;
-  using Element = typename Panel<T>::Element;
+  using Word = typename Terms<T>::Word;
   const Block<T> block(p.K, tile.k0);
   const std::int64_t m1 = smaller(tile.m0 + kGemmTileM, p.M);
-  auto* const panels = static_cast<Element*>(tile.packed_a);
+  auto* const panels = static_cast<Word*>(tile.packed_a);
   if (!tile.is_packed) pack_a(p, tile.k0, tile.m0, m1, panels);
   for (std::int64_t n = tile.n0; n < tile.n1; n += kTileN<T>)
     for (std::int64_t m = tile.m0; m < m1; m += kTileM<T>) {
@@ -50,7 +49,7 @@ void gemm(const GemmArgs<T, O>& args, const GemmTile& tile) {
                                tile.k0 + block.terms == p.K,
                                args.accumulate};
       const std::int64_t panel = (m - tile.m0) / kTileM<T>;
-      const auto* const strip = static_cast<const Element*>(p.packed_b) + n * block.steps;
+      const auto* const strip = static_cast<const Word*>(p.packed_b) + n * block.steps;
       const auto* const ahead =
           strip + kTileN<T> * block.steps + panel * (block.steps / 4 * 16);  // each panel asks for its share
       alignas(64) accumulate_t<T> sums[kTileM<T> * kTileN<T>];

@@ -3,66 +3,15 @@
 #pragma once
 #include "kernels/cpu/plain.h"
 #include "kernels/cpu/register_tile.h"
-#include "kernels/cpu/simd.h"
-#include "kernels/cpu/transpose.h"
+#include "kernels/cpu/terms.h"
 #include "kernels/gemm.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-/// How panels are stored and multiplied. A "step" is one term of the sum, or a pair of them (bf16 instructions).
-template <class T>
-struct Panel {
-  using S = simd_t<T>;
-  using V = typename S::V;
-  using Element = typename S::Scalar;  // what a panel holds for one row and step
-  using Operand = V;
-  static constexpr int kPair = 1;
-  static Element make(const T* a, std::int64_t, bool) { return static_cast<Element>(*a); }
-  static Operand broadcast(const Element* p) { return S::set1(*p); }
-  static Operand load(const Element* p) { return S::load(p); }
-  static V mul_add(Operand a, Operand b, V c) { return S::fma(a, b, c); }
-  /// One step of a row of B, n <= kLanes values from b (the second row of a pair is at b + ldb).
-  static void pack_row(const T* b, std::int64_t, bool, int n, Element* out) { S::store(out, rows(b, 0, false, n)); }
-  /// One step of n <= kLanes rows of a that lie side by side.
-  static V rows(const T* a, std::int64_t, bool, int n) { return n == S::kLanes ? S::load(a) : S::load(a, n); }
-  /// kLanes steps of one row of a, from a.
-  static V steps(const T* a) { return S::load(a); }
-};
-
-#if defined(__AVX512BF16__)
-template <>
-struct Panel<bfloat16> {
-  using S = F32;
-  using V = __m512;
-  using Element = std::uint32_t;  // two consecutive terms
-  using Operand = __m512bh;
-  static constexpr int kPair = 2;
-  static Element make(const bfloat16* a, std::int64_t stride, bool has_second) {
-    return a->bits | (has_second ? static_cast<std::uint32_t>(a[stride].bits) << 16 : 0u);
-  }
-  static Operand broadcast(const Element* p) {
-    return reinterpret_cast<Operand>(_mm512_set1_epi32(static_cast<int>(*p)));
-  }
-  static Operand load(const Element* p) { return reinterpret_cast<Operand>(_mm512_loadu_si512(p)); }
-  static V mul_add(Operand a, Operand b, V c) { return _mm512_dpbf16_ps(c, a, b); }
-  static void pack_row(const bfloat16* b, std::int64_t ldb, bool has_second, int n, Element* out) {
-    _mm512_storeu_ps(out, rows(b, ldb, has_second, n));
-  }
-  static V rows(const bfloat16* b, std::int64_t ldb, bool has_second, int n) {
-    const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
-    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b));
-    const __m512i high =
-        has_second ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b + ldb)) : _mm512_setzero_si512();
-    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-  }
-  static V steps(const bfloat16* a) { return _mm512_loadu_ps(a); }
-};
-#endif
-
 /// Whether sums are those of register_tile.
 template <class T>
-constexpr bool kInRegisterTile = kHasRegisterTile && std::is_same_v<typename Panel<T>::Element, float>;
+constexpr bool kInRegisterTile = kHasRegisterTile && sizeof(typename Terms<T>::Word) == 4 && Terms<T>::kPerWord == 1;
 
 #if defined(__AVX512F__)
 template <class T>
@@ -85,13 +34,13 @@ constexpr int kVectorsN = 2;
 template <class T>
 constexpr bool kTurnsRows =
 #if defined(__AVX512F__)
-    sizeof(typename Panel<T>::Element) == 4;
+    sizeof(typename Terms<T>::Word) == 4;
 #else
     false;
 #endif
 
 template <class T>
-constexpr int kTileN = kVectorsN<T> * simd_t<T>::kLanes;
+constexpr int kTileN = kVectorsN<T> * Terms<T>::V::kLanes;
 
 template <class T>
 constexpr bool kDividesTiles = kGemmTileM % kTileM<T> == 0 && kGemmTileN % kTileN<T> == 0;
@@ -101,7 +50,7 @@ static_assert(kDividesTiles<float> && kDividesTiles<double> && kDividesTiles<bfl
 /// step more.
 template <class T>
 constexpr std::int64_t panel_size(std::int64_t steps) {
-  return steps * kTileM<T> + Panel<T>::S::kLanes;
+  return steps * kTileM<T> + Terms<T>::V::kLanes;
 }
 
 /// As many panels of a as are packed together: a vector's lanes are rows of theirs.
@@ -114,52 +63,50 @@ constexpr int kRowsTogether = kPanelsTogether<T> * kTileM<T>;
 template <class T>
 struct Block {
   std::int64_t terms, steps;
+  /// Of step s: of pairs, the last may have one.
+  int terms_of(std::int64_t s) const {
+    return static_cast<int>(smaller<std::int64_t>(Terms<T>::kPerWord, terms - s * Terms<T>::kPerWord));
+  }
   Block(std::int64_t K, std::int64_t k0)
-      : terms(smaller(kGemmTerms, K - k0)), steps((terms + Panel<T>::kPair - 1) / Panel<T>::kPair) {}
+      : terms(smaller(kGemmTerms, K - k0)), steps((terms + Terms<T>::kPerWord - 1) / Terms<T>::kPerWord) {}
 };
-
-constexpr std::int64_t kPackSteps =
-    16;  // steps of every panel of a packed in turn: their pages stay in the translation cache
 
 /// Step s of panels packed together: a lane for every row.
 template <class T>
-[[gnu::always_inline]] inline void put_step(typename Panel<T>::V rows, std::int64_t s, std::int64_t steps,
-                                            typename Panel<T>::Element* panels) {
+[[gnu::always_inline]] inline void put_step(typename Terms<T>::V rows, std::int64_t s, std::int64_t steps,
+                                            typename Terms<T>::Word* panels) {
 #if defined(__AVX512F__)
   if constexpr (kPanelsTogether<T> == 2) {
-    return store_rows(rows, panels + s * kTileM<T>, panels + panel_size<T>(steps) + s * kTileM<T>);
+    return store_rows(rows.part[0], panels + s * kTileM<T>, panels + panel_size<T>(steps) + s * kTileM<T>);
   }
 #endif
-  __builtin_memcpy(panels + s * kTileM<T>, &rows, sizeof(rows));
+  store(panels + s * kTileM<T>, rows);
 }
 
 /// Steps [first, last) of kPanelsTogether panels of `steps` steps: rows [0, present) from a; absent rows are zero.
 template <class T>
 void pack_panels(const T* a, std::int64_t row_stride, std::int64_t col_stride, int present, const Block<T>& block,
-                 std::int64_t first, std::int64_t last, typename Panel<T>::Element* panels) {
-  using P = Panel<T>;
-  using S = typename P::S;
-  using Element = typename P::Element;
+                 std::int64_t first, std::int64_t last, typename Terms<T>::Word* panels) {
+  using X = Terms<T>;
+  using V = typename X::V;
+  using Word = typename X::Word;
   std::int64_t s = first;
   if constexpr (kTurnsRows<T>) {
     if (row_stride == 1) {
       for (; s < last; ++s)
-        put_step<T>(P::rows(a + s * P::kPair * col_stride, col_stride, s * P::kPair + 1 < block.terms, present), s,
-                    block.steps, panels);
+        put_step<T>(X::across(a + s * X::kPerWord * col_stride, col_stride, block.terms_of(s), present), s, block.steps,
+                    panels);
       return;
     }
-    for (; col_stride == 1 && s + S::kLanes <= last && (s + S::kLanes) * P::kPair <= block.terms; s += S::kLanes) {
-      typename P::V v[S::kLanes];
-      for (int i = 0; i < S::kLanes; ++i) v[i] = i < present ? P::steps(a + i * row_stride + s * P::kPair) : S::zero();
-      transpose_square<decltype(v[0] < v[0])>(v);
-      for (int i = 0; i < S::kLanes; ++i) put_step<T>(v[i], s + i, block.steps, panels);
-    }
+    for (; col_stride == 1 && s + V::kLanes <= last && (s + V::kLanes) * X::kPerWord <= block.terms; s += V::kLanes)
+      turn_square<T>(a + s * X::kPerWord, row_stride, present, V::kLanes * X::kPerWord, V::kLanes,
+                     [&](int i, V v) __attribute__((always_inline)) { put_step<T>(v, s + i, block.steps, panels); });
   }
   for (; s < last; ++s) {
-    const std::int64_t k = s * P::kPair;
+    const std::int64_t k = s * X::kPerWord;
     for (int i = 0; i < kRowsTogether<T>; ++i) {
-      const Element value =
-          i < present ? P::make(a + i * row_stride + k * col_stride, col_stride, k + 1 < block.terms) : Element{};
+      const Word value =
+          i < present ? X::word(a + i * row_stride + k * col_stride, block.terms_of(s), col_stride) : Word{};
       panels[i / kTileM<T> * panel_size<T>(block.steps) + s * kTileM<T> + i % kTileM<T>] = value;
     }
   }
@@ -168,10 +115,9 @@ void pack_panels(const T* a, std::int64_t row_stride, std::int64_t col_stride, i
 /// Rows [m0, m1) of a block of a, as panels. Where a step's rows lie side by side in memory, every panel takes some
 /// steps in turn; where a row's terms do, a panel is packed whole.
 template <class T>
-void pack_a(const GemmInput<T>& p, std::int64_t k0, std::int64_t m0, std::int64_t m1,
-            typename Panel<T>::Element* panels) {
+void pack_a(const GemmInput<T>& p, std::int64_t k0, std::int64_t m0, std::int64_t m1, typename Terms<T>::Word* panels) {
   const Block<T> block(p.K, k0);
-  const std::int64_t turn = p.row_stride_a == 1 ? kPackSteps : block.steps;
+  const std::int64_t turn = p.row_stride_a == 1 ? kGemmPackSteps : block.steps;
   for (std::int64_t first = 0; first < block.steps; first += turn)
     for (std::int64_t m = m0; m < m1; m += kRowsTogether<T>)
       pack_panels<T>(p.a + m * p.row_stride_a + k0 * p.col_stride_a, p.row_stride_a, p.col_stride_a,
@@ -181,29 +127,30 @@ void pack_a(const GemmInput<T>& p, std::int64_t k0, std::int64_t m0, std::int64_
 
 /// Bytes of b in a step of a strip.
 template <class T>
-constexpr int kBytesOfStep = kTileN<T> * Panel<T>::kPair * static_cast<int>(sizeof(T));
+constexpr int kBytesOfStep = kTileN<T> * Terms<T>::kPerWord * static_cast<int>(sizeof(T));
 
 /// Terms [t0, t0 + kGemmPackTerms) of a block of b, as strips of kTileN columns; the last is filled up with zeros. The
 /// terms after them are asked for meanwhile.
 template <class T>
 void pack_b(const GemmInput<T>& p, std::int64_t k0, std::int64_t t0) {
-  using P = Panel<T>;
-  constexpr int kLanes = P::S::kLanes, kSteps = static_cast<int>(kGemmPackTerms) / P::kPair;
+  using X = Terms<T>;
+  using V = typename X::V;
+  constexpr int kLanes = V::kLanes, kSteps = static_cast<int>(kGemmPackTerms) / X::kPerWord;
   const Block<T> block(p.K, k0);
-  const std::int64_t first = t0 / P::kPair, last = smaller(block.steps, first + kSteps);
+  const std::int64_t first = t0 / X::kPerWord, last = smaller(block.steps, first + kSteps);
   const char* ahead = reinterpret_cast<const char*>(p.b + (k0 + t0 + kGemmPackTerms) * p.ldb);
   for (std::int64_t n = 0; n < p.N; n += kTileN<T>) {
-    auto* out = static_cast<typename P::Element*>(p.packed_b) + n * block.steps + first * kTileN<T>;
+    auto* out = static_cast<typename X::Word*>(p.packed_b) + n * block.steps + first * kTileN<T>;
     for (std::int64_t s = first; s < last; ++s) {
       for (int i = 0; i < kBytesOfStep<T>; i += 64, ahead += 64) __builtin_prefetch(ahead);
       for (int j = 0; j < kVectorsN<T>; ++j, out += kLanes) {
         __builtin_prefetch(out + 8 * kTileN<T>, 1, 2);
-        const std::int64_t k = k0 + s * P::kPair, left = p.N - n - j * kLanes;
+        const std::int64_t k = k0 + s * X::kPerWord, left = p.N - n - j * kLanes;
         if (left > 0) {
-          P::pack_row(p.b + k * p.ldb + n + j * kLanes, p.ldb, k + 1 < k0 + block.terms,
-                      static_cast<int>(smaller<std::int64_t>(kLanes, left)), out);
+          store(out, X::across(p.b + k * p.ldb + n + j * kLanes, p.ldb, block.terms_of(s),
+                               static_cast<int>(smaller<std::int64_t>(kLanes, left))));
         } else {
-          fill(out, kLanes, typename P::Element{});
+          store(out, V{});
         }
       }
     }

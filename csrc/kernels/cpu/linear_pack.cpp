@@ -5,25 +5,18 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-/// out[word][stride]: kLanes words of kLanes rows, turned; rows beyond `rows` and terms beyond `terms` are zero.
+/// out[word][stride]: a square, turned.
 template <class T>
-[[gnu::always_inline]] inline void pack_square(const T* x, std::int64_t ldx, std::int64_t rows, std::int64_t terms,
-                                               std::int64_t words, std::int64_t stride, typename Terms<T>::Word* out) {
-  using X = Terms<T>;
-  using S = typename X::S;
-  constexpr int kLanes = S::kLanes;
-  typename X::V v[kLanes];
-  for (int i = 0; i < kLanes; ++i)
-    v[i] = i < rows ? X::words(x + i * ldx, static_cast<int>(smaller<std::int64_t>(terms, kLanes * X::kPerWord)))
-                    : S::zero();
-  turn<S>(v);
-  for (int i = 0; i < kLanes && i < words; ++i) S::store(out + i * stride, v[i]);
+NRL_VEC void pack_square(const T* x, std::int64_t ldx, std::int64_t rows, std::int64_t terms, std::int64_t words,
+                         std::int64_t stride, typename Terms<T>::Word* out) {
+  turn_square<T>(x, ldx, rows, terms, words,
+                 [&](int i, typename Terms<T>::V v) __attribute__((always_inline)) { store(out + i * stride, v); });
 }
 
 template <class T>
 void pack_panels(const LinearInput<T>& p, std::int64_t first, std::int64_t last) {
   using X = Terms<T>;
-  constexpr int kLanes = X::S::kLanes;
+  constexpr int kLanes = X::V::kLanes;
   const std::int64_t words = words_of<T>(p.K);
   for (std::int64_t m = first; m < last; m += kPanelRows<T>) {
     auto* const panel = static_cast<typename X::Word*>(p.packed) + m * words;
@@ -41,10 +34,10 @@ void pack_rows(const LinearInput<T>& p) {
   using X = Terms<T>;
   const std::int64_t row_words = packed_row_words<T>(p.K);
   for (std::int64_t m = 0; m < p.M; ++m)
-    for (std::int64_t s = 0; s < row_words; s += X::S::kLanes)
-      X::S::store(static_cast<typename X::Word*>(p.packed) + m * row_words + s,
-                  X::words(p.x + m * p.ldx + s * X::kPerWord,
-                           static_cast<int>(smaller<std::int64_t>(p.K - s * X::kPerWord, X::S::kLanes * X::kPerWord))));
+    for (std::int64_t s = 0; s < row_words; s += X::V::kLanes)
+      store(static_cast<typename X::Word*>(p.packed) + m * row_words + s,
+            X::words(p.x + m * p.ldx + s * X::kPerWord,
+                     static_cast<int>(smaller<std::int64_t>(p.K - s * X::kPerWord, X::V::kLanes * X::kPerWord))));
 }
 
 template <class T>
@@ -56,7 +49,7 @@ void pack(const LinearInput<T>& p, std::int64_t begin, std::int64_t end) {
 template <class T>
 void pack_weights(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) {
   if constexpr (kHasWide<T>) {
-    constexpr int kLanes = Terms<T>::S::kLanes, kPerWord = Terms<T>::kPerWord;
+    constexpr int kLanes = Terms<T>::V::kLanes, kPerWord = Terms<T>::kPerWord;
     const std::int64_t words = words_of<T>(K);
     const char* ahead = reinterpret_cast<const char*>(
         w + kLanes * ldw);  // the following rows, in the order in which they lie in memory

@@ -6,7 +6,7 @@
 //   few rows of x: lanes hold rows of w, which are transposed in registers. So one row of x does not cost as much as
 //     a whole vector of rows.
 #pragma once
-#include "kernels/cpu/linear_terms.h"
+#include "kernels/cpu/terms.h"
 #include "kernels/linear.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
@@ -34,7 +34,7 @@ static_assert(kLinearTileN % columns_of_tile(1) == 0 && kLinearTileN % columns_o
 
 /// Rows of a panel of packed x.
 template <class T>
-constexpr int kPanelRows = kMostVectors * Terms<T>::S::kLanes;
+constexpr int kPanelRows = kMostVectors * Terms<T>::V::kLanes;
 static_assert(kLinearTileM % kPanelRows<float> == 0 && kLinearTileM % kPanelRows<double> == 0);
 
 /// Addresses of a tile's rows of w. If the loops computed the addresses, the compiler would keep parts of them in
@@ -79,16 +79,16 @@ template <class T, int kVectors, int kColumns>
 [[gnu::always_inline]] inline void row_tile(const typename Terms<T>::Word* x, const T* const* w, std::int64_t K,
                                             Ahead ahead, typename Terms<T>::Word* out) {
   using X = Terms<T>;
-  using S = typename X::S;
-  typename X::V acc[kColumns][kVectors];
+  using V = typename X::V;
+  V acc[kColumns][kVectors];
   for (auto& column : acc)
-    for (auto& v : column) v = S::zero();
+    for (auto& v : column) v = V{};
   const auto multiply = [&](const auto& weight) __attribute__((always_inline)) {
-    typename X::V rows[kVectors];
-    for (int v = 0; v < kVectors; ++v, x += S::kLanes) rows[v] = S::load(x);
+    V rows[kVectors];
+    for (int v = 0; v < kVectors; ++v, x += V::kLanes) rows[v] = load<V>(x);
 #pragma GCC unroll 12
     for (int c = 0; c < kColumns; ++c) {
-      const auto each = weight(c);
+      auto each = weight(c);
       for (int v = 0; v < kVectors; ++v) acc[c][v] = X::multiply_add(rows[v], each, acc[c][v]);
     }
   };
@@ -101,21 +101,21 @@ template <class T, int kVectors, int kColumns>
   }
   for (; k < K; k += X::kPerWord) {
     const int terms = static_cast<int>(smaller<std::int64_t>(K - k, X::kPerWord));
-    multiply([&](int c) { return S::set1(X::word(w[c] + k, terms)); });
+    multiply([&](int c) { return V(X::word(w[c] + k, terms)); });
   }
   for (int c = 0; c < kColumns; ++c)
-    for (int v = 0; v < kVectors; ++v) S::store(out + (c * kVectors + v) * S::kLanes, acc[c][v]);
+    for (int v = 0; v < kVectors; ++v) store(out + (c * kVectors + v) * V::kLanes, acc[c][v]);
 }
 
 /// sums[kLanes][width] = columns[count][rows], from row `first` on.
-template <class S>
-[[gnu::always_inline]] inline void turn_sums(const typename S::Scalar* columns, int rows, int first, int count,
-                                             std::int64_t width, typename S::Scalar* sums) {
-  for (int c = 0; c < count; c += S::kLanes) {
-    typename S::V v[S::kLanes];
-    for (int i = 0; i < S::kLanes; ++i) v[i] = S::load(columns + (c + i) * rows + first);
-    turn<S>(v);
-    for (int i = 0; i < S::kLanes; ++i) S::store(sums + i * width + c, v[i]);
+template <class V>
+NRL_VEC void turn_sums(const typename V::Scalar* columns, int rows, int first, int count, std::int64_t width,
+                       typename V::Scalar* sums) {
+  for (int c = 0; c < count; c += V::kLanes) {
+    V v[V::kLanes];
+    for (int i = 0; i < V::kLanes; ++i) v[i] = load<V>(columns + (c + i) * rows + first);
+    transpose(v);
+    for (int i = 0; i < V::kLanes; ++i) store(sums + i * width + c, v[i]);
   }
 }
 
@@ -124,15 +124,15 @@ template <class S>
 template <class T, int kVectors, class Set, class AheadOf, class Store>
 [[gnu::noinline]] void panel(const typename Terms<T>::Word* x, std::int64_t m, std::int64_t rows, std::int64_t K,
                              const Set& columns, const AheadOf& ahead_of, const Store& store) {
-  using S = typename Terms<T>::S;
-  constexpr int kColumns = columns_of_tile(kVectors), kRows = kVectors * S::kLanes;
-  alignas(64) typename S::Scalar by_column[Set::kWidth * kRows], sums[S::kLanes * Set::kWidth];
+  using V = typename Terms<T>::V;
+  constexpr int kColumns = columns_of_tile(kVectors), kRows = kVectors * V::kLanes;
+  alignas(64) typename V::Scalar by_column[Set::kWidth * kRows], sums[V::kLanes * Set::kWidth];
   for (int j = 0; j < columns.count; j += kColumns) {
     row_tile<T, kVectors, kColumns>(x, columns.w + j, K, ahead_of(j, kColumns), by_column + j * kRows);
   }
-  for (int first = 0; first < kRows && first < rows; first += S::kLanes) {
-    turn_sums<S>(by_column, kRows, first, columns.count, Set::kWidth, sums);
-    for (int i = 0; i < S::kLanes && first + i < rows; ++i) store(m + first + i, sums + i * Set::kWidth);
+  for (int first = 0; first < kRows && first < rows; first += V::kLanes) {
+    turn_sums<V>(by_column, kRows, first, columns.count, Set::kWidth, sums);
+    for (int i = 0; i < V::kLanes && first + i < rows; ++i) store(m + first + i, sums + i * Set::kWidth);
   }
 }
 
@@ -145,15 +145,15 @@ template <class T, int kRows, std::int64_t kWidth>
 [[gnu::noinline]] void few_rows_tile(const typename Terms<T>::Word* x, std::int64_t row_words, const T* const* w,
                                      std::int64_t K, Ahead ahead, typename Terms<T>::Word* out) {
   using X = Terms<T>;
-  using S = typename X::S;
-  typename X::V acc[kRows];
-  for (auto& v : acc) v = S::zero();
+  using V = typename X::V;
+  V acc[kRows];
+  for (auto& v : acc) v = V{};
   std::int64_t k = 0;
   const auto* words = x;
   if constexpr (Turned<T>::kAvailable) {
     constexpr int kTerms = Turned<T>::kTerms;
     for (; k + kTerms <= K; k += kTerms) {
-      for (int offset = 0; offset < kBytesOfTurn<S::kLanes>; offset += 64) __builtin_prefetch(ahead.at + offset, 0, 2);
+      for (int offset = 0; offset < kBytesOfTurn<V::kLanes>; offset += 64) __builtin_prefetch(ahead.at + offset, 0, 2);
       ahead.at += ahead.step;
       const Turned<T> turned(w, k);
 #pragma GCC unroll 4
@@ -162,10 +162,10 @@ template <class T, int kRows, std::int64_t kWidth>
     }
   }
   for (; k < K; k += X::kPerWord, ++words) {
-    const auto weights = gathered(w, k, K);
-    for (int r = 0; r < kRows; ++r) acc[r] = X::multiply_add(weights, S::set1(words[r * row_words]), acc[r]);
+    auto weights = gathered(w, k, K);
+    for (int r = 0; r < kRows; ++r) acc[r] = X::multiply_add(weights, V(words[r * row_words]), acc[r]);
   }
-  for (int r = 0; r < kRows; ++r) S::store(out + r * kWidth, acc[r]);
+  for (int r = 0; r < kRows; ++r) store(out + r * kWidth, acc[r]);
 }
 
 template <class T, int kRows, class Set, class Store>
@@ -173,8 +173,8 @@ void few_rows(const LinearInput<T>& p, const Set& columns, const Set& after, boo
   using X = Terms<T>;
   alignas(64) typename X::Word sums[kRows * Set::kWidth];
   const auto* x = static_cast<const typename X::Word*>(p.packed);
-  for (int j = 0; j < columns.count; j += X::S::kLanes) {
-    const auto ahead = Ahead::of(columns, after, j, j + X::S::kLanes, prefetch, kBytesOfTurn<X::S::kLanes>);
+  for (int j = 0; j < columns.count; j += X::V::kLanes) {
+    const auto ahead = Ahead::of(columns, after, j, j + X::V::kLanes, prefetch, kBytesOfTurn<X::V::kLanes>);
     few_rows_tile<T, kRows, Set::kWidth>(x, packed_row_words<T>(p.K), columns.w + j, p.K, ahead, sums + j);
   }
   for (int m = 0; m < kRows; ++m) store(m, sums + m * Set::kWidth);
@@ -184,7 +184,7 @@ void few_rows(const LinearInput<T>& p, const Set& columns, const Set& after, boo
 template <class T, class Set, class AheadOf, class Store>
 void tile_rows(const void* packed, std::int64_t M, std::int64_t K, std::int64_t m0, const Set& columns,
                const AheadOf& ahead_of, const Store& store) {
-  constexpr int kLanes = Terms<T>::S::kLanes;
+  constexpr int kLanes = Terms<T>::V::kLanes;
   const std::int64_t m1 = smaller(m0 + kLinearTileM, M), words = words_of<T>(K);
   for (std::int64_t m = m0; m < m1; m += kPanelRows<T>) {
     const auto* x = static_cast<const typename Terms<T>::Word*>(packed) + m * words;
@@ -209,7 +209,7 @@ constexpr std::int64_t widened_stride(std::int64_t K) { return (K + 15) / 16 * 1
 /// A strip's rows of w as float32, in `room`.
 template <class T, std::int64_t kWidth>
 Columns<float, kWidth> widened(const Columns<T, kWidth>& columns, std::int64_t K, float* room) {
-  using S = F32;
+  using V = ShortVec<float>;
   Columns<float, kWidth> out;
   out.count = columns.count;
   for (int j = 0; j < kWidth; ++j) {
@@ -218,7 +218,7 @@ Columns<float, kWidth> widened(const Columns<T, kWidth>& columns, std::int64_t K
     out.w[j] = repeated ? out.w[j - 1] : row;
     if (repeated) continue;
     std::int64_t k = 0;
-    for (; k + S::kLanes <= K; k += S::kLanes) S::store(row + k, S::load(columns.w[j] + k));
+    for (; k + V::kLanes <= K; k += V::kLanes) store(row + k, load<V>(columns.w[j] + k));
     for (; k < K; ++k) row[k] = static_cast<float>(columns.w[j][k]);
   }
   return out;

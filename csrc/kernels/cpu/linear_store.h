@@ -77,10 +77,10 @@ struct StoreSwiglu {
     }
   }
   [[gnu::always_inline]] static void round(const float* sums, const T* bias, int present, T* out) {
-    if (!bias) return store16(out, load16(sums));
+    if (!bias) return store(out, load<Floats>(sums));
     T at[kLanes];
     for (int j = 0; j < kLanes; ++j) at[j] = bias[j < present ? j : 0];
-    store16(out, load16(sums) + load16(at));
+    store(out, load<Floats>(sums) + load<Floats>(at));
   }
   [[gnu::always_inline]] static void round(const double* sums, const double* bias, int present, double* out) {
     for (int j = 0; j < kLanes; ++j) out[j] = bias ? sums[j] + bias[j < present ? j : 0] : sums[j];

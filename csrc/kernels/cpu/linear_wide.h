@@ -11,34 +11,23 @@ template <class T>
 constexpr bool kHasWide = kHasRegisterTile && std::is_same_v<typename Terms<T>::Word, float>;
 
 #if defined(__AVX512F__)
-#if defined(__AVX512BF16__)
-template <class T>
-using WideMultiply = std::conditional_t<Terms<T>::kPerWord == 2, MultiplyPairs, MultiplyFloats>;
-#else
-template <class T>
-using WideMultiply = MultiplyFloats;
-#endif
-constexpr std::int64_t kWideWords =
-    1024;  ///< of a row: so many of a panel of x and a strip of w stay in the near caches
 static_assert(kLinearTileN == kRegisterColumns && kLinearWideRows % (2 * kRegisterRows) == 0);
 
 /// Panels [words][kRegisterRows] of rows [m0, m1) of x, two at a time; absent rows are zero.
 template <class T>
 void pack_wide_rows(const LinearInput<T>& p, std::int64_t m0, std::int64_t m1, float* panels) {
-  constexpr int kLanes = F32::kLanes, kPerWord = Terms<T>::kPerWord;
+  using V = typename Terms<T>::V;
+  constexpr int kLanes = V::kLanes, kPerWord = Terms<T>::kPerWord;
   static_assert(kLanes == 2 * kRegisterRows);
   const std::int64_t words = words_of<T>(p.K);
   for (std::int64_t m = m0; m < m1; m += kLanes, panels += kLanes * words) {
     const std::int64_t rows = smaller<std::int64_t>(m1 - m, kLanes);
-    for (std::int64_t k = 0; k < words; k += kLanes) {
-      const int terms = static_cast<int>(smaller<std::int64_t>(p.K - k * kPerWord, kLanes * kPerWord));
-      F32::V v[kLanes];
-      for (int i = 0; i < kLanes; ++i)
-        v[i] = i < rows ? Terms<T>::words(p.x + (m + i) * p.ldx + k * kPerWord, terms) : F32::zero();
-      turn<F32>(v);
-      for (int i = 0; i < kLanes && k + i < words; ++i)
-        store_rows(v[i], panels + (k + i) * kRegisterRows, panels + (words + k + i) * kRegisterRows);
-    }
+    for (std::int64_t k = 0; k < words; k += kLanes)
+      turn_square<T>(p.x + m * p.ldx + k * kPerWord, p.ldx, rows, p.K - k * kPerWord, words - k,
+                     [&](int i, V v) __attribute__((always_inline)) {
+                       store_rows(v.part[0], panels + (k + i) * kRegisterRows,
+                                  panels + (words + k + i) * kRegisterRows);
+                     });
   }
 }
 
@@ -55,16 +44,16 @@ void run_wide(const LinearInput<T>& p, const LinearWideTile& tile, const StoreOf
   for (std::int64_t strip = tile.strip_begin; strip < tile.strip_end; ++strip) {
     const auto store = store_of(strip);
     for (int part = 0; part < kParts; ++part)
-      for (std::int64_t k0 = 0; k0 < words; k0 += kWideWords) {
-        const std::int64_t steps = smaller(kWideWords, words - k0);
+      for (std::int64_t k0 = 0; k0 < words; k0 += kLinearWideWords) {
+        const std::int64_t steps = smaller(kLinearWideWords, words - k0);
         const float* const next = w + steps * kRegisterColumns;  // of the weights: each panel asks for its share
         for (std::int64_t i = 0; i < panels; ++i) {
           if (part == kParts - 1 && k0 + steps == words)
             for (std::int64_t m = tile.m0 + i * kRegisterRows; m < smaller(tile.m0 + (i + 1) * kRegisterRows, m1); ++m)
               store.ask_ahead(m);
-          register_tile<WideMultiply<T>, kWidth>(tile.packed_x + (i * words + k0) * kRegisterRows, w, steps, k0 > 0,
-                                                 next + i * (steps / 4 * 16),
-                                                 sums + i * kRegisterRows * kWidth + part * kRegisterColumns);
+          register_tile<T, kWidth>(tile.packed_x + (i * words + k0) * kRegisterRows, w, steps, k0 > 0,
+                                   next + i * (steps / 4 * 16),
+                                   sums + i * kRegisterRows * kWidth + part * kRegisterColumns);
         }
         w = next;
       }

@@ -3,7 +3,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "kernels/cpu/vec_math.h"
+#include "kernels/cpu/vec.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -12,15 +12,15 @@ constexpr int kUnroll = 4;  // independent accumulators hide the latency of an a
 constexpr float kInf = __builtin_inff();
 
 float block_max(const float* x, std::int64_t n) {
-  f32x16 best[kUnroll];
-  for (auto& b : best) b = broadcast16(-kInf);
+  Floats best[kUnroll];
+  for (auto& b : best) b = Floats(-kInf);
   std::int64_t i = 0;
   for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
-    for (int j = 0; j < kUnroll; ++j) best[j] = max16(load16(x + i + j * kLanes), best[j]);
+    for (int j = 0; j < kUnroll; ++j) best[j] = max_of(load<Floats>(x + i + j * kLanes), best[j]);
   }
-  for (; i + kLanes <= n; i += kLanes) best[0] = max16(load16(x + i), best[0]);
-  if (i < n) best[0] = max16(load16_partial(x + i, n - i, -kInf), best[0]);
-  return max_lanes(max16(max16(best[0], best[1]), max16(best[2], best[3])));
+  for (; i + kLanes <= n; i += kLanes) best[0] = max_of(load<Floats>(x + i), best[0]);
+  if (i < n) best[0] = max_of(load<Floats>(x + i, n - i, -kInf), best[0]);
+  return largest_of(max_of(max_of(best[0], best[1]), max_of(best[2], best[3])));
 }
 
 template <bool kEntropy>
@@ -28,22 +28,25 @@ VocabBlockSum block_sum(const float* x, std::int64_t n, float inverse_temperatur
   // -FLT_MAX in place of -inf: a block of -inf sums to 0 instead of NaN, yet a NaN in it still shows
   float max = block_max(x, n) * inverse_temperature;
   if (max < -FLT_MAX) max = -FLT_MAX;
-  f32x16 sum[kUnroll] = {}, dot[kUnroll] = {};
-  const auto add = [&](int j, f32x16 logits) {
-    const f32x16 d = logits * inverse_temperature - max;
-    const f32x16 e = exp16(d);
+  Floats sum[kUnroll] = {}, dot[kUnroll] = {};
+  const auto add = [&](int j, Floats logits) __attribute__((always_inline)) {
+    Floats d = logits * inverse_temperature - max;
+    Floats e = exp_flushed(d);
     sum[j] += e;
-    if constexpr (kEntropy) dot[j] += e * max16(d, broadcast16(-1e30f));  // 0 * -inf would be NaN
+    if constexpr (kEntropy) dot[j] += e * max_of(d, Floats(-1e30f));  // 0 * -inf would be NaN
   };
   std::int64_t i = 0;
   for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
-    for (int j = 0; j < kUnroll; ++j) add(j, load16(x + i + j * kLanes));
+    for (int j = 0; j < kUnroll; ++j) add(j, load<Floats>(x + i + j * kLanes));
   }
-  int j = 0;
-  for (; i + kLanes <= n; i += kLanes, ++j) add(j, load16(x + i));
-  if (i < n) add(j, load16_partial(x + i, n - i, -kInf));
-  VocabBlockSum out{max, sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3])), 0};
-  if constexpr (kEntropy) out.dot = sum_lanes((dot[0] + dot[1]) + (dot[2] + dot[3]));
+  // the rest, at most kUnroll times; the numbers of the sums are constants, so that they stay in registers
+#pragma GCC unroll 4
+  for (int j = 0; j < kUnroll; ++j, i += kLanes) {
+    if (i + kLanes <= n) add(j, load<Floats>(x + i));
+    else if (i < n) add(j, load<Floats>(x + i, static_cast<int>(n - i), -kInf));
+  }
+  VocabBlockSum out{max, sum_of((sum[0] + sum[1]) + (sum[2] + sum[3])), 0};
+  if constexpr (kEntropy) out.dot = sum_of((dot[0] + dot[1]) + (dot[2] + dot[3]));
   return out;
 }
 
@@ -99,10 +102,11 @@ float token_logprob(float logit, float temperature, const LogSumExp& row) {
 void softmax_row(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float* out) {
   const float inverse = 1.0f / temperature, max = row.max, log_sum = row.log_sum;
   std::int64_t i = 0;
-  for (; i + kLanes <= V; i += kLanes) store16(out + i, exp16((load16(logits + i) * inverse - max) - log_sum));
+  for (; i + kLanes <= V; i += kLanes)
+    store(out + i, exp_flushed((load<Floats>(logits + i) * inverse - max) - log_sum));
   if (i == V) return;
   float tail[kLanes];
-  store16(tail, exp16((load16_partial(logits + i, V - i, -kInf) * inverse - max) - log_sum));
+  store(tail, exp_flushed((load<Floats>(logits + i, V - i, -kInf) * inverse - max) - log_sum));
   for (std::int64_t j = 0; i + j < V; ++j) out[i + j] = tail[j];
 }
 

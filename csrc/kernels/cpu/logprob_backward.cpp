@@ -1,6 +1,6 @@
 #include "kernels/logprob_backward.h"
 
-#include "kernels/cpu/vec_math.h"
+#include "kernels/cpu/vec.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -9,10 +9,10 @@ template <class O>
 void backward_row(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g, O* out) {
   const float inverse = 1.0f / temperature, shift = row.max + row.log_sum, scale = -g * inverse;
   std::int64_t v = 0;
-  for (; v + kLanes <= V; v += kLanes) store16(out + v, exp16(load16(logits + v) * inverse - shift) * scale);
+  for (; v + kLanes <= V; v += kLanes) store(out + v, exp_flushed(load<Floats>(logits + v) * inverse - shift) * scale);
   if (v < V) {
     alignas(64) float lanes[kLanes];
-    store16(lanes, exp16(load16_partial(logits + v, V - v, 0.0f) * inverse - shift) * scale);
+    store(lanes, exp_flushed(load<Floats>(logits + v, V - v, 0.0f) * inverse - shift) * scale);
     for (int i = 0; v + i < V; ++i) out[v + i] = static_cast<O>(lanes[i]);
   }
 }

@@ -1,6 +1,6 @@
 #include "kernels/masked_reduce.h"
 
-#include "kernels/cpu/lanes.h"
+#include "kernels/cpu/vec.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {

@@ -2,7 +2,7 @@
 // and of rows 16-31, then word 1), packed into 192 bytes: 32 x 4 exponents, then sign and mantissa of the first two
 // words in the halves of 16 bits, then of the others.
 #pragma once
-#include "kernels/cpu/linear_terms.h"
+#include "kernels/cpu/terms.h"
 #include "kernels/packed_weights.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
@@ -63,6 +63,12 @@ struct PackedBlock {
   }
 };
 
+NRL_VEC ShortVec<float> lanes_of(__m512i bits) {
+  ShortVec<float> v;
+  v.part[0] = _mm512_castsi512_ps(bits);
+  return v;
+}
+
 /// Rows of packed x, as linear_pack leaves them: few lie one after another, more side by side.
 template <bool kSideBySide>
 struct StripRows {
@@ -71,15 +77,15 @@ struct StripRows {
   std::int64_t row_step;
   explicit StripRows(const LinearInput<bfloat16>& p)
       : at(static_cast<const X::Word*>(p.packed)), row_step(kSideBySide ? 1 : packed_row_words<bfloat16>(p.K)) {}
-  void next_word() { at += kSideBySide ? X::S::kLanes : 1; }
+  void next_word() { at += kSideBySide ? X::V::kLanes : 1; }
   /// sum + a column of weights times the words at hand of row r.
   [[gnu::always_inline]] X::V add(__m512i column, int r, X::V sum) const {
     const auto* word = at + r * row_step;
     if constexpr (kSideBySide && X::kPerColumn > 1) {
-      const X::Word pair[] = {word[0], word[X::S::kLanes]};
-      return X::add_column(_mm512_castsi512_ps(column), pair, sum);
+      const X::Word pair[] = {word[0], word[X::V::kLanes]};
+      return X::add_column(lanes_of(column), pair, sum);
     } else {
-      return X::add_column(_mm512_castsi512_ps(column), word, sum);
+      return X::add_column(lanes_of(column), word, sum);
     }
   }
 };
@@ -89,14 +95,13 @@ template <int kRows>
 [[gnu::noinline]] void packed_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip,
                                     std::int64_t width, float* out) {
   using X = Terms<bfloat16>;
-  constexpr std::int64_t kAhead = 2048;  // bytes: about as long as memory takes
   const auto* at = packed.strips + strip * packed_strip_bytes(p.K);
   const PackedPatch* patch = packed.patches + strip * packed_patches(p.K);
   const __m512i lowest = _mm512_set1_epi16(static_cast<short>(patch++->pair));
   const std::int64_t blocks = p.K / PackedBlock::kTerms;
   StripRows<(kRows > kLinearFewRows)> x(p);
   X::V sums[kRows][2];
-  for (auto& row : sums) row[0] = row[1] = X::S::zero();
+  for (auto& row : sums) row[0] = row[1] = X::V{};
   const auto multiply = [&](const PackedBlock& block) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int word = 0; word < 2; ++word) {
@@ -109,7 +114,8 @@ template <int kRows>
   for (std::int64_t b = 0;; ++b, at += PackedBlock::kBytes) {
     const std::int64_t next = smaller<std::int64_t>(patch->block, blocks);
     for (; b < next; ++b, at += PackedBlock::kBytes) {
-      for (int offset = 0; offset < PackedBlock::kBytes; offset += 64) __builtin_prefetch(at + kAhead + offset, 0, 3);
+      for (int offset = 0; offset < PackedBlock::kBytes; offset += 64)
+        __builtin_prefetch(at + kPackedAheadBytes + offset, 0, 3);
       multiply(PackedBlock(at, lowest));
     }
     if (b == blocks) break;
@@ -121,7 +127,7 @@ template <int kRows>
     multiply(block);
   }
   for (int r = 0; r < kRows; ++r)
-    for (int half = 0; half < 2; ++half) X::S::store(out + r * width + 16 * half, sums[r][half]);
+    for (int half = 0; half < 2; ++half) store(out + r * width + 16 * half, sums[r][half]);
 }
 
 /// For every tile of kStrips strips, its rows' sums to store_of(tile)(row, sums).
@@ -131,7 +137,7 @@ void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packe
   constexpr std::int64_t kWidth = kStrips * kPackedStrip;
   constexpr int kMost = static_cast<int>(kPackedMostRows), kFew = static_cast<int>(kLinearFewRows);
   static_assert(kMost > kFew &&
-                kMost <= Terms<bfloat16>::S::kLanes);  // side by side in one panel, whose absent rows are zero
+                kMost <= Terms<bfloat16>::V::kLanes);  // side by side in one panel, whose absent rows are zero
   with_constant<kFew + 1>(static_cast<int>(smaller<std::int64_t>(p.M, kFew + 1)), [&](auto n) {
     constexpr int kRows = n() > kFew ? kMost : n();
     alignas(64) float sums[kRows * kWidth];

@@ -5,8 +5,6 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 #if defined(__AVX512BW__)
-constexpr int kLanes = 16;
-
 /// The highest exponent of 32 rows, where a bfloat16 has it.
 int highest_exponent(const bfloat16* w, std::int64_t ldw, std::int64_t K) {
   __m512i most = _mm512_setzero_si512();
@@ -51,8 +49,8 @@ bool pack_strip(const bfloat16* w, std::int64_t ldw, const PackedMatrix& packed,
     for (int q = 0; q < 4; q += 2, at += PackedBlock::kBytes) {
       PackedBlock block;
       for (int word = 0; word < 2; ++word) {
-        block.words[2 * word] = _mm512_castps_si512(low.column[q + word]);
-        block.words[2 * word + 1] = _mm512_castps_si512(high.column[q + word]);
+        block.words[2 * word] = _mm512_castps_si512(low.column[q + word].part[0]);
+        block.words[2 * word + 1] = _mm512_castps_si512(high.column[q + word].part[0]);
       }
       const std::uint64_t misfits = block.pack(lowest_lanes, at);
       if (misfits != 0 && !add_patches(block, k / PackedBlock::kTerms + q / 2, misfits, patch, last)) return false;

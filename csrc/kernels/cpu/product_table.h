@@ -1,6 +1,6 @@
 // The ways of a forward product: from how many rows of x to how many each is taken, and in which order it adds up. All
-// of a type have one order, or this does not compile. The switch points are measured; a way that a capability lacks has
-// no rows.
+// of a type have one order, or this does not compile. The switch points are kernels/product_figures.h's; a way that a
+// capability lacks has no rows.
 //
 //   way       rows of x           what lies in the lanes, and what is packed
 //   few       1 to 8              rows of w, turned in registers; x as rows of words
@@ -26,30 +26,18 @@ template <class T>
 struct ProductTable {
   static constexpr SumOrder kOrder = Terms<T>::kOrder;
 
-  /// Packing w takes as long as multiplying some thirty rows. A strip of bfloat16 that is widened is widened once
-  /// instead of for each panel, which pays early; rows of more than 2,048 words go through the near caches block by
-  /// block, which pays earlier than for short ones.
   static constexpr bool kWidens = sizeof(T) < sizeof(float) && Terms<T>::kPerWord == 1;
   static constexpr std::int64_t wide_from(std::int64_t words) {
-    if (!kHasWide<T>) return INT64_MAX;
-    if (kWidens) return kLinearWideRows;
-    return (words > 2048 ? 2 : 4) * kLinearWideRows;
+    return kHasWide<T> ? linear_wide_chunks(kWidens, words) * kLinearWideRows : INT64_MAX;
   }
-  static constexpr std::int64_t kEarliestWide = smaller(wide_from(0), wide_from(4096));
 
   static constexpr ProductWay few{kOrder, 1, kLinearFewRows};
   static constexpr ProductWay panels{kWidensStrips<T> ? Terms<float>::kOrder : kOrder, kLinearFewRows + 1,
-                                     larger(wide_from(0), wide_from(4096))};
-#if defined(__AVX512F__)
-  static constexpr ProductWay wide{kHasWide<T> ? WideMultiply<T>::kOrder : kOrder, kEarliestWide,
-                                   kHasWide<T> ? INT64_MAX : 0};
-#else
-  static constexpr ProductWay wide{kOrder, kEarliestWide, 0};
-#endif
-  /// Where pairs must be taken apart, more than two rows have work enough without fewer bytes to read.
+                                     wide_from(0)};
+  static constexpr ProductWay wide{kOrder, wide_from(INT64_MAX), kHasWide<T> ? INT64_MAX : 0};  // of the longest rows
   static constexpr ProductWay packed{
       Terms<bfloat16>::kOrder, 1,
-      sizeof(T) == 2 && kHasPackedWeights ? (Terms<T>::kPerWord > 1 ? kPackedMostRows : 2) : 0};
+      sizeof(T) == 2 && kHasPackedWeights ? (Terms<T>::kPerWord > 1 ? kPackedMostRows : kPackedMostRowsSingle) : 0};
 
   static constexpr bool has_one_order() {
     for (const ProductWay& way : {few, panels, wide, packed})

@@ -11,8 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#include "kernels/cpu/simd.h"
-#include "kernels/sum_order.h"
+#include "kernels/cpu/terms.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -21,23 +20,6 @@ constexpr int kRegisterRows = 8, kRegisterColumns = 48;
 
 #if defined(__AVX512F__)
 constexpr bool kHasRegisterTile = true;
-
-/// A step of register_tile multiplies one float32 of each operand.
-struct MultiplyFloats {
-  static constexpr bool kPairs = false;
-  static constexpr SumOrder kOrder = SumOrder::terms;
-  static __m512 add(__m512 a, __m512 b, __m512 sum) { return _mm512_fmadd_ps(a, b, sum); }
-};
-#if defined(__AVX512BF16__)
-/// A step of register_tile multiplies a pair of bfloat16 of each operand.
-struct MultiplyPairs {
-  static constexpr bool kPairs = true;
-  static constexpr SumOrder kOrder = SumOrder::pairs;
-  static __m512 add(__m512 a, __m512 b, __m512 sum) {
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-  }
-};
-#endif
 
 /// A vector of rows that are packed together. Its halves belong to the same step of two panels of a.
 [[gnu::always_inline]] inline void store_rows(__m512 rows, float* first, float* second) {
@@ -112,12 +94,13 @@ struct MultiplyPairs {
 /// sums[8][48] = a[steps][8]^T · b[steps][48], rows of sums kRow apart; with `goes_on` what stands in sums is their
 /// beginning. Every sum is one chain of multiply-adds in ascending order of the steps. Reads, and does not use, one
 /// step more of both. With every four steps a cache line from `ahead` on is asked for, for the second-level cache.
-/// Multiply says what a step multiplies.
-template <class Multiply, int kRow>
+/// Terms<T> says what a step multiplies.
+template <class T, int kRow>
 [[gnu::noinline]] void register_tile(const float* a, const float* b, std::int64_t steps, bool goes_on,
                                      const float* ahead, float* sums) {
+  using V = typename Terms<T>::V;
   std::int64_t fours = steps / 4;
-  if constexpr (Multiply::kPairs) {
+  if constexpr (Terms<T>::kPerWord == 2) {
     NRL_TILE("vdpbf16ps");
   } else {
     NRL_TILE("vfmadd231ps");
@@ -126,7 +109,7 @@ template <class Multiply, int kRow>
     for (int i = 0; i < kRegisterRows; ++i)
       for (int j = 0; j < kRegisterColumns; j += 16) {
         float* const sum = sums + i * kRow + j;
-        _mm512_storeu_ps(sum, Multiply::add(_mm512_set1_ps(a[i]), _mm512_loadu_ps(b + j), _mm512_loadu_ps(sum)));
+        store(sum, Terms<T>::multiply_add(V(a[i]), load<V>(b + j), load<V>(sum)));
       }
 }
 

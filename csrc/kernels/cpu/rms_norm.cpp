@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "kernels/cpu/plain.h"
-#include "kernels/cpu/simd.h"
+#include "kernels/cpu/vec.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -11,23 +11,23 @@ namespace {
 template <class X, class T>
 void forward(const RmsNormForwardArgs<X, T>& p, std::int64_t begin, std::int64_t end) {
   using A = accumulate_t<T>;
-  using S = simd_t<T>;
-  constexpr int L = S::kLanes;
+  using V = ShortVec<T>;
+  constexpr int L = V::kLanes;
   for (std::int64_t o = begin; o < end; ++o)
     for (std::int64_t i = 0; i < p.inner; ++i) {
       const X* x = p.x + o * p.stride_x + i * p.D;
       T* y = p.y + o * p.stride_y + i * p.D;
-      typename S::V acc = S::zero();
+      V acc{};
       std::int64_t d = 0;
       for (; d + L <= p.D; d += L) {
-        const auto v = S::load(x + d);
-        acc = S::fma(v, v, acc);
+        V v = load<V>(x + d);
+        acc = mul_add(v, v, acc);
       }
       if (d < p.D) {
-        const auto v = S::load(x + d, static_cast<int>(p.D - d));
-        acc = S::fma(v, v, acc);
+        V v = load<V>(x + d, static_cast<int>(p.D - d));
+        acc = mul_add(v, v, acc);
       }
-      const A rstd = A(1) / std::sqrt(reduce_add<S>(acc) / static_cast<A>(p.D) + static_cast<A>(p.eps));
+      const A rstd = A(1) / std::sqrt(sum_of(acc) / static_cast<A>(p.D) + static_cast<A>(p.eps));
       if (p.rstd) p.rstd[o * p.inner + i] = rstd;
       for (std::int64_t k = 0; k < p.D; ++k)
         y[k] = static_cast<T>(static_cast<A>(x[k]) * rstd * static_cast<A>(p.w[k]));

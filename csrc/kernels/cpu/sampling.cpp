@@ -3,7 +3,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "kernels/cpu/vec_math.h"
+#include "kernels/cpu/vec.h"
 #include "kernels/token_order.h"
 
 // No std:: algorithm here: a template compiled for one CPU capability must not be what the linker keeps for another.
@@ -76,23 +76,23 @@ struct Shares {
 };
 
 Shares shares_within_margins(const float* x, std::int64_t V, float inverse, float max) {
-  const f32x16 one = broadcast16(1.0f);
+  Floats one = Floats(1.0f);
   Shares shares;
   for (std::int64_t begin = 0; begin < V; begin += kVocabBlock) {
     const std::int64_t end = begin + kVocabBlock < V ? begin + kVocabBlock : V;
-    f32x16 mass[kMargins], count[kMargins];
-    for (int m = 0; m < kMargins; ++m) mass[m] = count[m] = broadcast16(0);
+    Floats mass[kMargins], count[kMargins];
+    for (int m = 0; m < kMargins; ++m) mass[m] = count[m] = Floats(0);
     for (std::int64_t i = begin; i < end; i += kLanes) {
-      const f32x16 d = (i + kLanes <= end ? load16(x + i) : load16_partial(x + i, end - i, -kInf)) * inverse - max;
-      const f32x16 e = exp16(d);
+      Floats d = (i + kLanes <= end ? load<Floats>(x + i) : load<Floats>(x + i, end - i, -kInf)) * inverse - max;
+      Floats e = exp_flushed(d);
       for (int m = 0; m < kMargins; ++m) {
-        mass[m] += where_at_least16(d, broadcast16(-kMargin[m]), e);
-        count[m] += where_at_least16(d, broadcast16(-kMargin[m]), one);
+        mass[m] += select(d >= Floats(-kMargin[m]), e, Floats(0));
+        count[m] += select(d >= Floats(-kMargin[m]), one, Floats(0));
       }
     }
     for (int m = 0; m < kMargins; ++m) {
-      shares.mass[m] += sum_lanes(mass[m]);
-      shares.count[m] += sum_lanes(count[m]);
+      shares.mass[m] += sum_of(mass[m]);
+      shares.count[m] += sum_of(count[m]);
     }
   }
   return shares;
@@ -117,11 +117,11 @@ std::int64_t gather_candidates(const float* x, std::int64_t V, const SamplingRul
   }
   for (std::int64_t i = 0; i < n; i += kLanes) {
     const std::int64_t lanes = n - i < kLanes ? n - i : kLanes;
-    const f32x16 z =
-        (lanes == kLanes ? load16(scratch.logits + i) : load16_partial(scratch.logits + i, lanes, -kInf)) * inverse;
+    Floats z =
+        (lanes == kLanes ? load<Floats>(scratch.logits + i) : load<Floats>(scratch.logits + i, lanes, -kInf)) * inverse;
     float order[kLanes], mass[kLanes];
-    store16(order, z);
-    store16(mass, exp16(z - row.max));
+    store(order, z);
+    store(mass, exp_flushed(z - row.max));
     for (std::int64_t j = 0; j < lanes; ++j)
       scratch.candidates[i + j] = {order_of(order[j]), scratch.ids[i + j], mass[j]};
   }
@@ -174,7 +174,8 @@ struct BlockedRow {
     for (std::int64_t i = 0; i < entries; i += kLanes) {
       const std::int64_t lanes = entries - i < kLanes ? entries - i : kLanes;
       float e[kLanes];
-      store16(e, exp16((lanes == kLanes ? load16(x + i) : load16_partial(x + i, lanes, -kInf)) * inverse - max));
+      store(e,
+            exp_flushed((lanes == kLanes ? load<Floats>(x + i) : load<Floats>(x + i, lanes, -kInf)) * inverse - max));
       for (std::int64_t j = 0; j < lanes; ++j) {
         if (e[j] <= 0) continue;
         sum += e[j];

@@ -9,21 +9,20 @@ namespace {
 
 /// The slope of z.
 template <Gate G, class Real, class V>
-NRL_VEC_INLINE V gate_slope(V x) {
+NRL_VEC V gate_slope(V x) {
   return x * x * static_cast<Real>(3 * kGeluCubic * kGeluScale) + static_cast<Real>(kGeluScale);
 }
 
 template <Gate G, class T>
-NRL_VEC_INLINE void backward_lanes(const T* d_act, const T* gate, const T* up, T* d_gate, T* d_up) {
-  const f32x16 d = load16(d_act), g = load16(gate), u = load16(up), s = sigmoid16(gate_argument<G, float>(g));
-  f32x16 rest = g * (1.0f - s);
+NRL_VEC void backward_lanes(const T* d_act, const T* gate, const T* up, T* d_gate, T* d_up) {
+  Floats d = load<Floats>(d_act), g = load<Floats>(gate), u = load<Floats>(up), s = sigmoid(gate_argument<G, float>(g));
+  Floats rest = g * (1.0f - s);
   if constexpr (G != Gate::silu) rest = rest * gate_slope<G, float>(g);
-  store16(d_gate, d * u * s * (1.0f + rest));
-  store16(d_up, d * g * s);
+  store(d_gate, d * u * s * (1.0f + rest));
+  store(d_up, d * g * s);
 }
 template <Gate G>
-NRL_VEC_INLINE void backward_lanes(const double* d_act, const double* gate, const double* up, double* d_gate,
-                                   double* d_up) {
+NRL_VEC void backward_lanes(const double* d_act, const double* gate, const double* up, double* d_gate, double* d_up) {
   double s[kLanes];
   for (int k = 0; k < kLanes; ++k) s[k] = gate_argument<G, double>(gate[k]);
   sigmoids(s, s);

@@ -2,31 +2,31 @@
 #pragma once
 #include <cmath>
 
-#include "kernels/cpu/vec_math.h"
+#include "kernels/cpu/vec.h"
 #include "kernels/swiglu.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {  // nothing here may be shared between capabilities
 
 /// sigmoid of kLanes values into out.
-NRL_VEC_INLINE void sigmoids(const double* x, double* out) {
+NRL_VEC void sigmoids(const double* x, double* out) {
   for (int i = 0; i < kLanes; ++i) out[i] = 1.0 / (1.0 + std::exp(-x[i]));
 }
 
-/// z of kernels/swiglu.h. V: double or f32x16; Real: its numbers.
+/// z of kernels/swiglu.h. V: double or Floats; Real: its numbers.
 template <Gate G, class Real, class V>
-NRL_VEC_INLINE V gate_argument(V x) {
+NRL_VEC V gate_argument(V x) {
   if constexpr (G == Gate::silu) return x;
   return x * static_cast<Real>(kGeluScale) * (x * x * static_cast<Real>(kGeluCubic) + static_cast<Real>(1));
 }
 
 template <Gate G = Gate::silu, class T>
-NRL_VEC_INLINE void forward_lanes(const T* gate, const T* up, T* act) {
-  const f32x16 g = load16(gate);
-  store16(act, g * sigmoid16(gate_argument<G, float>(g)) * load16(up));
+NRL_VEC void forward_lanes(const T* gate, const T* up, T* act) {
+  Floats g = load<Floats>(gate);
+  store(act, g * sigmoid(gate_argument<G, float>(g)) * load<Floats>(up));
 }
 template <Gate G = Gate::silu>
-NRL_VEC_INLINE void forward_lanes(const double* gate, const double* up, double* act) {
+NRL_VEC void forward_lanes(const double* gate, const double* up, double* act) {
   double s[kLanes];
   for (int k = 0; k < kLanes; ++k) s[k] = gate_argument<G, double>(gate[k]);
   sigmoids(s, s);

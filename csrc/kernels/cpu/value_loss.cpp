@@ -1,9 +1,53 @@
 #include "kernels/value_loss.h"
 
-#include "kernels/cpu/lanes.h"
+#include "kernels/cpu/vec.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
+
+constexpr int kTile = 256;  ///< tokens a tile: its arrays stay in the first-level cache
+
+int padded_to_lanes(std::int64_t n) { return static_cast<int>((n + kLanes - 1) / kLanes * kLanes); }
+
+/// The sum of v[i] * w[i], and that of v[i]: lane by lane, then the lanes in order; n is a multiple of kLanes.
+template <class T>
+NRL_VEC double lane_dot(const T* v, const T* w, int n) {
+  Vec<T> sums(0);
+  for (int i = 0; i < n; i += kLanes) sums += load<Vec<T>>(v + i) * load<Vec<T>>(w + i);
+  return sum_ascending(sums);
+}
+template <class T>
+NRL_VEC double lane_sum(const T* v, int n) {
+  Vec<T> sums(0);
+  for (int i = 0; i < n; i += kLanes) sums += load<Vec<T>>(v + i);
+  return sum_ascending(sums);
+}
+
+/// The smallest and the largest v[i] with w[i] != 0, folded into lo and hi.
+template <class T>
+NRL_VEC void lane_extrema(const T* v, const T* w, int n, double& lo, double& hi) {
+  Vec<T> huge(HUGE_VAL), low = huge, high = -huge;
+  for (int i = 0; i < n; i += kLanes) {
+    Vec<T> x = load<Vec<T>>(v + i);
+    const auto valid = load<Vec<T>>(w + i) != Vec<T>(0);
+    low = min_of(select(valid, x, huge), low);
+    high = max_of(select(valid, x, -huge), high);
+  }
+  T lows[kLanes], highs[kLanes];
+  store(lows, low);
+  store(highs, high);
+  for (int l = 0; l < kLanes; ++l) {
+    lo = lows[l] < lo ? lows[l] : lo;
+    hi = highs[l] > hi ? highs[l] : hi;
+  }
+}
+
+/// dst = src where the mask is not 0, else 0; the rest of the last lanes is 0 as well.
+template <class T>
+NRL_VEC void load_masked(const T* __restrict src, const T* __restrict mask, int n, T* __restrict dst) {
+  for (int i = 0; i < n; ++i) dst[i] = mask[i] != T(0) ? src[i] : T(0);
+  for (int i = n; i < padded_to_lanes(n); ++i) dst[i] = T(0);
+}
 
 template <class T>
 struct Tile {

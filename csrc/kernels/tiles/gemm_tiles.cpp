@@ -3,9 +3,6 @@
 #include "kernels/cpu/gemm_store.h"
 #include "kernels/gemm.h"
 #include "kernels/tiles/tile_products.h"
-#if defined(NRL_HARDWARE_TILES)
-#include "kernels/cpu/gemm_panel.h"
-#endif
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -19,7 +16,8 @@ std::int64_t terms_of_block(std::int64_t K, std::int64_t k0) { return smaller(kG
 /// out[16] = pairs of the first n elements of two rows; absent rows and elements are zero.
 void interleave(const bfloat16* first, std::int64_t ld, std::int64_t rows, int n, std::uint32_t* out) {
 #if defined(NRL_HARDWARE_TILES)
-  if (rows > 0 && n > 0) return Panel<bfloat16>::pack_row(first, ld, rows > 1, n, out);
+  if (rows > 0 && n > 0)
+    return store(reinterpret_cast<float*>(out), Terms<bfloat16>::across(first, ld, rows > 1 ? 2 : 1, n));
 #endif
   for (int j = 0; j < kTilePairs; ++j) {
     const std::uint32_t low = rows > 0 && j < n ? first[j].bits : 0, high = rows > 1 && j < n ? first[ld + j].bits : 0;

@@ -24,11 +24,12 @@ constexpr std::int64_t packed_group_words(std::int64_t K) { return tile_steps(K)
 
 /// out[j][i] = square[i][j], 16 by 16 words.
 inline void turn_words(const std::uint32_t (&square)[kTileRows][kTilePairs], std::uint32_t* out) {
-  if constexpr (F32::kLanes == kTileRows) {
-    F32::V v[F32::kLanes];
-    for (int i = 0; i < kTileRows; ++i) v[i] = F32::load(reinterpret_cast<const float*>(square[i]));
-    turn<F32>(v);
-    for (int i = 0; i < kTileRows; ++i) F32::store(reinterpret_cast<float*>(out + i * kTileRows), v[i]);
+  using V = ShortVec<float>;
+  if constexpr (V::kLanes == kTileRows) {
+    V v[V::kLanes];
+    for (int i = 0; i < kTileRows; ++i) v[i] = load<V>(reinterpret_cast<const float*>(square[i]));
+    transpose(v);
+    for (int i = 0; i < kTileRows; ++i) store(reinterpret_cast<float*>(out + i * kTileRows), v[i]);
   } else {
     for (int j = 0; j < kTilePairs; ++j)
       for (int i = 0; i < kTileRows; ++i) out[j * kTileRows + i] = square[i][j];
@@ -89,10 +90,10 @@ template <int kA, int kB>
 template <std::int64_t kWidth, class Store>
 void tile_rows_by_columns(Tiles& tiles, const LinearInput<bfloat16>& p, std::int64_t m0, const OperandRows* w,
                           const Store& store) {
-  using S = F32;
+  using V = ShortVec<float>;
   constexpr std::int64_t kRows = kLinearTileM;
   constexpr int kStrips = static_cast<int>(kWidth) / kTileRows;
-  alignas(64) float by_column[kWidth * kRows], sums[S::kLanes * kWidth];
+  alignas(64) float by_column[kWidth * kRows], sums[V::kLanes * kWidth];
   const std::int64_t rows = smaller(kRows, p.M - m0), groups = (rows + kTileRows - 1) / kTileRows;
   const auto* const x = static_cast<const std::uint32_t*>(p.packed) + m0 / kTileRows * packed_group_words(p.K);
   for (int strip = 0; strip < kStrips; strip += 2)
@@ -104,9 +105,9 @@ void tile_rows_by_columns(Tiles& tiles, const LinearInput<bfloat16>& p, std::int
                          [&](auto b) { tile_block<a(), b()>(tiles, w + strip, at, p.K, out, kRows); });
       });
     }
-  for (std::int64_t first = 0; first < rows; first += S::kLanes) {
-    turn_sums<S>(by_column, static_cast<int>(kRows), static_cast<int>(first), static_cast<int>(kWidth), kWidth, sums);
-    for (int i = 0; i < S::kLanes && first + i < rows; ++i) store(m0 + first + i, sums + i * kWidth);
+  for (std::int64_t first = 0; first < rows; first += V::kLanes) {
+    turn_sums<V>(by_column, static_cast<int>(kRows), static_cast<int>(first), static_cast<int>(kWidth), kWidth, sums);
+    for (int i = 0; i < V::kLanes && first + i < rows; ++i) store(m0 + first + i, sums + i * kWidth);
   }
 }
 

@@ -7,8 +7,8 @@
 
 #include "common/random.h"
 #include "kernels/log_softmax.h"
-#define NRL_CAPABILITY vec_math_under_test
-#include "kernels/cpu/vec_math.h"
+#define NRL_CAPABILITY vec_under_test
+#include "kernels/cpu/vec.h"
 
 namespace nemo_rl::kernels {
 namespace {
@@ -45,12 +45,12 @@ Reference reference(const std::vector<float>& x, double temperature) {
 }  // namespace
 
 TEST(VecMath, ExpIsWithinTwoUlp) {
-  namespace vec = vec_math_under_test;
+  namespace vec = vec_under_test;
   double worst = 0;
   for (double start = -87.33; start < 88.72; start += 0.0007) {
     float in[16], out[16];
     for (int i = 0; i < 16; ++i) in[i] = static_cast<float>(start + i * 4.1e-5);
-    vec::store16(out, vec::exp16(vec::load16(in)));
+    vec::store(out, exp_flushed(vec::load<vec::Floats>(in)));
     for (int i = 0; i < 16; ++i) {
       const double exact = std::exp(static_cast<double>(in[i]));
       const float rounded = static_cast<float>(exact);
@@ -63,12 +63,12 @@ TEST(VecMath, ExpIsWithinTwoUlp) {
 }
 
 TEST(VecMath, ExpAtTheEdges) {
-  namespace vec = vec_math_under_test;
+  namespace vec = vec_under_test;
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const float in[16] = {0.0f,    -0.0f,   kInf, -kInf, nan,     88.8f, 1e30f, -1e30f,
                         -87.34f, -100.0f, 1.0f, 88.7f, -87.33f, 0,     0,     0};
   float out[16];
-  vec::store16(out, vec::exp16(vec::load16(in)));
+  vec::store(out, exp_flushed(vec::load<vec::Floats>(in)));
   EXPECT_EQ(out[0], 1.0f);
   EXPECT_EQ(out[1], 1.0f);
   EXPECT_EQ(out[2], kInf);

@@ -1,0 +1,47 @@
+// A kernel takes the first of its variants whose features are all there: a set, not a step of a ladder.
+#include <gtest/gtest.h>
+
+#include "common/cpu_capability.h"
+
+namespace nemo_rl::kernels {
+namespace {
+
+const char* chosen(unsigned features) {
+  return select_variant<const char>({{needs::amx, "amx"},
+                                     {needs::software_tiles, "software_tiles"},
+                                     {needs::avx512_bf16, "avx512_bf16"},
+                                     {needs::avx512, "avx512"},
+                                     {needs::avx2, "avx2"},
+                                     {needs::base, "base"}},
+                                    features);
+}
+
+TEST(KernelVariants, AVariantWithAllOfItsFeaturesIsTaken) {
+  EXPECT_STREQ(chosen(0), "base");
+  EXPECT_STREQ(chosen(kAvx2), "avx2");
+  EXPECT_STREQ(chosen(kAvx2 | kAvx512), "avx512");
+  EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kPairs), "avx512_bf16");
+  EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kPairs | kAmxTiles), "amx");
+  EXPECT_STREQ(chosen(kAvx2 | kSoftwareTiles), "software_tiles");
+}
+
+TEST(KernelVariants, AFeatureAloneIsNotEnough) {
+  EXPECT_STREQ(chosen(kAvx512 | kPairs), "base");
+  EXPECT_STREQ(chosen(kAvx2 | kPairs), "avx2");
+  EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kAmxTiles), "avx512");
+  EXPECT_STREQ(chosen(kSoftwareTiles), "base");
+}
+
+TEST(KernelVariants, AKernelListsOnlyWhatItHas) {
+  EXPECT_STREQ(select_variant<const char>({{needs::avx512, "avx512"}, {needs::base, "base"}}, needs::amx), "avx512");
+  EXPECT_STREQ(select_variant<const char>({{needs::avx512, "avx512"}, {needs::base, "base"}}, needs::avx2), "base");
+}
+
+TEST(KernelVariants, NoVariantOfThisProcessNeedsMoreThanItsFeatures) {
+  const unsigned features = cpu_features();
+  EXPECT_FALSE((features & kAvx512) != 0 && (features & kAvx2) == 0);
+  EXPECT_STREQ(chosen(features), cpu_capability_name());
+}
+
+}  // namespace
+}  // namespace nemo_rl::kernels

@@ -1,6 +1,7 @@
 """The loss classes: settings, autograd, and the exceptional cases."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -156,3 +157,11 @@ def test_positive_nll_divides_by_the_global_count():
     assert fn(x, data, *counts)[1]["positive_nll_loss"] == pytest.approx(1.0)
     del data["rewards"]
     assert float(fn(x, data, *counts)[0]) == 0.0
+
+
+def test_a_loss_that_was_used_can_be_sent_to_workers():
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(ratio_clip_max=0.28, **TIS))
+    said = repr(loss_fn.op_config())
+    again = pickle.loads(pickle.dumps(loss_fn))
+    assert again.ratio_clip_max == 0.28 and repr(loss_fn.op_config()) == said
+    assert again.op_config().ratio_clip_max == loss_fn.op_config().ratio_clip_max

@@ -133,6 +133,10 @@ class ClippedPGLossFn:
             self._op_config = self._make_op_config()
         return self._op_config
 
+    def __getstate__(self) -> dict[str, object]:
+        """It travels to workers also after it was used here: the op's own settings are made again there."""
+        return {**self.__dict__, "_op_config": None}
+
     def _make_op_config(self) -> ops.ClippedPGConfig:
         assert self.ratio_clip_c is None or self.ratio_clip_c > 1, (
             f"ratio_clip_c must exceed 1 (null switches dual clipping off), but it is {self.ratio_clip_c}"

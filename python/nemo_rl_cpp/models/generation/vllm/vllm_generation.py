@@ -140,8 +140,8 @@ def vllm_of(policy: WeightsOwner, config: PolicyConfig, tokenizer: TokenizerType
     ValueError for a policy that does not give its weights out, as one of the user's own may not.
     """
     vllm = config.generation.vllm_cfg
+    key = "python" if vllm.server_url is None else "server_url"
     if not hasattr(policy, "state_dict") or not hasattr(policy, "saved_config"):
-        key = "python" if vllm.server_url is None else "server_url"
         raise ValueError(
             f"{type(policy).__name__} has no state_dict and saved_config, from which vLLM gets its weights and config.json: set "
             f"policy.generation.vllm_cfg.{key} to null"
@@ -149,7 +149,7 @@ def vllm_of(policy: WeightsOwner, config: PolicyConfig, tokenizer: TokenizerType
     other = getattr(policy, "other_names_in_checkpoints", None)
     if other is not None:
         raise ValueError(
-            f"policy.backend is hf, and {other}, which vLLM reads: set policy.generation.vllm_cfg.python to null, or train another model"
+            f"policy.backend is hf, and {other}, which vLLM reads: set policy.generation.vllm_cfg.{key} to null, or train another model"
         )
     path = getattr(getattr(policy, "folder", None), "path", None)
     ends = end_token_ids(path, policy.saved_config(), tokenizer)

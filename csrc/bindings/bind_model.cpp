@@ -76,8 +76,15 @@ void bind_trainer(py::module_& m) {
       .def_readonly("grad_norm", &OptimizerStep::grad_norm)
       .def_readonly("finite", &OptimizerStep::finite);
   py::class_<Trainer>(m, "Trainer", "See csrc/trainer/trainer.h")
-      .def(py::init<std::shared_ptr<model::DecoderModel>, std::shared_ptr<distributed::Communicator>>(),
-           py::arg("model"), py::arg("ranks") = nullptr)
+      .def(py::init([](std::shared_ptr<model::DecoderModel> model, std::shared_ptr<distributed::Communicator> ranks,
+                       std::shared_ptr<distributed::Communicator> beside, bool shard_gradients) {
+             return std::make_unique<Trainer>(std::move(model),
+                                              TrainedTogether{std::move(ranks), std::move(beside), shard_gradients});
+           }),
+           py::arg("model"), py::arg("ranks") = nullptr, py::arg("beside") = nullptr,
+           py::arg("shard_gradients") = false)
+      .def("begin_sum", &Trainer::begin_sum)
+      .def("abandon_sum", &Trainer::abandon_sum, release_gil())
       .def("end_block", &Trainer::end_block, release_gil())
       .def_property_readonly("shard",
                              [](const Trainer& self) { return py::make_tuple(self.shard().begin, self.shard().end); })

@@ -20,4 +20,7 @@ using LargeBlock = std::unique_ptr<std::byte, FreeLarge>;
 /// pages as far as its first `used` bytes reach. That is advice: where it is not taken the block is slower.
 LargeBlock allocate_large(std::size_t bytes, std::size_t used);
 
+/// Makes the bytes zero, and gives whole pages of them back to the system, which brings new ones when they are touched.
+void give_up_memory(std::byte* begin, std::size_t bytes);
+
 }  // namespace nemo_rl

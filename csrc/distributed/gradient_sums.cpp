@@ -64,6 +64,14 @@ at::Tensor BlockSums::take() {
   return sum;
 }
 
+std::vector<at::Tensor> BlockSums::take_subtrees() {
+  std::vector<at::Tensor> sums;
+  for (auto& subtree : open_) sums.push_back(std::move(subtree.sum));
+  open_.clear();
+  count_ = 0;
+  return sums;
+}
+
 void BlockSums::clear() {
   for (auto& subtree : open_) spares_.push_back(std::move(subtree.sum));
   open_.clear();

@@ -24,6 +24,9 @@ class BlockSums {
   /// The sum of all blocks, in one of their buffers; after it there are none.
   at::Tensor take();
   std::int64_t count() const { return count_; }
+  /// The sums of the subtrees so far, the leftmost first, whose memory is then the caller's; after it there are no
+  /// blocks. `take` adds them from the right.
+  std::vector<at::Tensor> take_subtrees();
   /// Forgets all blocks, and keeps their buffers.
   void clear();
 

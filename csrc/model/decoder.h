@@ -26,6 +26,7 @@ using Attention = std::function<void(std::int64_t layer, const at::Tensor& qkv, 
 /// attention_backward(qkv, out, d_out, lse, d_qkv)
 using AttentionBackward = std::function<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out,
                                              const at::Tensor& lse, at::Tensor& d_qkv)>;
+using LayerDone = std::function<void(std::int64_t layer)>;
 
 class Decoder {
  public:
@@ -57,9 +58,11 @@ class Decoder {
                      std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace);
 
   /// Adds the gradients of all parameters but the head's and the final norm's to `grads`; dh [T, D] is the gradient of
-  /// the forward's result and is overwritten. `source`: what that forward left.
+  /// the forward's result and is overwritten. `source`: what that forward left. `layer_done`: hears the number of each
+  /// layer, the last one first, when its gradients are complete; may be empty.
   void backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention,
-                const AttentionBackward& attention_backward, const DecoderParameters& grads, Workspace& workspace);
+                const AttentionBackward& attention_backward, const DecoderParameters& grads, Workspace& workspace,
+                const LayerDone& layer_done = {});
 
   /// y [R, D] S = final norm of h [R, D]; rstd [R, 1] may be undefined.
   void final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const;

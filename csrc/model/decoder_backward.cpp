@@ -11,7 +11,7 @@ namespace nemo_rl::model {
 
 void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention,
                        const AttentionBackward& attention_backward, const DecoderParameters& grads,
-                       Workspace& workspace) {
+                       Workspace& workspace, const LayerDone& layer_done) {
   const auto positions = on_device(source.positions());
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
     auto a = source.layer(l);
@@ -21,6 +21,7 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Att
     const auto& g = grads.layers[static_cast<std::size_t>(l)];
     backward_mlp(l, a, dh, g, workspace);
     backward_attention(l, a, positions, dh, attention_backward, g, workspace);
+    if (layer_done) layer_done(l);
   }
   embed_backward(dh, source.token_ids(), grads.embedding);
 }

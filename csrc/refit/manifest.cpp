@@ -92,7 +92,8 @@ std::vector<TensorSpec> specs_of(const NamedTensors& tensors) {
 
 at::Tensor Manifest::packed() const {
   Writer out;
-  out.number(version), out.number(static_cast<std::uint64_t>(bucket_bytes)), out.number(tensors.size());
+  out.number(version), out.number(base.has_value()), out.number(base.value_or(0));
+  out.number(static_cast<std::uint64_t>(bucket_bytes)), out.number(tensors.size());
   for (const auto& spec : tensors) {
     out.text(spec.name);
     out.number(static_cast<std::uint64_t>(spec.dtype)), out.number(spec.shape.size());
@@ -105,6 +106,8 @@ Manifest Manifest::unpacked(const at::Tensor& bytes) {
   Reader in(bytes);
   Manifest manifest;
   manifest.version = in.number();
+  const bool has_base = in.number() != 0;
+  if (const auto base = in.number(); has_base) manifest.base = base;
   manifest.bucket_bytes = static_cast<std::int64_t>(in.number());
   if (manifest.bucket_bytes < 1) throw RefitRefused("the manifest of a refit has buckets without room");
   const auto count = in.number();
@@ -123,11 +126,14 @@ Manifest Manifest::unpacked(const at::Tensor& bytes) {
   return manifest;
 }
 
-std::string difference(const Manifest& theirs, const std::vector<TensorSpec>& expected, std::uint64_t version) {
-  if (theirs.version != version)
-    return detail::concat("it is version ", theirs.version, ", version ", version, " was expected");
+std::string difference(const Manifest& theirs, const Expected& expected) {
+  if (theirs.version != expected.version)
+    return detail::concat("it is version ", theirs.version, ", version ", expected.version, " was expected");
+  if (theirs.base.has_value() && theirs.base != expected.in_use)
+    return detail::concat("it is what has changed since version ", *theirs.base, ", and the weights in use are of ",
+                          expected.in_use ? detail::concat("version ", *expected.in_use) : std::string("no refit"));
   std::unordered_map<std::string, const TensorSpec*> missing;
-  for (const auto& spec : expected) missing.emplace(spec.name, &spec);
+  for (const auto& spec : expected.tensors) missing.emplace(spec.name, &spec);
   std::vector<std::string> unknown, twice, other;
   std::unordered_map<std::string, bool> seen;
   for (const auto& spec : theirs.tensors) {
@@ -145,7 +151,7 @@ std::string difference(const Manifest& theirs, const std::vector<TensorSpec>& ex
     missing.erase(found);
   }
   std::vector<std::string> left;
-  for (const auto& spec : expected)
+  for (const auto& spec : expected.tensors)
     if (missing.contains(spec.name)) left.push_back(spec.name);
   std::string text;
   const auto add = [&](const std::vector<std::string>& names, const std::string& before) {

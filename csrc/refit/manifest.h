@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -29,6 +30,7 @@ struct TensorSpec {
   std::int64_t bytes() const;
   /// "[4, 8] Float"
   std::string text() const;
+  bool operator==(const TensorSpec&) const = default;
 };
 
 /// The specifications of tensors, which must be contiguous and on the CPU.
@@ -36,6 +38,7 @@ std::vector<TensorSpec> specs_of(const NamedTensors& tensors);
 
 struct Manifest {
   std::uint64_t version = 0;
+  std::optional<std::uint64_t> base = std::nullopt;  ///< the buckets hold what has changed since this version
   std::int64_t bucket_bytes = 0;
   std::vector<TensorSpec> tensors;
 
@@ -45,9 +48,16 @@ struct Manifest {
   static Manifest unpacked(const at::Tensor& bytes);
 };
 
-/// What of `theirs` is not as `expected`, in a sentence that names tensors; "" where all is. The order of tensors may
+/// What the receiver of a manifest expects.
+struct Expected {
+  std::vector<TensorSpec> tensors;
+  std::uint64_t version = 0;
+  std::optional<std::uint64_t> in_use = std::nullopt;  ///< the version of the weights so far, if it came by a refit
+};
+
+/// What of `theirs` is not as expected, in a sentence that names tensors; "" where all is. The order of tensors may
 /// differ.
-std::string difference(const Manifest& theirs, const std::vector<TensorSpec>& expected, std::uint64_t version);
+std::string difference(const Manifest& theirs, const Expected& expected);
 
 /// A part of one tensor in one bucket. All in bytes.
 struct Piece {

@@ -6,10 +6,10 @@
 #include <chrono>
 #include <cstring>
 #include <future>
-#include <unordered_map>
 
 #include "common/check.h"
 #include "kernels/weight_digest.h"
+#include "refit/delta.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::refit {
@@ -46,6 +46,20 @@ void agree(Communicator& communicator, bool refuses, const std::string& what) {
 
 std::string what_of(std::uint64_t version) { return detail::concat("refit of version ", version); }
 
+/// Of a message of changes: for each piece the digest of the weights that they make, and the length of its changes.
+struct ChangesHead {
+  std::uint64_t digest;
+  std::int64_t length;
+};
+
+std::int64_t head_bytes(const Bucket& bucket) {
+  return static_cast<std::int64_t>(bucket.pieces.size() * sizeof(ChangesHead));
+}
+
+std::string digests_differ(const std::string& name, std::uint64_t found, std::uint64_t wanted) {
+  return detail::concat(name, " has digest ", std::hex, found, " against ", wanted, std::dec, " of the sender");
+}
+
 std::string phase_of(const std::string& what, std::size_t bucket, std::size_t count) {
   return detail::concat(what, ": bucket ", bucket + 1, " of ", count);
 }
@@ -54,35 +68,63 @@ std::string phase_of(const std::string& what, std::size_t bucket, std::size_t co
 
 // ---- the trainer's side
 
-Publisher::Publisher(std::shared_ptr<Communicator> communicator, std::int64_t bucket_bytes)
-    : communicator_(std::move(communicator)), bucket_bytes_(bucket_bytes) {
+Publisher::Publisher(std::shared_ptr<Communicator> communicator, std::int64_t bucket_bytes, bool delta)
+    : communicator_(std::move(communicator)), bucket_bytes_(bucket_bytes), delta_(delta) {
   NRL_CHECK_ARG(bucket_bytes >= 1, "a bucket of a refit has ", bucket_bytes, " bytes: give it room for some weights");
   NRL_CHECK(communicator_->rank() == kRoot, "rank 0 publishes, this is rank ", communicator_->rank());
 }
 
 Transfer Publisher::publish(const NamedTensors& weights, std::uint64_t version) {
   const auto began = Clock::now();
-  const Manifest manifest{version, bucket_bytes_, specs_of(weights)};
+  Manifest manifest{version, std::nullopt, bucket_bytes_, specs_of(weights)};
+  if (base_ && base_->tensors == manifest.tensors) manifest.base = base_->version;
+  if (delta_ && !manifest.base) base_ = make_base(manifest);
+  try {
+    auto done = send(weights, manifest);
+    if (base_) base_->version = version;
+    done.seconds = since(began);
+    return done;
+  } catch (...) {
+    base_.reset();  // some receivers may have other weights
+    throw;
+  }
+}
+
+Transfer Publisher::send(const NamedTensors& weights, const Manifest& manifest) {
+  const bool changes = manifest.base.has_value();
   const auto buckets = buckets_of(manifest);
-  const auto what = what_of(version);
+  const auto what = what_of(manifest.version);
   announce(manifest, what);
   agree(*communicator_, false, what);
-  Transfer done{0, static_cast<std::int64_t>(buckets.size()), 0};
+  Transfer done{.buckets = static_cast<std::int64_t>(buckets.size())};
   std::future<at::Tensor> packing;
   const auto begin_packing = [&](std::size_t i, std::launch how) {
-    auto message = of_at_least(buffers_[i % 2], buckets[i].message_bytes());
-    packing = std::async(how, [&, i, message] { return pack(weights, buckets[i], message), message; });
+    auto message =
+        of_at_least(buffers_[i % 2], std::max(buckets[i].message_bytes(), buckets[i].bytes + head_bytes(buckets[i])));
+    packing = std::async(how, [&, i, message] {
+      return changes ? pack_changes(weights, buckets[i], message) : pack(weights, buckets[i], message);
+    });
   };
   if (!buckets.empty()) begin_packing(0, std::launch::deferred);
   for (std::size_t i = 0; i < buckets.size(); ++i) {
     const auto message = packing.get();
     if (i + 1 < buckets.size()) begin_packing(i + 1, std::launch::async);
-    communicator_->broadcast(message, kRoot, phase_of(what, i, buckets.size()).c_str());
-    done.bytes += buckets[i].bytes;
+    const auto phase = phase_of(what, i, buckets.size());
+    if (changes) {
+      const auto size = at::tensor({message.numel(), message.numel() ^ kMagic}, at::kLong);
+      communicator_->broadcast(size, kRoot, phase.c_str());
+    }
+    communicator_->broadcast(message, kRoot, phase.c_str());
+    done.bytes += buckets[i].bytes, done.sent += message.numel();
   }
   agree(*communicator_, false, what);
-  done.seconds = since(began);
   return done;
+}
+
+Publisher::Base Publisher::make_base(const Manifest& manifest) const {
+  Base base{manifest.version, manifest.tensors, {}};
+  for (const auto& spec : manifest.tensors) base.bytes.push_back(at::empty({spec.bytes()}, at::kByte));
+  return base;
 }
 
 at::Tensor Publisher::announce(const Manifest& manifest, const std::string& what) {
@@ -93,7 +135,8 @@ at::Tensor Publisher::announce(const Manifest& manifest, const std::string& what
   return bytes;
 }
 
-void Publisher::pack(const NamedTensors& weights, const Bucket& bucket, const at::Tensor& message) const {
+/// Also into the base, where there is one.
+at::Tensor Publisher::pack(const NamedTensors& weights, const Bucket& bucket, const at::Tensor& message) const {
   auto* to = static_cast<char*>(message.data_ptr());
   char* digests = to + bucket.bytes;
   for (const auto& piece : bucket.pieces) {
@@ -101,7 +144,29 @@ void Publisher::pack(const NamedTensors& weights, const Bucket& bucket, const at
     const auto digest = kernels::digest_bytes(from, piece.size, to + piece.place);
     std::memcpy(digests, &digest, sizeof digest);
     digests += sizeof digest;
+    if (base_.has_value())
+      std::memcpy(static_cast<char*>(base_->bytes[piece.tensor].data_ptr()) + piece.begin, to + piece.place,
+                  static_cast<std::size_t>(piece.size));
   }
+  return message.narrow(0, 0, bucket.message_bytes());
+}
+
+/// The base becomes these weights.
+at::Tensor Publisher::pack_changes(const NamedTensors& weights, const Bucket& bucket, const at::Tensor& message) const {
+  auto* const begin = static_cast<char*>(message.data_ptr());
+  std::int64_t end = head_bytes(bucket);
+  char* heads = begin;
+  for (const auto& piece : bucket.pieces) {
+    const auto& tensor = weights[piece.tensor].second;
+    const auto* now = static_cast<const char*>(tensor.const_data_ptr()) + piece.begin;
+    auto* old = static_cast<char*>(base_->bytes[piece.tensor].data_ptr()) + piece.begin;
+    const auto width = static_cast<std::int64_t>(tensor.element_size());
+    const auto length = encode_changes(old, now, piece.size, width, begin + end);
+    const ChangesHead head{kernels::digest_bytes(now, piece.size, old), length};
+    std::memcpy(heads, &head, sizeof head);
+    heads += sizeof head, end += length;
+  }
+  return message.narrow(0, 0, end);
 }
 
 // ---- an engine's side
@@ -109,6 +174,7 @@ void Publisher::pack(const NamedTensors& weights, const Bucket& bucket, const at
 Receiver::Receiver(std::shared_ptr<Communicator> communicator, NamedTensors weights)
     : communicator_(std::move(communicator)), weights_(std::move(weights)), specs_(specs_of(weights_)) {
   NRL_CHECK(communicator_->rank() != kRoot, "rank 0 publishes, it does not receive");
+  for (const auto& [name, tensor] : weights_) places_.emplace(name, static_cast<char*>(tensor.data_ptr()));
 }
 
 Transfer Receiver::receive(std::uint64_t version) {
@@ -120,7 +186,7 @@ Transfer Receiver::receive(std::uint64_t version) {
   };
   std::string problem;
   const auto manifest = await_manifest(what, problem);
-  if (problem.empty()) problem = difference(manifest, specs_, version);
+  if (problem.empty()) problem = difference(manifest, {specs_, version, version_});
   agree(*communicator_, !problem.empty(), what);
   if (!problem.empty()) refuse(problem);
   const auto buckets = buckets_of(manifest);
@@ -128,7 +194,8 @@ Transfer Receiver::receive(std::uint64_t version) {
   agree(*communicator_, !problem.empty(), what);
   if (!problem.empty()) refuse(problem);
   put_in_place(manifest, buckets);
-  Transfer done{0, static_cast<std::int64_t>(buckets.size()), since(began)};
+  version_ = version;
+  Transfer done{.sent = sent_, .buckets = static_cast<std::int64_t>(buckets.size()), .seconds = since(began)};
   for (const auto& bucket : buckets) done.bytes += bucket.bytes;
   return done;
 }
@@ -164,21 +231,70 @@ std::vector<std::string> Receiver::await_buckets(const Manifest& manifest, const
     if (!verifying.valid()) return;
     if (auto problem = verifying.get(); !problem.empty()) problems.push_back(std::move(problem));
   };
-  std::int64_t place = 0;
+  std::int64_t begin = 0;
+  sent_ = 0;
   for (std::size_t i = 0; i < buckets.size(); ++i) {  // also behind damage, so that all ranks stay in step
-    const auto message = all.narrow(0, place, buckets[i].message_bytes());
-    const auto phase = phase_of(what, i, buckets.size());
-    communicator_->broadcast(message, kRoot, phase.c_str());
+    const auto place = all.narrow(0, begin, buckets[i].message_bytes());
+    const auto message = await_message(manifest, buckets[i], place, phase_of(what, i, buckets.size()));
+    sent_ += message.numel();
     finish();
     const bool last = i + 1 == buckets.size();
-    verifying = std::async(last ? std::launch::deferred : std::launch::async, [&, i, message] {
-      auto names = verify(manifest, buckets[i], static_cast<const char*>(message.const_data_ptr()));
+    verifying = std::async(last ? std::launch::deferred : std::launch::async, [&, i, place, message] {
+      auto* const to = static_cast<char*>(place.data_ptr());
+      auto names = manifest.base ? take_changes(manifest, buckets[i], message, to) : verify(manifest, buckets[i], to);
       return names.empty() ? names : detail::concat("bucket ", i + 1, " of ", buckets.size(), ": ", names);
     });
-    place += message.numel();
+    begin += place.numel();
   }
   finish();
   return problems;
+}
+
+/// The message of a bucket; one of all weights lies at `place`.
+at::Tensor Receiver::await_message(const Manifest& manifest, const Bucket& bucket, const at::Tensor& place,
+                                   const std::string& phase) {
+  if (!manifest.base) {
+    communicator_->broadcast(place, kRoot, phase.c_str());
+    return place;
+  }
+  auto size = at::zeros({2}, at::kLong);
+  communicator_->broadcast(size, kRoot, phase.c_str());
+  const auto* values = size.const_data_ptr<std::int64_t>();
+  const std::int64_t most = bucket.bytes + head_bytes(bucket);
+  if ((values[0] ^ kMagic) != values[1] || values[0] < head_bytes(bucket) || values[0] > most)
+    throw RefitRefused(
+        detail::concat(phase, " is refused, the old weights stay: the length of its changes is damaged"));
+  std::swap(changes_[0], changes_[1]);  // the other one may still be read
+  const auto message = of_at_least(changes_[0], most).narrow(0, 0, values[0]);
+  communicator_->broadcast(message, kRoot, phase.c_str());
+  return message;
+}
+
+/// The new weights of a bucket, of those in use and their changes. What is wrong with them, by tensor.
+std::string Receiver::take_changes(const Manifest& manifest, const Bucket& bucket, const at::Tensor& message,
+                                   char* to) const {
+  std::string damaged;
+  const auto* const begin = static_cast<const char*>(message.const_data_ptr());
+  const char* heads = begin;
+  std::int64_t at = head_bytes(bucket);
+  for (const auto& piece : bucket.pieces) {
+    ChangesHead head;
+    std::memcpy(&head, heads, sizeof head);
+    heads += sizeof head;
+    const auto& spec = manifest.tensors[piece.tensor];
+    const auto add = [&](const std::string& text) { damaged += (damaged.empty() ? "" : ", ") + text; };
+    if (head.length < 0 || head.length > message.numel() - at) {
+      add(spec.name + " and what follows it have changes of another length");
+      return damaged;
+    }
+    std::memcpy(to + piece.place, places_.at(spec.name) + piece.begin, static_cast<std::size_t>(piece.size));
+    const auto width = static_cast<std::int64_t>(c10::elementSize(spec.dtype));
+    const bool whole = apply_changes(begin + at, head.length, piece.size, width, to + piece.place);
+    at += head.length;
+    const auto found = kernels::digest_bytes(to + piece.place, piece.size, nullptr);
+    if (!whole || found != head.digest) add(digests_differ(spec.name, found, head.digest));
+  }
+  return damaged;
 }
 
 std::string Receiver::verify(const Manifest& manifest, const Bucket& bucket, const char* message) const {
@@ -190,8 +306,7 @@ std::string Receiver::verify(const Manifest& manifest, const Bucket& bucket, con
     digests += sizeof wanted;
     const auto found = kernels::digest_bytes(message + piece.place, piece.size, nullptr);
     if (found != wanted)
-      damaged += detail::concat(damaged.empty() ? "" : ", ", manifest.tensors[piece.tensor].name, " has digest ",
-                                std::hex, found, " against ", wanted, std::dec, " of the sender");
+      damaged += (damaged.empty() ? "" : ", ") + digests_differ(manifest.tensors[piece.tensor].name, found, wanted);
   }
   return damaged;
 }
@@ -202,13 +317,11 @@ void Receiver::put_in_place(const Manifest& manifest, const std::vector<Bucket>&
     const char* from;
     std::int64_t size;
   };
-  std::unordered_map<std::string, char*> targets;
-  for (const auto& [name, tensor] : weights_) targets.emplace(name, static_cast<char*>(tensor.data_ptr()));
   std::vector<Job> jobs;
   const auto* message = static_cast<const char*>(staged_.const_data_ptr());
   for (const auto& bucket : buckets) {
     for (const auto& piece : bucket.pieces) {
-      char* to = targets.at(manifest.tensors[piece.tensor].name) + piece.begin;
+      char* to = places_.at(manifest.tensors[piece.tensor].name) + piece.begin;
       for (std::int64_t done = 0; done < piece.size; done += kCopyBytes)
         jobs.push_back({to + done, message + piece.place + done, std::min(kCopyBytes, piece.size - done)});
     }

@@ -2,10 +2,13 @@
 //
 //   header, manifest | all agree | bucket 0, bucket 1, ... | all agree | put in place
 //
+// Buckets hold all weights, or what has changed since the last version (refit/delta.h), whose length goes before each.
 // A receiver looks at everything before it touches the weights in use, and all receivers take a version or none does.
 // While one bucket travels, the publisher packs the next one and receivers verify the last one, on a second thread.
 #pragma once
 #include <memory>
+#include <optional>
+#include <unordered_map>
 
 #include "distributed/communicator.h"
 #include "refit/manifest.h"
@@ -15,6 +18,7 @@ namespace nemo_rl::refit {
 /// What one refit came to.
 struct Transfer {
   std::int64_t bytes = 0;  ///< of weights
+  std::int64_t sent = 0;   ///< of the buckets' messages
   std::int64_t buckets = 0;
   double seconds = 0;  ///< until all ranks had agreed; for a receiver, until its weights were in place
 };
@@ -22,19 +26,32 @@ struct Transfer {
 /// The trainer's side. It holds two buckets of memory.
 class Publisher {
  public:
-  /// `bucket_bytes`: weights of one message.
-  Publisher(std::shared_ptr<distributed::Communicator> communicator, std::int64_t bucket_bytes);
+  /// `bucket_bytes`: weights of one message. `delta`: sends what has changed since the last version that all receivers
+  /// have taken from it; it holds the weights of that version too.
+  Publisher(std::shared_ptr<distributed::Communicator> communicator, std::int64_t bucket_bytes, bool delta = false);
 
   /// Sends these weights, contiguous on the CPU, as `version`. PeerRefused where a receiver does not take them;
   /// PeerLost and TimedOut as every message.
   Transfer publish(const NamedTensors& weights, std::uint64_t version);
 
  private:
+  Transfer send(const NamedTensors& weights, const Manifest& manifest);
   at::Tensor announce(const Manifest& manifest, const std::string& what);
-  void pack(const NamedTensors& weights, const Bucket& bucket, const at::Tensor& message) const;
+  at::Tensor pack(const NamedTensors& weights, const Bucket& bucket, const at::Tensor& message) const;
+  at::Tensor pack_changes(const NamedTensors& weights, const Bucket& bucket, const at::Tensor& message) const;
+
+  /// The weights that the receivers have: of each tensor in the order of the manifest the bytes.
+  struct Base {
+    std::uint64_t version = 0;
+    std::vector<TensorSpec> tensors;
+    std::vector<at::Tensor> bytes;
+  };
+  Base make_base(const Manifest& manifest) const;
 
   std::shared_ptr<distributed::Communicator> communicator_;
   std::int64_t bucket_bytes_;
+  bool delta_;
+  std::optional<Base> base_;  ///< none: all weights are sent
   at::Tensor buffers_[2];
 };
 
@@ -54,12 +71,19 @@ class Receiver {
   std::vector<std::string> await_buckets(const Manifest& manifest, const std::vector<Bucket>& buckets,
                                          const std::string& what);
   std::string verify(const Manifest& manifest, const Bucket& bucket, const char* message) const;
+  std::string take_changes(const Manifest& manifest, const Bucket& bucket, const at::Tensor& message, char* to) const;
+  at::Tensor await_message(const Manifest& manifest, const Bucket& bucket, const at::Tensor& place,
+                           const std::string& phase);
   void put_in_place(const Manifest& manifest, const std::vector<Bucket>& buckets);
 
   std::shared_ptr<distributed::Communicator> communicator_;
   NamedTensors weights_;
+  std::unordered_map<std::string, char*> places_;  ///< of the weights in use
   std::vector<TensorSpec> specs_;
-  at::Tensor staged_;  ///< the messages one behind the other, uint8
+  std::optional<std::uint64_t> version_;  ///< of the weights in use
+  at::Tensor staged_;      ///< the messages one behind the other, uint8; of changes the weights that they make
+  at::Tensor changes_[2];  ///< messages that hold changes
+  std::int64_t sent_ = 0;  ///< bytes of the messages of this refit
 };
 
 }  // namespace nemo_rl::refit

@@ -37,4 +37,11 @@ void clear(const at::Tensor& tensor) {
   });
 }
 
+void give_up(const at::Tensor& tensor) {
+  NRL_CHECK(tensor.is_cpu() && tensor.is_contiguous(),
+            "give_up: a contiguous tensor on the CPU was expected, got one on ", tensor.device().str());
+  auto* const begin = static_cast<std::byte*>(tensor.mutable_data_ptr());
+  give_up_memory(begin, tensor.nbytes());
+}
+
 }  // namespace nemo_rl::runtime

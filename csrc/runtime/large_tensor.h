@@ -15,4 +15,8 @@ at::Tensor zeros_large(at::IntArrayRef sizes, const at::TensorOptions& options);
 /// while the stores of zero_ do.
 void clear(const at::Tensor& tensor);
 
+/// The same, and the system gets the memory back until it is written again (Linux; elsewhere it is only cleared). For a
+/// contiguous tensor on the CPU.
+void give_up(const at::Tensor& tensor);
+
 }  // namespace nemo_rl::runtime

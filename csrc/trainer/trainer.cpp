@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include "common/check.h"
 #include "ops/linear.h"
@@ -50,8 +51,11 @@ void check_result(const at::Tensor& out, const RowBatch& batch, at::ScalarType d
 
 }  // namespace
 
-Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, std::shared_ptr<distributed::Communicator> ranks)
-    : model_(std::move(model)), ranks_(std::move(ranks)), head_(model::VocabSlice(model_->config(), model_->peers())) {
+Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together)
+    : model_(std::move(model)),
+      ranks_(together.ranks),
+      gradients_(*model_, std::move(together)),
+      head_(model::VocabSlice(model_->config(), model_->peers())) {
   NRL_CHECK_ARG(ranks_ == nullptr || model_->device().is_cpu(),
                 "several processes train one model on the CPU only, not on ", model_->device().str());
   if (ranks_ != nullptr) model_->keep_master_shard(shard().begin, shard().end);
@@ -146,8 +150,9 @@ void Trainer::forward(const RowBatch& batch, const std::vector<std::int64_t>& sa
   head_done_ = true;
   grads();
   forward_body(batch, samples, options);
-  const auto logprobs = head_.forward_backward(
-      decoder, h_, packed_.query, scoring, loss.at(packed_.places, packed_.samples), *grad_views_, model_->workspace());
+  const auto logprobs =
+      head_.forward_backward(decoder, h_, packed_.query, scoring, loss.at(packed_.places, packed_.samples),
+                             gradients_.views(), model_->workspace());
   for_each_pair(packed_, out, logprobs, to_batch);
 }
 
@@ -190,16 +195,16 @@ void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) 
   model::PairValues d_values{pairs_of(d_out), d_unfiltered.defined() ? pairs_of(d_unfiltered) : at::Tensor()};
   if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size))
     d_values.logprobs += d_values.unfiltered;
-  const auto dh = values()
-                      ? value_head_.backward(decoder, h_, packed_.query, d_values.logprobs, *grad_views_, workspace)
-                      : head_.backward(decoder, h_, packed_.query, d_values, scoring_, *grad_views_, workspace);
+  const auto dh =
+      values() ? value_head_.backward(decoder, h_, packed_.query, d_values.logprobs, gradients_.views(), workspace)
+               : head_.backward(decoder, h_, packed_.query, d_values, scoring_, gradients_.views(), workspace);
   backward_body(dh);
 }
 
 void Trainer::backward() {
   NRL_CHECK(pending_ && head_done_, "backward without a gradient needs a forward with a loss");
   pending_ = false;
-  backward_body(head_.finish_backward(model_->decoder(), h_, packed_.query, *grad_views_, model_->workspace()));
+  backward_body(head_.finish_backward(model_->decoder(), h_, packed_.query, gradients_.views(), model_->workspace()));
 }
 
 void Trainer::backward_body(const at::Tensor& dh) {
@@ -211,24 +216,20 @@ void Trainer::backward_body(const at::Tensor& dh) {
         ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, heads, d_qkv);
       };
   NRL_CHECK(activations_ != nullptr, "backward without a forward that keeps its activations");
-  decoder.backward(*activations_, dh, attention, attention_backward, *grad_views_, model_->workspace());
+  const auto done = std::exchange(last_backward_, false) ? gradients_.begin_sum() : model::LayerDone();
+  decoder.backward(*activations_, dh, attention, attention_backward, gradients_.views(), model_->workspace(), done);
+  if (done) gradients_.backward_done();
   activations_.reset();
 }
 
-distributed::Shard Trainer::shard() const {
-  const auto total = model_->layout().total;
-  return ranks_ == nullptr ? distributed::Shard{0, total}
-                           : distributed::shard_of(total, ranks_->rank(), ranks_->size(), ops::kFlatBlock);
+void Trainer::zero_grad() {
+  last_backward_ = false;
+  gradients_.zero();
 }
 
-const at::Tensor& Trainer::grads() {
-  if (!grads_.defined()) use_grads(runtime::zeros_large({model_->layout().total}, model_->masters().options()));
-  return grads_;
-}
-
-void Trainer::use_grads(at::Tensor grads) {
-  grads_ = std::move(grads);
-  grad_views_.emplace(model_->config(), model_->layout(), grads_);
+void Trainer::end_block() {
+  last_backward_ = false;  // it may not have come
+  gradients_.end_block();
 }
 
 const at::Tensor& Trainer::exp_avg() {
@@ -241,90 +242,11 @@ const at::Tensor& Trainer::exp_avg_sq() {
   return exp_avg_sq_;
 }
 
-void Trainer::zero_grad() {
-  blocks_.clear();
-  runtime::clear(grads());
-}
-
-/// Sums the gradients of what every slice has, but each slice uses for its own heads alone: the norms of queries and
-/// keys. Those of the other repeated parameters are the same on all slices already.
-void Trainer::add_shared_gradients() {
-  auto* const peers = model_->peers();
-  if (peers == nullptr || model_->config().qk_norm != model::QkNorm::head) return;
-  grads();
-  std::vector<at::Tensor> parts;
-  for (const auto& layer : grad_views_->layers) parts.insert(parts.end(), {layer.q_norm, layer.k_norm});
-  const auto all = at::cat(parts);
-  peers->sum(all, "adding the gradients of the norms of all heads");
-  std::int64_t at = 0;
-  for (auto& part : parts) part.copy_(all.narrow(0, at, part.numel())), at += part.numel();
-}
-
-void Trainer::end_block() {
-  add_shared_gradients();
-  blocks_.add(grads());
-  if (auto spare = blocks_.spare(); spare.defined()) {
-    runtime::clear(spare);
-    use_grads(std::move(spare));
-  } else {
-    grads_ = at::Tensor();
-    grads();
-  }
-}
-
-/// Makes grads() the sum of all blocks, in this rank's shard of all ranks' blocks.
-void Trainer::add_blocks() {
-  if (blocks_.count() > 0) {
-    blocks_.give_back(grads_);  // of a block that has not begun
-    use_grads(blocks_.take());
-  } else {
-    add_shared_gradients();
-  }
-  if (ranks_ != nullptr)
-    distributed::reduce_scatter(*ranks_, grads(), ops::kFlatBlock, "adding the gradients of all ranks");
-}
-
-double Trainer::grad_norm() const { return grads_.defined() ? ops::l2_norm(grads_) : 0.0; }
-
-bool Trainer::grads_are_finite() {
-  const bool own = std::isfinite(grads().sum(at::kDouble).item<double>());  // infinities and NaN survive a sum
-  if (model_->peers() == nullptr) return own;
-  return model_->peers()->gather(at::full({1}, own ? 1 : 0, at::kInt), "looking for a gradient").all().item<bool>();
-}
-
-/// Of the whole gradient, of which each rank has its shard, and each peer its slice. What all slices repeat counts
-/// once.
-double Trainer::whole_norm() {
-  auto* const peers = model_->peers();
-  if (peers == nullptr) return slice_norm();
-  std::vector<at::Tensor> repeated;
-  if (peers->rank() > 0)
-    for (const auto& spec : model_->layout().specs)
-      if (spec.split == model::ParameterSpec::kWhole) repeated.push_back(grads_.narrow(0, spec.offset, spec.numel));
-  std::vector<at::Tensor> copies;
-  for (auto& part : repeated) copies.push_back(part.clone()), part.zero_();
-  const double norm = slice_norm();
-  for (std::size_t i = 0; i < repeated.size(); ++i) repeated[i].copy_(copies[i]);
-  const auto squares = peers->gather(at::full({1}, norm * norm, at::kDouble), "the gradient norm of all slices");
-  return ops::norm_of_blocks(squares.view(-1));
-}
-
-/// Of this slice: as l2_norm of it, to the bit.
-double Trainer::slice_norm() {
-  if (ranks_ == nullptr) return grad_norm();
-  const auto own = ops::block_squares(grads_.narrow(0, shard().begin, shard().size()));
-  const auto blocks = (model_->layout().total + ops::kFlatBlock - 1) / ops::kFlatBlock;
-  const auto all = at::zeros({blocks}, at::kDouble);
-  all.narrow(0, (shard().begin + ops::kFlatBlock - 1) / ops::kFlatBlock, own.numel()).copy_(own);
-  distributed::all_gather_shards(*ranks_, all, /*block=*/1, "the gradient norm");
-  return ops::norm_of_blocks(all);
-}
-
 OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_norm) {
   OptimizerStep result;
-  grads();
-  add_blocks();
-  result.grad_norm = whole_norm();
+  last_backward_ = false;
+  gradients_.add_all();
+  result.grad_norm = gradients_.norm();
   result.finite = std::isfinite(result.grad_norm);
   if (!result.finite) return result;
   // torch.nn.utils.clip_grad_norm_'s rule
@@ -341,7 +263,7 @@ void Trainer::update(const ops::AdamWSettings& settings, double scale) {
   const auto masters = model_->masters().numel() == shard().size() ? model_->masters() : own(model_->masters());
   const auto compute =
       model_->has_separate_masters() ? std::optional<at::Tensor>(own(model_->compute())) : std::nullopt;
-  ops::adamw_step(masters, own(grads_), exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
+  ops::adamw_step(masters, gradients_.of_shard(), exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
   if (ranks_ != nullptr)
     distributed::all_gather_shards(*ranks_, model_->compute(), ops::kFlatBlock, "the new weights of all ranks");
 }

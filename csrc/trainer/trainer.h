@@ -5,9 +5,9 @@
 #include <memory>
 #include <optional>
 
-#include "distributed/gradient_sums.h"
 #include "model/decoder_model.h"
 #include "ops/adamw.h"
+#include "trainer/gradients.h"
 #include "trainer/packed_batch.h"
 #include "trainer/token_loss.h"
 
@@ -26,11 +26,10 @@ struct ForwardOptions {
 
 class Trainer {
  public:
-  /// `ranks`: the processes that train one model together, each a part of the samples; nullptr: this one alone. Each
-  /// holds all weights of its model (or the same slice of it: DecoderModel's `peers`), and masters and optimizer state
-  /// of its own shard. The model must lie on the CPU then.
-  explicit Trainer(std::shared_ptr<model::DecoderModel> model,
-                   std::shared_ptr<distributed::Communicator> ranks = nullptr);
+  /// `together`: the processes that train one model, each a part of the samples; by default this one alone. Each holds
+  /// all weights of its model (or the same slice of it: DecoderModel's `peers`), and masters and optimizer state of its
+  /// own shard. The model must lie on the CPU then.
+  explicit Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together = {});
 
   model::DecoderModel& model() { return *model_; }
 
@@ -58,6 +57,12 @@ class Trainer {
   void backward();
 
   void zero_grad();
+  /// The next backward is the last one of this global batch (with sharded gradients: of this block), so sums over all
+  /// ranks may begin in it. That backward may not come: they are formed later then. Nothing to do where sums wait for
+  /// the end of the backward.
+  void begin_sum() { last_backward_ = gradients_.sums_beside(); }
+  /// This rank has failed: it takes part in the sum that others have begun or will begin.
+  void abandon_sum() { gradients_.abandon(); }
   /// Ends a block of samples: the gradients since the last end are a term of the sum of all blocks, which are added
   /// along a fixed tree (distributed/gradient_sums.h). Without any end there is one block.
   void end_block();
@@ -65,16 +70,17 @@ class Trainer {
   /// changes nothing.
   OptimizerStep step(const ops::AdamWSettings& settings, double max_grad_norm);
   /// Of what lies in grads(), on this process.
-  double grad_norm() const;
+  double grad_norm() const { return gradients_.flat_norm(); }
   /// Whether grads() hold neither an infinity nor a NaN, in no slice of the model.
-  bool grads_are_finite();
+  bool grads_are_finite() { return gradients_.are_finite(); }
   /// Tokens so far whose forward with keep was generation's own (model/kept_activations.h).
   std::int64_t reused_tokens() const { return reused_tokens_; }
 
   /// What this process updates, of the flat buffers of the model: all of it unless there are other ranks.
-  distributed::Shard shard() const;
-  /// Optimizer state as flat buffers, created at the first use: gradients of the whole model, moments of the shard.
-  const at::Tensor& grads();
+  distributed::Shard shard() const { return gradients_.shard(); }
+  /// Optimizer state as flat buffers, created at the first use: gradients of the whole model (after a step those of
+  /// this process's last block, or nothing where gradients are sharded), moments of the shard.
+  const at::Tensor& grads() { return gradients_.flat(); }
   const at::Tensor& exp_avg();
   const at::Tensor& exp_avg_sq();
   std::int64_t optimizer_steps() const { return optimizer_steps_; }
@@ -82,20 +88,14 @@ class Trainer {
 
  private:
   bool values() const { return model_->config().value_head; }
-  void add_blocks();
-  void add_shared_gradients();
-  void use_grads(at::Tensor grads);
-  double whole_norm();
-  double slice_norm();
   void update(const ops::AdamWSettings& settings, double scale);
   void forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
   std::vector<model::KeptActivations::Node> kept_nodes() const;
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
   std::shared_ptr<distributed::Communicator> ranks_;
-  distributed::BlockSums blocks_;
-  at::Tensor grads_, exp_avg_, exp_avg_sq_;
-  std::optional<model::DecoderParameters> grad_views_;
+  Gradients gradients_;
+  at::Tensor exp_avg_, exp_avg_sq_;
   std::int64_t optimizer_steps_ = 0, reused_tokens_ = 0;
   model::LmHead head_;
   model::ValueHead value_head_;
@@ -107,6 +107,7 @@ class Trainer {
   bool has_unfiltered_ = false;
   bool pending_ = false;
   bool head_done_ = false;  // its backward, by a forward with a loss
+  bool last_backward_ = false;
 };
 
 }  // namespace nemo_rl::trainer

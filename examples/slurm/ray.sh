@@ -41,7 +41,7 @@ for _ in $(seq 60); do
 done
 
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap --kill-on-bad-exit=1 \
-  uv run --no-sync examples/run_grpo_math.py --config "$config" \
+  uv run --no-sync nemo-rl-cpp train --config "$config" \
   cluster.executor=ray \
   cluster.num_nodes="${#nodes[@]}" \
   cluster.gpus_per_node="$workers_per_node" \

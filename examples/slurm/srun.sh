@@ -23,7 +23,7 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
 # --kill-on-bad-exit: when a rank is lost, the rest of the step ends too. A requeued job goes on from the newest checkpoint.
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-  uv run --no-sync examples/run_grpo_math.py --config "$config" \
+  uv run --no-sync nemo-rl-cpp train --config "$config" \
   cluster.executor=processes \
   cluster.num_nodes="$SLURM_JOB_NUM_NODES" \
   cluster.gpus_per_node="$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))" \

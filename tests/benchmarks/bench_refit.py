@@ -2,10 +2,12 @@
 
     python tests/benchmarks/bench_refit.py
     python tests/benchmarks/bench_refit.py --buckets 4 32 256 --repeats 9
+    python tests/benchmarks/bench_refit.py --changed 0.01 0.1 0.3
 
 The weights are float32 tensors of SmolLM2-135M's shapes, 538 MB. A refit includes the manifest, the digests of all tensors on both
 sides, and putting the weights in place; a broadcast ends with a tensor that nobody has looked at. `share` is how much of the
-broadcast's speed the refit has.
+broadcast's speed the refit has. With `--changed` they are bfloat16, 269 MB, of which these shares change between two refits, and `delta`
+sends those alone (`policy.refit: delta`).
 """
 
 import argparse
@@ -38,10 +40,10 @@ def shapes() -> list[tuple[str, tuple[int, ...]]]:
     return [*found, ("model.norm.weight", (HIDDEN,))]
 
 
-def weights(fill: float) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
+def weights(fill: float, dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
     """One flat buffer, as a model has it, and its parts."""
     sizes = [torch.Size(shape).numel() for _, shape in shapes()]
-    flat = torch.full((sum(sizes),), fill)
+    flat = torch.full((sum(sizes),), fill, dtype=dtype)
     return flat, [(name, part.view(shape)) for (name, shape), part in zip(shapes(), flat.split(sizes))]
 
 
@@ -49,7 +51,7 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
     """One of the two processes."""
     torch.set_num_threads(args.threads)
     communicator = connect(rank, 2, "127.0.0.1", port, 600.0).communicator
-    flat, named = weights(float(rank == 0))
+    flat, named = weights(float(rank == 0), torch.bfloat16 if args.changed else torch.float32)
     plain = torch.full_like(flat, float(rank == 0))
     if rank == 0:
         flat.normal_(generator=torch.Generator().manual_seed(0))
@@ -61,10 +63,20 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
     else:
         receiver = C.RefitReceiver(communicator, named)  # whatever the buckets
         run = {f"refit, buckets of {megabytes:g} MB": receiver.receive for megabytes in args.buckets}
+    for share in args.changed:
+        name = f"delta, {share:.1%} changed"
+        if rank == 0:
+            by_delta = C.RefitPublisher(communicator, DEFAULT_BUCKET_BYTES, delta=True)
+            run[name] = lambda version, p=by_delta: p.publish(named, version)
+        else:
+            run[name] = C.RefitReceiver(communicator, named).receive
     run = {"broadcast": lambda version: communicator.broadcast(plain, 0, phase="broadcast")} | run
     seconds: dict[str, list[float]] = {name: [] for name in run}
     for turn in range(args.repeats + 1):
         for name, side in run.items():
+            if rank == 0 and name.startswith("delta"):
+                count = int(flat.numel() * float(name.split()[1].rstrip("%")) / 100)
+                flat[torch.randint(0, flat.numel(), (count,))] *= -1
             communicator.barrier(phase="begin")
             began = time.perf_counter()
             side(turn)
@@ -78,6 +90,7 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--buckets", type=float, nargs="+", default=[DEFAULT_BUCKET_BYTES / 1e6], help="MB")
+    parser.add_argument("--changed", type=float, nargs="*", default=[], help="shares of the weights")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     args = parser.parse_args()

@@ -36,6 +36,8 @@ RUNS = {
     "grpo_step": "grpo_step --steps 4 --rounds 3",
     "lm_head": "lm_head --repeats 3",
     "refit": "refit --repeats 15",
+    "refit_delta": "refit --changed 0.01 0.1 0.3",
+    "ranks": "ranks",
     "busy_machine": "busy_machine --rounds 5",
     "server": "server --requests 512 --rounds 3",
 }

@@ -42,8 +42,13 @@ def colocated(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "where",
-    [apart(1, 1), (*apart(2, 1), "policy.refit_buffer_size_gb=1e-5"), apart(1, 2), apart(1, 1, "ray")],
-    ids=["1+1", "2+1", "1+2", "ray"],
+    [
+        apart(1, 1),
+        (*apart(2, 1), "policy.refit_buffer_size_gb=1e-5"),
+        (*apart(1, 2), "policy.refit=delta"),
+        apart(1, 1, "ray"),
+    ],
+    ids=["1+1", "2+1", "1+2, delta", "ray"],
 )
 def test_engines_apart_train_the_bits_of_engines_on_the_trainers_weights(tmp_path, colocated, where):
     weights, history = trained(tmp_path, *where)

@@ -19,6 +19,10 @@ BLOCKS = ("policy.gradient_blocks=4",)
 TIMES = ("timing/", "performance/", "system/", "ray/", "memory")
 
 
+BESIDE = ("policy.overlap_grad_reduce=true",)
+SHARDED = ("policy.data_parallel_sharding_strategy=optim_grads",)
+
+
 def workers(count: int, executor: str = "processes") -> tuple[str, ...]:
     return (f"cluster.executor={executor}", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
 
@@ -55,15 +59,21 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
 @pytest.mark.parametrize(
     "config, overrides, steps, others",
     [
-        ("grpo_tiny.yaml", ("policy.train_global_batch_size=32",), 4, (workers(2), workers(4), workers(2, "ray"))),
-        ("dapo_tiny.yaml", (), 3, (workers(2),)),
-        ("ppo_tiny.yaml", (), 3, (workers(2), workers(4))),
+        (
+            "grpo_tiny.yaml",
+            ("policy.train_global_batch_size=32",),
+            4,
+            (workers(2), workers(4) + SHARDED, workers(2, "ray") + SHARDED),
+        ),
+        ("dapo_tiny.yaml", (), 3, (workers(2) + BESIDE,)),
+        ("ppo_tiny.yaml", (), 3, (workers(2) + SHARDED, workers(4) + BESIDE)),
         ("grpo_guess_number.yaml", (), 2, (workers(2),)),
-        ("grpo_tiny.yaml", ("policy.precision=bfloat16", *KL), 3, (workers(2),)),
+        ("grpo_tiny.yaml", ("policy.precision=bfloat16", *KL), 3, (workers(2) + SHARDED,)),
     ],
     ids=["grpo", "dapo", "ppo", "multi_turn", "bfloat16_kl"],
 )
 def test_every_number_of_processes_trains_the_same_bits(tmp_path, config, overrides, steps, others):
+    """However the gradients are added."""
     one, _ = trained(tmp_path / "one", steps, *overrides, *BLOCKS, config=config)
     for i, more in enumerate(others):
         several, _ = trained(tmp_path / str(i), steps, *overrides, *BLOCKS, *more, config=config)

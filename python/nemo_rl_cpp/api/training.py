@@ -300,7 +300,7 @@ def _preflight(config: TrainMasterConfig) -> None:
     the caller, so findings about those sections are none of this run's."""
     if config.cluster.has_workers:
         raise ValueError(
-            f"cluster.executor is {config.cluster.executor}: train_{config.algorithm} trains in this process, whose result goes on generating; "
+            f"cluster.executor is {config.cluster.executor_text}: train_{config.algorithm} trains in this process, whose result goes on generating; "
             "use the run scripts for several processes"
         )
     findings = [finding for finding in preflight(config) if finding.key.partition(".")[0] not in ("data", "env")]

@@ -6,6 +6,8 @@ activation checkpointing and parallel sizes are read from; the rest makes no dif
 
 from __future__ import annotations
 
+from typing import Literal
+
 from .base import Fraction, Int, Positive, Real, Section, key, no_effect, only, section
 from .optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig
 
@@ -85,14 +87,20 @@ class PeftConfig(Section):
 
 
 class DDPConfig(Section):
-    """Gradient exchange of Megatron."""
+    """Gradient exchange of Megatron: read where that backend is enabled, and `overlap_grad_reduce` and
+    `data_parallel_sharding_strategy` of the model itself are null."""
 
     grad_reduce_in_fp32: bool = no_effect(False, "gradients are accumulated in fp32")
-    overlap_grad_reduce: bool = no_effect(True)
+    overlap_grad_reduce: bool = key(
+        True, "several processes: gradients are added over them while the backward goes on, else after it"
+    )
     overlap_param_gather: bool = no_effect(True)
-    use_custom_fsdp: bool = no_effect(False)
+    use_custom_fsdp: bool = key(False, "read data_parallel_sharding_strategy; false: optim")
     average_in_collective: bool = no_effect(True)
-    data_parallel_sharding_strategy: str = no_effect("optim_grads_params")
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = key(
+        "optim_grads_params",
+        "with use_custom_fsdp, what several processes share out: no_shard and optim: optimizer state and master weights (ZeRO-1); optim_grads and optim_grads_params: gradients too (ZeRO-2); each process has all weights in every case",
+    )
 
 
 class Fp8Config(Section):

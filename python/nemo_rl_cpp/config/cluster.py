@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .base import Count, Int, Positive, Section, key, no_effect
+from .launcher import launched_ranks
 
 
 class ClusterConfig(Section):
@@ -29,7 +30,7 @@ class ClusterConfig(Section):
     )
     executor: Literal["auto", "in_process", "processes", "ray"] = key(
         "auto",
-        "auto and in_process: everything in this process; processes: gpus_per_node * num_nodes processes of this machine train and generate together, on the CPU; ray: so many Ray actors, on the cluster of RAY_ADDRESS or on one that is started here",
+        "auto: the ranks that torchrun or srun has started, else in_process, since the CPU is one device; in_process: everything in this process; processes: gpus_per_node * num_nodes processes of this machine train and generate together, on the CPU; ray: so many Ray actors, on the cluster of RAY_ADDRESS or on one that is started here",
     )
     cpus_per_worker: Positive | None = key(
         None,
@@ -55,10 +56,34 @@ class ClusterConfig(Section):
 
     @property
     def processes(self) -> int:
-        """How many processes train together: the workers of the executors `processes` and `ray`, else this process."""
+        """How many processes work together: the workers of the executors `processes` and `ray`, the ranks of a launcher with `auto`,
+        else this process."""
+        if self.executor == "auto":
+            return launched_ranks()
         return self.num_nodes * self.gpus_per_node if self.has_workers else 1
+
+    @property
+    def chosen_executor(self) -> Literal["in_process", "processes", "ray"]:
+        """The executor, where `auto` has chosen one."""
+        if self.executor == "auto":
+            return "processes" if launched_ranks() > 1 else "in_process"
+        return self.executor
 
     @property
     def has_workers(self) -> bool:
         """Whether models live in workers, not in this process."""
-        return self.executor in ("processes", "ray")
+        return self.chosen_executor in ("processes", "ray")
+
+    @property
+    def executor_text(self) -> str:
+        """The executor for messages."""
+        return (
+            f"auto under a launcher of {self.processes} ranks"
+            if self.executor == "auto" and self.has_workers
+            else self.executor
+        )
+
+    @property
+    def has_written_size(self) -> bool:
+        """Whether as many devices are used as are written."""
+        return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node

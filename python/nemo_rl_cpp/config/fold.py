@@ -31,7 +31,7 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 def sizes_of(config: WholeConfig) -> dict[str, int]:
     """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends. Tensor
     parallel sizes by which the worker processes can be cut are not: they run."""
-    ours = config.cluster.has_workers  # they run
+    ours = config.cluster.has_written_size  # they run
     trainers = max(trainers_of(config), 1) if hasattr(config, "policy") else 1
     sizes = (
         {} if ours else {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
@@ -60,7 +60,7 @@ def devices_of(config: WholeConfig) -> int:
         section, _, name = key.rpartition(".")
         if name.startswith(_CUTS_A_MODEL):
             cut.setdefault(section, []).append(size)
-    written = 1 if config.cluster.has_workers else config.cluster.num_nodes * config.cluster.gpus_per_node
+    written = 1 if config.cluster.has_written_size else config.cluster.num_nodes * config.cluster.gpus_per_node
     return max(written, *(prod(sizes) for sizes in cut.values()), 1)
 
 
@@ -72,7 +72,8 @@ def engine_of(config: WholeConfig) -> str | None:
 
 def is_apart(config: WholeConfig) -> bool:
     """Whether generation was to have devices of its own, and shares the trainer's."""
-    return not _generation(config)[1].colocated.enabled and not config.cluster.has_workers
+    cluster = config.cluster
+    return not _generation(config)[1].colocated.enabled and (not cluster.has_workers or cluster.executor == "auto")
 
 
 def fold_text(config: WholeConfig) -> str | None:

@@ -138,14 +138,14 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         ),
         phase(
             "policy training",
-            ("policy gradients", sizes.parameters * 4.0 * _gradients_at_once(policy, count // slices["policy"])),
+            ("policy gradients", _gradients(policy, sizes, sizes.parameters, count // slices["policy"])),
             ("activations", _activations(policy, sizes)),
             _head(policy, sizes, "train"),
             *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
         ),
     ]
     if value is not None:
-        gradients = value.backbone_parameters * 4.0 * _gradients_at_once(config.value, count // slices["value"])
+        gradients = _gradients(config.value, value, value.backbone_parameters, count // slices["value"])
         activations = _activations(config.value, value)
         phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
     return phases
@@ -157,7 +157,8 @@ def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple
         return ()
     weights = float(sizes.parameters * _width(policy) * count)
     packed = tuple((f"engines' {name}", size * count) for name, size in _packed_weights(policy, sizes))
-    return (("engines' weights", weights), ("engines' next weights", weights), *packed)
+    last = (("weights of the last refit", weights / count),) if policy.refit == "delta" else ()
+    return (("engines' weights", weights), ("engines' next weights", weights), *last, *packed)
 
 
 _ONCE = ("master weights", "optimizer", "KV cache", "logits")
@@ -170,9 +171,17 @@ def _shared_parts(policy: PolicyConfig, critic: TrainedModelConfig | None) -> tu
     return (*found, "value weights", "value gradients") if critic is not None and critic.backend == "hf" else found
 
 
-def _gradients_at_once(model: TrainedModelConfig, processes: int) -> int:
-    """Gradients that a process holds while it adds its blocks along the tree."""
-    return max(1, (model.gradient_blocks or processes) // processes).bit_length()
+def _gradients(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
+    """Bytes of gradients that a process holds while it adds its blocks along the tree."""
+    blocks = model.gradient_blocks or processes
+    sums = max(1, blocks // processes).bit_length()
+    if processes == 1 or not model.shards_gradients:
+        return parameters * 4.0 * sums
+    # shards of the sums, and the block at work: of one micro-batch the embedding, two layers and those on their way
+    by_tokens = model.sequence_packing.enabled or model.dynamic_batching.enabled
+    alone = not by_tokens and (model.train_global_batch_size or 0) <= blocks * (model.train_micro_batch_size or 0)
+    work = min(parameters, sizes.embedding_parameters + 4 * sizes.layer_parameters) if alone else parameters
+    return 4.0 * (parameters * sums / processes + work)
 
 
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:

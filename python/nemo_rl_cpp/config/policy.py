@@ -175,6 +175,14 @@ class TrainedModelConfig(Section):
         None,
         "a power of two: gradients are summed over that many fixed blocks of a global batch along a fixed tree, so that every number of processes that divides it trains the same bits; null: one block a process. Each doubling costs memory of one more gradient in a process with all blocks. The value model's null is the policy's",
     )
+    data_parallel_sharding_strategy: Literal["optim", "optim_grads"] | None = key(
+        None,
+        "what the processes that train together share out: optim: optimizer state and master weights (ZeRO-1); optim_grads: gradients too (ZeRO-2), which saves memory where a block of gradient_blocks is one micro-batch; same weights to the bit; null: as megatron_cfg.distributed_data_parallel_config says where that backend is enabled, else optim. The value model's null is the policy's",
+    )
+    overlap_grad_reduce: bool | None = key(
+        None,
+        "true: gradients are added over the processes while the last backward goes on, layer by layer; false: after it; same bits; null: as megatron_cfg.distributed_data_parallel_config says where that backend is enabled, else false. The value model's null is the policy's",
+    )
     share_prompt_prefix: bool = key(True, "training computes the prompt of a group once (backend native)")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
     sequence_packing: SequencePackingConfig = section(SequencePackingConfig, "micro-batches without padding")
@@ -185,6 +193,21 @@ class TrainedModelConfig(Section):
         if self.megatron_cfg.enabled and "enabled" not in self.dtensor_cfg.model_fields_set:
             object.__setattr__(self.dtensor_cfg, "enabled", False)
         return self
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether several processes keep a shard of the gradients each (ZeRO-2)."""
+        exchange = self.megatron_cfg.distributed_data_parallel_config
+        custom, theirs = exchange.use_custom_fsdp, exchange.data_parallel_sharding_strategy
+        if self.data_parallel_sharding_strategy is not None:
+            return self.data_parallel_sharding_strategy == "optim_grads"
+        return self.megatron_cfg.enabled and custom and theirs.startswith("optim_grads")
+
+    @property
+    def overlaps_grad_reduce(self) -> bool:
+        """Whether several processes add their gradients while the backward goes on."""
+        theirs = self.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
+        return self.megatron_cfg.enabled and theirs if self.overlap_grad_reduce is None else self.overlap_grad_reduce
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -285,6 +308,10 @@ class PolicyConfig(TrainedModelConfig):
     refit_buffer_size_gb: Annotated[float, Field(gt=0)] | None = key(
         None,
         "GB of weights in one message to engines with workers of their own (policy.generation.colocated.enabled=false); null: 0.008",
+    )
+    refit: Literal["full", "delta"] = key(
+        "full",
+        "what is sent to engines with workers of their own: full: all weights; delta: those that have changed since the last refit, for bfloat16 and small learning rates; the sender keeps the last weights for it. The engines have the same weights either way",
     )
     offload_optimizer_for_logprob: bool = no_effect(False)
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")

@@ -20,7 +20,7 @@ def engines_of(config: TrainMasterConfig) -> int:
     `resources.num_nodes` whole machines.
     """
     colocated, cluster = config.policy.generation.colocated, config.cluster
-    if colocated.enabled or not cluster.has_workers:
+    if colocated.enabled or not cluster.has_workers or cluster.executor == "auto":  # a launcher's ranks all train
         return 0
     if cluster.num_nodes == 1:
         return colocated.resources.gpus_per_node or 0
@@ -44,7 +44,7 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
             "enabled to true",
             "cluster.executor",
         )
-    if not cluster.has_workers:  # auto: folded, and said
+    if not cluster.has_workers or cluster.executor == "auto":  # folded, and said
         return
     if (cluster.num_nodes == 1 and _check_on_one_machine(config, report)) or (
         cluster.num_nodes > 1 and _check_on_machines(config, report)

@@ -153,7 +153,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     rules_model.check_cluster(config.cluster, report)
     if config.cluster.has_workers:
         report.add(
-            "cluster.executor", f"{config.cluster.executor} is for training: an evaluation runs in one process; set it to auto"
+            "cluster.executor", f"{config.cluster.executor_text} is for training: an evaluation runs in one process; set it to auto"
         )  # fmt: skip
     rules_data.check_eval_data(config.data, config.env, report)
 

@@ -77,6 +77,13 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
             f"is {model.gradient_blocks}, but with {name}.backend hf FSDP2 adds the gradients of processes in an order of its own: set it to null",
             f"{name}.backend",
         )
+    for key in ("data_parallel_sharding_strategy", "overlap_grad_reduce"):
+        if (given := getattr(model, key)) is not None:
+            report.add(
+                f"{name}.{key}",
+                f"is {given}, which says how the native trainer adds gradients, and {name}.backend is hf: set it to null",
+                f"{name}.backend",
+            )
 
 
 def check_evaluation(generation: GenerationConfig, report: Report) -> None:

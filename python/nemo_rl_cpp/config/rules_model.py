@@ -116,13 +116,20 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
     if cluster.has_workers and cluster.device != "cpu":
         report.add(
             "cluster.executor",
-            f"{cluster.executor} runs on the CPU only, and cluster.device is {cluster.device}: set cluster.device=cpu, or executor=auto for one GPU",
+            f"{cluster.executor_text} runs on the CPU only, and cluster.device is {cluster.device}: set cluster.device=cpu, or executor=auto for one GPU",
             "cluster.device",
         )
 
 
 def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: Report) -> None:
-    """`gradient_blocks` is a power of two that the processes share equally."""
+    """`gradient_blocks` is a power of two that the processes share equally; sharded gradients are added beside the backward."""
+    if model.shards_gradients and model.overlap_grad_reduce is False:
+        report.add(
+            f"{name}.overlap_grad_reduce",
+            "is false, but gradients that are shared out (data_parallel_sharding_strategy optim_grads) are added while the backward goes on: "
+            "set it to null or true, or data_parallel_sharding_strategy to optim",
+            f"{name}.data_parallel_sharding_strategy",
+        )
     blocks = model.gradient_blocks
     if blocks is None:
         return

@@ -48,7 +48,7 @@ def check_serving(config: TrainMasterConfig, report: Report) -> None:
     if config.policy.backend == "hf":
         report.add(EXPOSED, "is true, but the server is one of the native engine and policy.backend is hf: set one of the two the other way", "policy.backend")  # fmt: skip
     if cluster.has_workers:
-        report.add(EXPOSED, f"is true, but the server needs the model in this process and cluster.executor is {cluster.executor}: set it to in_process", "cluster.executor")  # fmt: skip
+        report.add(EXPOSED, f"is true, but the server needs the model in this process and cluster.executor is {cluster.executor_text}: set it to in_process", "cluster.executor")  # fmt: skip
     if cluster.device == "cuda":
         report.add(EXPOSED, "is true, but the server has been tested on CPUs only and cluster.device is cuda: set it to cpu", "cluster.device")  # fmt: skip
 

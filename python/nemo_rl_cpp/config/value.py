@@ -45,6 +45,8 @@ class ValueConfig(TrainedModelConfig):
             model_name=policy.model_name,
             precision=policy.precision,
             gradient_blocks=policy.gradient_blocks,
+            data_parallel_sharding_strategy=policy.data_parallel_sharding_strategy,
+            overlap_grad_reduce=policy.overlap_grad_reduce,
             train_global_batch_size=policy.train_global_batch_size,
             train_micro_batch_size=policy.train_micro_batch_size,
             max_total_sequence_length=policy.max_total_sequence_length,

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeVar
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.config.errors import ConfigError, Problem
+from nemo_rl_cpp.config.launcher import launcher_variables
 from nemo_rl_cpp.config.resources import engines_of
 
 TOKEN, FOLDER = "NEMO_RL_LAUNCH_TOKEN", "NEMO_RL_LAUNCH_DIR"
@@ -61,13 +62,10 @@ class Door(NamedTuple):
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """The launch of this process; None where nobody launched several. Raises ValueError for variables that contradict each other."""
-    torchrun = "RANK" in environment and "WORLD_SIZE" in environment
-    srun = "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
-    if not torchrun and not srun:
+    variables = launcher_variables(environment)
+    if variables is None:
         return None
-    rank_name, size_name = ("RANK", "WORLD_SIZE") if torchrun else ("SLURM_PROCID", "SLURM_NTASKS")
-    if not torchrun and "SLURM_STEP_NUM_TASKS" in environment:
-        size_name = "SLURM_STEP_NUM_TASKS"
+    rank_name, size_name = variables
     rank, size = (_number(environment, name) for name in (rank_name, size_name))
     if size == 1:
         return None
@@ -81,7 +79,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
         )
     port = _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else 29500
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_RESTART_COUNT", "0"))
-    step = environment.get("SLURM_STEP_ID", "") if srun else ""
+    step = environment.get("SLURM_STEP_ID", "") if "SLURM_PROCID" in environment else ""
     return Launch(rank, size, host, port, size_name, f"{job}.{step}.{attempt}")
 
 
@@ -96,12 +94,12 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
     """Raises ConfigError where the file asks for another number of workers than were launched, for what a launcher does, for
     `engines` of their own, or for an executor that would let every rank be a run."""
     problems = []
-    if cluster.executor != "processes":
+    if cluster.executor not in ("processes", "auto"):
         problems.append(
             Problem(
                 "", "cluster.executor",
-                f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to processes, or start "
-                "one process",
+                f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or processes, or "
+                "start one process",
             )
         )  # fmt: skip
         raise ConfigError(problems)
@@ -112,7 +110,7 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
                 "is false, but all ranks that a launcher has started train: set it to true, or let the run start its workers itself, or take ray",
             )
         )  # fmt: skip
-    if cluster.processes != launch.size:
+    if cluster.executor != "auto" and cluster.processes != launch.size:
         problems.append(
             Problem(
                 "", "cluster.gpus_per_node",

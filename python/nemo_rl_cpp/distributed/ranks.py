@@ -31,6 +31,19 @@ class OtherRankFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class GradientSums:
+    """How the gradients of several ranks are added; the sums are the same bits.
+
+    Attributes:
+        beside: while the last backward goes on, layer by layer; else after it.
+        sharded: each rank keeps its shard alone, and ranks take the blocks in turns (ZeRO-2). Needs `beside`.
+    """
+
+    beside: bool = False
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
 class Ranks:
     """Which part of the work this process does. By default it is the only one and does all of it.
 
@@ -40,7 +53,9 @@ class Ranks:
         communicator: the way to the others, which have the same slice of the model; None where there are none.
         tensor: the way to the processes of this group, which have the same samples and other slices; None: the model is whole here.
         world: the way to all processes, where there are groups.
-        meet: makes a communicator of the processes of these numbers in the world, of which this is one.
+        meet: makes a communicator of the processes of these numbers in the world, of which this is one. Communicators of one set of
+            processes differ by a label; equal ones are one.
+        members: the numbers in the world of those that `communicator` leads to.
         address: where processes of other machines reach this one; None: all are on this machine.
         mesh: gives the same processes as torch.distributed knows them, for what torch shares out by itself (FSDP2).
     """
@@ -51,8 +66,9 @@ class Ranks:
     address: str | None = None
     tensor: Communicator | None = None
     world: Communicator | None = None
-    meet: Callable[[tuple[int, ...]], Communicator] | None = None
+    meet: Callable[..., Communicator] | None = None
     mesh: Callable[[], DeviceMesh] | None = None
+    members: tuple[int, ...] = ()
 
     @property
     def tensor_size(self) -> int:
@@ -78,8 +94,13 @@ class Ranks:
         group, place = divmod(self.rank, tensor_size)
         count = self.size // tensor_size
         tensor = self.meet(tuple(range(group * tensor_size, (group + 1) * tensor_size)))
-        same_slice = self.meet(tuple(range(place, self.size, tensor_size))) if count > 1 else None
-        return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet)
+        members = tuple(range(place, self.size, tensor_size))
+        same_slice = self.meet(members) if count > 1 else None
+        return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet, members=members)
+
+    def beside(self) -> Communicator | None:
+        """A second way to the processes of `communicator`, for messages from another thread. All of them call it."""
+        return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:
         """The least value of this group: what its processes decide by must be one number."""
@@ -93,9 +114,12 @@ class Ranks:
         """This rank's share of the samples [begin, end), for work whose order does not matter."""
         return deal(data, begin, end, self.size)[self.rank]
 
-    def blocks(self, data: RaggedBatch, begin: int, end: int, count: int | None) -> list[list[int]]:
+    def blocks(
+        self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
+    ) -> list[list[int]]:
         """This rank's blocks of a global batch, the samples [begin, end), of `count` in all; None: one block a rank. The blocks do
         not depend on the number of ranks, so neither do sums along the tree of blocks (csrc/distributed/gradient_sums.h).
+        `in_turns`: ranks take them in turns, one each at a time; else neighbouring blocks are one rank's.
 
         A sample is trained where it was generated (`generated_by`), whose activations may be kept there, unless the answers made
         that too uneven.
@@ -112,7 +136,7 @@ class Ranks:
         tokens = [int(data.lengths[rows].sum()) for rows in dealt]
         if max(tokens) * count > MOST_UNEVEN * sum(tokens):
             dealt = deal(data, begin, end, count)
-        return dealt[self.rank * each : (self.rank + 1) * each]
+        return dealt[self.rank :: self.size] if in_turns else dealt[self.rank * each : (self.rank + 1) * each]
 
     def whole(self, of_tokens: Tensor) -> Tensor:
         """[T] of which each rank has its own samples' part, and 0 elsewhere -> the whole, on every rank."""
@@ -201,7 +225,9 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
     return data.lengths.scatter_reduce(0, samples, trained - data.offsets[samples], "amin").tolist()
 
 
-def generated_by(prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int) -> list[list[int]]:
+def generated_by(
+    prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
+) -> list[list[int]]:
     """The rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt has one answer a row
     and the rows stay as they are, in global batches of so many."""
     count = blocks or ranks
@@ -210,7 +236,7 @@ def generated_by(prompts: RaggedBatch, ranks: int, blocks: int | None, global_ba
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), count)
         for place, rows in enumerate(dealt):
-            shares[place // each] += rows
+            shares[place % ranks if in_turns else place // each] += rows
     return [sorted(rows) for rows in shares]
 
 
@@ -239,8 +265,8 @@ def connect(
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline))
 
     @cache
-    def meet(members: tuple[int, ...]) -> Communicator:
-        label = "_".join(map(str, members)) if len(members) < size else ""
+    def meet(members: tuple[int, ...], label: str = "") -> Communicator:
+        label += "_".join(map(str, members)) if len(members) < size else ""
         place = members.index(rank), len(members)
         communicator = _by_gloo(store, label, place, address or host, deadline)
         if gpu is None:
@@ -252,7 +278,8 @@ def connect(
     def mesh() -> DeviceMesh:
         return _torch_mesh(store, (rank, size), address or host, deadline)
 
-    return Ranks(rank, size, meet(tuple(range(size))), address, meet=meet, mesh=mesh)
+    everybody = tuple(range(size))
+    return Ranks(rank, size, meet(everybody), address, meet=meet, mesh=mesh, members=everybody)
 
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
@@ -315,4 +342,4 @@ def _own_gpu(rank: int) -> torch.device:
     return gpu
 
 
-__all__ = ["OtherRankFailedError", "Ranks", "connect", "deal", "generated_by", "prompt_lengths"]
+__all__ = ["GradientSums", "OtherRankFailedError", "Ranks", "connect", "deal", "generated_by", "prompt_lengths"]

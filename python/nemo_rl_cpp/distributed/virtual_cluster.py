@@ -107,7 +107,7 @@ class RayVirtualCluster:
 
             settings = self._settings
             everybody = max(self._size, settings.processes)  # another cluster's workers share this machine's threads
-            by_launcher = launched() is not None and settings.executor == "processes"
+            by_launcher = launched() is not None and settings.chosen_executor == "processes"
             if by_launcher:  # whose threads are those of one rank
                 everybody = 1
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)

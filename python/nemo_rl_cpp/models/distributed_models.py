@@ -21,7 +21,8 @@ from nemo_rl_cpp.models.generation.engine_host import EngineHost
 from nemo_rl_cpp.models.generation.refit import Moved, RefitMeeting
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
-from nemo_rl_cpp.models.trained_model import Updates, in_layout_of
+from nemo_rl_cpp.models.policy.updates import Updates
+from nemo_rl_cpp.models.trained_model import in_layout_of
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 from nemo_rl_cpp.models.value.lm_value import Value
 
@@ -51,12 +52,12 @@ class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy
     def init_collective(self, meeting: RefitMeeting) -> None:
         """Meets the engines."""
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
-        self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes)
+        self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 
     def broadcast_weights_for_collective(self, version: int) -> Moved:
         """Sends the present weights to the engines."""
         done = self._publisher.publish(list(self.state_dict().items()), version)
-        return Moved(done.bytes, done.seconds, self.weight_digest())
+        return Moved(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 
 def _built(model: type[Policy] | type[Value], options: dict[str, object], tensor_size: int, ranks: Ranks) -> Policy | Value:  # fmt: skip
@@ -202,7 +203,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         """An engine in every process, on its own weights: no copy, no refit."""
         from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
 
-        blocks = self.config.gradient_blocks, self.config.train_global_batch_size
+        in_turns = self.config.shards_gradients and self.config.backend != "hf"
+        blocks = self.config.gradient_blocks, self.config.train_global_batch_size, in_turns
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.distributed.ranks import GradientSums, Ranks
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
@@ -29,6 +28,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     first_bad_gradient,
     without_removed_tokens,
 )
+from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.slices import Slices, named_whole
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl_cpp.models.json_values import JsonObject
-    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -100,7 +99,17 @@ class TrainedModel:
 
     def _trainer_of(self, model: C.DecoderModel) -> C.Trainer:
         """The trainer of the model; without ranks, that of the reference, which is only asked for log-probabilities."""
-        return C.Trainer(model, self.ranks.communicator) if model is self.model else C.Trainer(model)
+        if model is not self.model:
+            return C.Trainer(model)
+        sums = self._sums()
+        beside = self.ranks.beside() if sums.beside else None
+        return C.Trainer(model, self.ranks.communicator, beside, sums.sharded)
+
+    def _sums(self) -> GradientSums:
+        sharded, beside = self.config.shards_gradients, self.config.overlaps_grad_reduce
+        if self.ranks.size == 1 or self.config.backend == "hf":  # whose trainer has no sums of its own
+            return GradientSums()
+        return GradientSums(sharded or beside, sharded)
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> C.DecoderModel:
         folder.check_weights()
@@ -188,7 +197,7 @@ class TrainedModel:
         """One optimizer step a global batch of `gbs` samples, then one of the schedule; with `eval_mode` neither. The first
         global batch is passed with the options `first`, and `after_first` sees its result before the weights change."""
         go = way.forward if eval_mode else way.forward_backward
-        updates = Updates(batch.size // gbs)
+        updates = Updates(batch.size // gbs, in_turns=way.sums.sharded)
         for begin in range(0, batch.size, gbs):
             if not eval_mode:
                 self.trainer.zero_grad()
@@ -206,8 +215,8 @@ class TrainedModel:
                 after_first(result)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if not eval_mode:
-                alone = replace(way, ranks=Ranks(), blocks=None)  # the slices of a model still work together
-                updates.norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, alone.forward_backward))
+                alone = way.alone().forward_backward
+                updates.norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, alone))
             updates.add(result, {"lr": lr, "wd": weight_decay})
         if not eval_mode:
             self.schedule.step()
@@ -382,58 +391,3 @@ class TrainedModel:
 def in_layout_of(data: Mapping[str, object] | RaggedBatch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
     """A result [T] as the caller's batch has its tokens: [T] of a RaggedBatch, [B, S] of padded tensors."""
     return of_tokens if isinstance(data, RaggedBatch) else batch.padded(of_tokens)
-
-
-@dataclass
-class Updates:
-    """What the global batches of one `train` call came to."""
-
-    num_global_batches: int
-    losses: list[list[float]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    metrics: list[list[dict[str, float]]] = field(default_factory=list)
-    packed_tokens: int = 0
-    zero_gradient_tokens: int = 0
-
-    def add(self, result: GlobalBatchResult, settings: dict[str, float]) -> None:
-        """One global batch, and the settings of its optimizer step."""
-        self.losses.append(result.losses)
-        self.metrics.append([metrics | settings for metrics in result.metrics])
-        self.packed_tokens += result.packed_tokens
-        self.zero_gradient_tokens += result.zero_gradient_tokens
-
-    @classmethod
-    def of_ranks(cls, parts: Sequence[Updates]) -> Updates:
-        """Those of all ranks as if one process had made them: micro-batches in the order of ranks."""
-        whole = cls(parts[0].num_global_batches, norms=parts[0].norms)
-        whole.losses = [sum(lists, []) for lists in zip(*(part.losses for part in parts))]
-        whole.metrics = [sum(lists, []) for lists in zip(*(part.metrics for part in parts))]
-        whole.packed_tokens = sum(part.packed_tokens for part in parts)
-        whole.zero_gradient_tokens = sum(part.zero_gradient_tokens for part in parts)
-        return whole
-
-    def report(self) -> TrainingResult:
-        """What `train` returns."""
-        return {
-            "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),
-            "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),
-            "all_mb_metrics": collect_metrics(sum(self.metrics, []), self.num_global_batches),
-            "packed_tokens": self.packed_tokens,
-        }
-
-
-_UNDIVIDED = {"lr", "wd", "global_valid_seqs", "global_valid_toks", "token_mult_prob_error_sum"}
-
-
-def collect_metrics(metrics: list[dict[str, float]], num_global_batches: int) -> dict[str, list[float]]:
-    """name -> one value a micro-batch. Sums over a global batch are divided by the number of global batches, as NeMo RL
-    does; minima, maxima, what is a property of the whole global batch, and a sum that is yet to be divided by the global
-    batch's tokens (`token_mult_prob_error_sum`) are not."""
-    collected: dict[str, list[float]] = {}
-    for micro in metrics:
-        if micro.get("num_valid_samples", 1) == 0:
-            continue
-        for name, value in micro.items():
-            whole = "_min" in name or "_max" in name or name in _UNDIVIDED
-            collected.setdefault(name, []).append(value if whole else value / num_global_batches)
-    return collected

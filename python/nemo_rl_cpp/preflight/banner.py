@@ -103,7 +103,8 @@ def _device(config: TrainMasterConfig) -> str:
     trainers, engines = trainers_of(config), engines_of(config)
     own = config.cluster.cpus_per_worker or max(1, threads_at_start(None) // config.cluster.processes)
     more = f" and {engines} that only generate" if engines else ""
-    return f"{config.cluster.device}, {trainers} processes that train{more} ({config.cluster.executor}), {_many(own, 'thread')} each"
+    how = "auto: the launcher's ranks" if config.cluster.executor == "auto" else config.cluster.executor
+    return f"{config.cluster.device}, {trainers} processes that train{more} ({how}), {_many(own, 'thread')} each"
 
 
 def _threads(config: WholeConfig) -> str:

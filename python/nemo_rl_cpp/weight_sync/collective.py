@@ -46,6 +46,7 @@ class CollectiveWeights(SentWeights):
         meeting = RefitMeeting(
             host=cluster.workers.host, port=self._store.port, size=1 + self._generation.cluster.world_size(), deadline=cluster.deadline,
             bucket_bytes=DEFAULT_BUCKET_BYTES if gigabytes is None else max(int(gigabytes * 1e9), 1),
+            delta=self._policy.config.refit == "delta",
         )  # fmt: skip
         self._together(self._policy.init_collective(meeting), self._generation.init_collective(meeting))
 
@@ -62,7 +63,7 @@ class CollectiveWeights(SentWeights):
         self._generation.invalidate_kv_cache()
         moved = sum(engine.bytes for engine in theirs)
         self._metrics = {
-            "refit/bytes": moved, "refit/seconds": seconds, "refit/gb_per_s": moved / seconds / 1e9, "refit/version": version,
+            "refit/bytes": moved, "refit/sent_bytes": sum(engine.sent for engine in theirs), "refit/seconds": seconds, "refit/gb_per_s": moved / seconds / 1e9, "refit/version": version,
             "weights/digest": digest,
         }  # fmt: skip
 

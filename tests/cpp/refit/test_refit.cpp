@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "distributed/memory_communicator.h"
+#include "refit/delta.h"
 #include "refit/refit.h"
 #include "runtime/tensor.h"
 
@@ -176,9 +177,126 @@ TEST(Refit, NoEngineTakesWhatOneRefuses) {
   for (std::size_t i : {1, 2}) EXPECT_EQ(outcome.errors[i].find("peer refused: "), 0U) << outcome.errors[i];
 }
 
+// ---- what has changed
+
+/// `count` weights, of which each with probability `share` differs from those of another seed.
+at::Tensor some_changed(at::ScalarType type, std::int64_t count, double share, std::uint64_t seed) {
+  const auto generator = at::detail::createCPUGenerator(seed);
+  auto weights = at::arange(1, count + 1).to(type);
+  const auto changes = at::rand({count}, generator) < share;
+  return at::where(changes, -weights, weights).contiguous();
+}
+
+TEST(Delta, MakesTheNewWeightsOfTheOldOnesInFewerBytes) {
+  for (const auto type : {at::kBFloat16, at::kFloat, at::kDouble})
+    for (const std::int64_t count : {1, 63, 64, 65, 1000})
+      for (const double share : {0.0, 0.02, 0.5, 1.0}) {
+        const auto old = some_changed(type, count, 0, 1), now = some_changed(type, count, share, 2);
+        const auto width = static_cast<std::int64_t>(c10::elementSize(type)), size = count * width;
+        std::vector<char> changes(static_cast<std::size_t>(size));
+        const auto* const old_bytes = static_cast<const char*>(old.const_data_ptr());
+        const auto length =
+            encode_changes(old_bytes, static_cast<const char*>(now.const_data_ptr()), size, width, changes.data());
+        if (count == 1000) EXPECT_EQ(length < size, share < 1.0) << share << " " << width;
+        if (count == 1000 && share == 0) EXPECT_EQ(length, 128);
+        auto taken = old.clone();
+        auto* const to = static_cast<char*>(taken.data_ptr());
+        EXPECT_TRUE(apply_changes(changes.data(), length, size, width, to));
+        EXPECT_TRUE(at::equal(taken, now));
+        EXPECT_FALSE(apply_changes(changes.data(), size + 1, size, width, to));
+        if (length == size) continue;
+        EXPECT_FALSE(apply_changes(changes.data(), length - 1, size, width, to));
+        changes[0] ^= 1;  // one change more, or one less
+        EXPECT_FALSE(apply_changes(changes.data(), length, size, width, to));
+      }
+}
+
+TEST(Delta, ABitBehindTheLastWeightIsNoChange) {
+  std::vector<char> changes(10), to(3 * 2);
+  changes[1] = 1;  // weight 8 of 3
+  EXPECT_FALSE(apply_changes(changes.data(), 10, 6, 2, to.data()));
+}
+
+NamedTensors step_of(int step) {
+  return {{"a", some_changed(at::kBFloat16, 1000, step == 0 ? 0 : 0.05, static_cast<std::uint64_t>(step))},
+          {"b", some_changed(at::kFloat, 500, step == 0 ? 0 : 0.05, static_cast<std::uint64_t>(step))}};
+}
+
+/// Three refits of changes to two engines; what the first one gets goes through `change`. The errors of that engine,
+/// and the bytes sent.
+struct Several {
+  std::vector<std::string> errors;
+  std::vector<std::int64_t> sent;
+  NamedTensors engine;
+};
+
+Several several(std::int64_t bucket_bytes, const std::function<void(int, const at::Tensor&)>& change = {}) {
+  Several outcome;
+  Meeting meeting(3);
+  const auto receive = [&](int rank, NamedTensors& weights, std::vector<std::string>& errors, auto damage) {
+    for (const auto& [name, tensor] : step_of(0)) weights.emplace_back(name, at::zeros_like(tensor));
+    Receiver receiver(std::make_shared<Damaging>(meeting, rank, damage), weights);
+    for (std::uint64_t version = 0; version < 3; ++version)
+      errors.push_back(error_of([&] { receiver.receive(version); }));
+  };
+  NamedTensors other;
+  std::vector<std::string> others;
+  std::thread first([&] { receive(1, outcome.engine, outcome.errors, change); });
+  std::thread second([&] { receive(2, other, others, std::function<void(int, const at::Tensor&)>()); });
+  Publisher publisher(std::make_shared<MemoryCommunicator>(meeting, 0), bucket_bytes, /*delta=*/true);
+  for (int version = 0; version < 3; ++version) {
+    Transfer done;
+    error_of([&] { done = publisher.publish(step_of(version), static_cast<std::uint64_t>(version)); });
+    outcome.sent.push_back(done.sent);
+  }
+  first.join(), second.join();
+  EXPECT_TRUE(equal(other, outcome.engine));
+  return outcome;
+}
+
+TEST(Delta, SendsLessAndLeavesTheSameWeights) {
+  for (const std::int64_t bucket : {37, 300, 100000}) {
+    const auto outcome = several(bucket);
+    EXPECT_EQ(outcome.errors, std::vector<std::string>(3));
+    EXPECT_TRUE(equal(outcome.engine, step_of(2)));
+    if (bucket == 100000) EXPECT_LT(outcome.sent[1], outcome.sent[0] / 3);
+  }
+}
+
+TEST(Delta, DamageIsRefusedAndThenAllWeightsAreSent) {
+  // messages: 0 to 2 of version 0 (header, manifest, bucket), 3 to 6 of version 1 (its length before the bucket)
+  const auto outcome = several(100000, [](int number, const at::Tensor& message) {
+    if (number == 6) message[200] = message[200].item<std::uint8_t>() ^ 4;
+  });
+  EXPECT_NE(outcome.errors[1].find("the old weights stay: bucket 1 of 1: a has digest"), std::string::npos)
+      << outcome.errors[1];
+  EXPECT_EQ(outcome.errors[0] + outcome.errors[2], "");
+  EXPECT_EQ(outcome.sent[2], outcome.sent[0]);
+  EXPECT_TRUE(equal(outcome.engine, step_of(2)));
+}
+
+TEST(Delta, OtherLengthsAreRefused) {
+  const auto outcome = several(100000, [](int number, const at::Tensor& message) {
+    if (number == 6) message[13] = 1;  // of the first piece, 2^40 longer
+  });
+  EXPECT_NE(outcome.errors[1].find("a and what follows it have changes of another length"), std::string::npos)
+      << outcome.errors[1];
+  EXPECT_TRUE(equal(outcome.engine, step_of(2)));
+}
+
+TEST(Delta, ChangesOfOtherWeightsAreRefused) {
+  const Manifest changes{5, 4, 64, specs_of(weights(0))};
+  const auto read = Manifest::unpacked(changes.packed());
+  EXPECT_EQ(read.base, 4U);
+  EXPECT_EQ(difference(read, {specs_of(weights(0)), 5, 4}), "");
+  EXPECT_EQ(difference(read, {specs_of(weights(0)), 5, 3}),
+            "it is what has changed since version 4, and the weights in use are of version 3");
+  EXPECT_NE(difference(read, {specs_of(weights(0)), 5}).find("of no refit"), std::string::npos);
+}
+
 TEST(Refit, BytesThatAreNoManifestAreRefused) {
-  const auto good = Manifest{3, 64, specs_of(weights(0))}.packed();
-  EXPECT_EQ(difference(Manifest::unpacked(good), specs_of(weights(0)), 3), "");
+  const auto good = Manifest{3, std::nullopt, 64, specs_of(weights(0))}.packed();
+  EXPECT_EQ(difference(Manifest::unpacked(good), {specs_of(weights(0)), 3}), "");
   for (std::int64_t n = 0; n < good.numel(); ++n)
     EXPECT_THROW(Manifest::unpacked(good.narrow(0, 0, n).clone()), RefitRefused);
   EXPECT_THROW(Manifest::unpacked(at::cat({good, at::zeros({1}, at::kByte)})), RefitRefused);

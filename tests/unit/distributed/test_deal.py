@@ -1,5 +1,7 @@
 """How the samples of a batch are dealt to processes: all of them, once, groups together, about equally many tokens."""
 
+from itertools import product
+
 import pytest
 import torch
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
@@ -52,6 +54,8 @@ def test_blocks_do_not_depend_on_the_number_of_ranks(size):
     one = Ranks().blocks(data, 0, 8, 4)
     several = [block for rank in range(size) for block in Ranks(rank, size).blocks(data, 0, 8, 4)]
     assert several == one and len(one) == 4
+    in_turns = [Ranks(rank, size).blocks(data, 0, 8, 4, in_turns=True) for rank in range(size)]
+    assert [block for turn in zip(*in_turns) for block in turn] == one
 
 
 def test_blocks_that_ranks_cannot_share_are_refused():
@@ -67,9 +71,9 @@ def test_samples_are_trained_where_they_were_generated():
         mask = torch.cat([torch.tensor([0] * n + [1] * m) for n, m in zip(prompts.lengths.tolist(), answers)])
         whole.tokens["token_mask"] = mask
         assert prompt_lengths(whole) == prompts.lengths.tolist()
-        for ranks in (1, 2, 4):
-            trained = [sorted(sum(Ranks(rank, ranks).blocks(whole, 0, 8, 4), [])) for rank in range(ranks)]
-            assert (generated_by(prompts, ranks, 4, 8) == trained) == (kept or ranks == 1)
+        for ranks, turns in product((1, 2, 4), (False, True)):
+            trained = [sorted(sum(Ranks(rank, ranks).blocks(whole, 0, 8, 4, turns), [])) for rank in range(ranks)]
+            assert (generated_by(prompts, ranks, 4, 8, turns) == trained) == (kept or ranks == 1)
 
 
 def test_a_rank_generates_the_samples_of_each_of_its_global_batches():

@@ -78,9 +78,10 @@ class Deadly:
 
 def test_a_launcher_of_what_is_no_launched_run_is_an_error():
     with pytest.raises(
-        ConfigError, match="cluster.executor.* is auto, but WORLD_SIZE is 2, so every rank would be a run of its own"
+        ConfigError, match="cluster.executor.* is ray, but WORLD_SIZE is 2, so every rank would be a run of its own"
     ):
-        check_launch(ClusterConfig(gpus_per_node=2), launched(TORCHRUN))
+        check_launch(ClusterConfig(executor="ray", gpus_per_node=2), launched(TORCHRUN))
+    check_launch(ClusterConfig(gpus_per_node=8), launched(TORCHRUN))  # auto: as many as were launched
     with pytest.raises(
         ConfigError, match="colocated.enabled.* is false, but all ranks that a launcher has started train"
     ):
@@ -146,26 +147,37 @@ RUN = [
 ]  # fmt: skip
 
 
-def arguments(folder: Path, steps: int) -> list[str]:
+def grpo_arguments(folder: Path, steps: int) -> list[str]:
     return [
         *RUN, f"grpo.max_num_steps={steps}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", f"logger.log_dir={folder / 'logs'}",
     ]  # fmt: skip
 
 
-def weights(folder: Path, step: int) -> bytes:
-    return (folder / "checkpoints" / f"step_{step}" / "policy" / "weights" / "model.safetensors").read_bytes()
+def weights(folder: Path, step: int) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted((folder / "checkpoints" / f"step_{step}").glob("*/weights/model.safetensors"))
+    }
 
 
 @pytest.mark.slow
-def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers):
-    """As a run that starts its ranks itself."""
-    with tiny.make(tmp_path / "one", *arguments(tmp_path / "one", 2)[2:]) as run:
+@pytest.mark.parametrize("kind, executor", [("grpo", "processes"), ("ppo", "auto")])
+def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers, kind, executor):
+    """As a run that starts its ranks itself; with `auto` also those of a file that was written for another number of devices."""
+    few = ["ppo.num_prompts_per_step=8", "policy.train_global_batch_size=32", "value.train_global_batch_size=32"]
+
+    def arguments(folder: Path, steps: int) -> list[str]:
+        given = [argument.replace("grpo", kind) for argument in grpo_arguments(folder, steps)]
+        return [*given, *(few if kind == "ppo" else [])]
+
+    with tiny.make(tmp_path / "one", *arguments(tmp_path / "one", 2)[2:], config=f"{kind}_tiny.yaml") as run:
         run.train()
-    program = [sys.executable, "-m", "nemo_rl_cpp.run_grpo_math"]
+    program = [sys.executable, "-m", "nemo_rl_cpp.run_grpo_math" if kind == "grpo" else "nemo_rl_cpp.run_ppo"]
     more = SRUN | {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "NEMO_RL_LAUNCH_DIR": str(tmp_path / "launch")}
     ranks = [
         subprocess.Popen(
-            [*program, *arguments(tmp_path / "two", 2)], env=os.environ | more | {"SLURM_PROCID": str(rank)}, stdout=subprocess.PIPE,
+            [*program, *arguments(tmp_path / "two", 2), f"cluster.executor={executor}", *(["cluster.gpus_per_node=8"] if executor == "auto" else [])],
+            env=os.environ | more | {"SLURM_PROCID": str(rank)}, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )
         for rank in (1, 0)
@@ -173,7 +185,9 @@ def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers):
     said = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert "step 2/2" in said[1] and "step 2/2" not in said[0]
-    assert weights(tmp_path / "two", 2) == weights(tmp_path / "one", 2)
+    assert weights(tmp_path / "two", 2) == weights(tmp_path / "one", 2) != {}
+    if executor == "auto":
+        assert "written for 8 devices" in said[1] and "runs on 2 processes (cpu)" in said[1]
     assert list((tmp_path / "launch").iterdir()) == []
 
 
@@ -182,7 +196,7 @@ def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers):
 def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_rl_cpp.run_grpo_math",
-        *arguments(tmp_path, 500), "cluster.worker_timeout_s=15",
+        *grpo_arguments(tmp_path, 500), "cluster.worker_timeout_s=15",
     ]  # fmt: skip
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

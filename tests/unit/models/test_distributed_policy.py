@@ -47,12 +47,12 @@ class NamedLoss:
         return -ratio.sum() / global_valid_toks + turned.sum(), {}
 
 
-def config():
+def config(*overrides):
     from nemo_rl_cpp.config import load_grpo_config
 
     made = load_grpo_config(
         "grpo_tiny.yaml",
-        ["policy.gradient_blocks=2", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=4"],
+        ["policy.gradient_blocks=2", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=4", *overrides],
     )
     return made.policy
 
@@ -65,15 +65,21 @@ def tokenizer():
 
 
 @pytest.fixture
-def one(tokenizer):
-    tiny.one_thread()
-    return Policy(None, config(), tokenizer, init_reference_model=False)
+def overrides():
+    """Of both policies; a test may have its own."""
+    return ()
 
 
 @pytest.fixture
-def two(tokenizer, forked_workers):
+def one(tokenizer, overrides):
+    tiny.one_thread()
+    return Policy(None, config(*overrides), tokenizer, init_reference_model=False)
+
+
+@pytest.fixture
+def two(tokenizer, overrides, forked_workers):
     cluster = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
-    made = DistributedPolicy(cluster, config(), tokenizer, init_reference_model=False)
+    made = DistributedPolicy(cluster, config(*overrides), tokenizer, init_reference_model=False)
     yield made
     cluster.shutdown()
 
@@ -102,9 +108,15 @@ def test_one_wrong_logprob_is_judged_for_all_ranks(one, two):
     }
 
 
+BESIDE, SHARDED = "policy.overlap_grad_reduce=true", "policy.data_parallel_sharding_strategy=optim_grads"
+
+
 @pytest.mark.parametrize("weight, said", [(float("inf"), "gradient of the loss is"), (3e38, "gradient norm is")])
-@pytest.mark.parametrize("sample", [0, 6])
+@pytest.mark.parametrize(
+    "sample, overrides", [(0, ()), (6, (BESIDE,)), (0, (SHARDED, "policy.gradient_blocks=4"))], ids=["after", "beside", "sharded"]
+)  # fmt: skip
 def test_a_batch_without_a_finite_gradient_is_named_and_kept(one, two, tmp_path, sample, weight, said):
+    """Also where other ranks have begun to add their gradients; and training goes on."""
     before, messages = one.weight_digest(), []
     for policy, folder in ((one, tmp_path / "one"), (two, tmp_path / "two")):
         policy.keep_bad_batches(folder)
@@ -114,6 +126,9 @@ def test_a_batch_without_a_finite_gradient_is_named_and_kept(one, two, tmp_path,
         (kept,) = folder.iterdir()
         assert set(torch.load(kept, weights_only=True)) >= {"input_ids", "token_mask"}
     assert messages[0] == messages[1] and one.weight_digest() == two.weight_digest() == before
+    for policy in (one, two):
+        policy.train(batch(), NamedLoss({}))
+    assert one.weight_digest() == two.weight_digest() != before
 
 
 def test_a_full_disk_is_the_writers_error_and_nobody_is_ended(two, tmp_path):

@@ -82,7 +82,7 @@ class EngineWorker(EngineHost):
         done = self._receiver.receive(version)
         self.model.masters_changed()  # what was made of the old ones
         self.weight_version = version
-        return Moved(done.bytes, done.seconds, self.weight_digest())
+        return Moved(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 
 def _built(config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> EngineWorker:

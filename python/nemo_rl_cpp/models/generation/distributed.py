@@ -36,7 +36,7 @@ class DistributedGeneration(GenerationInterface):
         config: the section `policy.generation`; None: the policy's own.
         options: for `Policy.create_generation`.
         tokenizer: whose pad token stands in padded results.
-        blocks: (gradient_blocks, train_global_batch_size) of the policy, so that its ranks train on what they generated; None: no
+        blocks: (gradient_blocks, train_global_batch_size, whether ranks take the blocks in turns) of the policy, so that its ranks train on what they generated; None: no
             training follows.
     """
 
@@ -46,7 +46,7 @@ class DistributedGeneration(GenerationInterface):
         config: EvalGenerationConfig | None,
         options: dict[str, object],
         tokenizer: TokenizerType | None,
-        blocks: tuple[int | None, int] | None = None,
+        blocks: tuple[int | None, int, bool] | None = None,
     ) -> None:
         self.group, self.config, self.tokenizer, self.blocks = group, config, tokenizer, blocks
         self._number = group.call_all("create_engine", config, options)[0]

@@ -16,6 +16,7 @@ class RefitMeeting(NamedTuple):
         size: of all who meet.
         deadline: seconds that one message may take.
         bucket_bytes: weights of one message.
+        delta: only what has changed since the last refit is sent.
     """
 
     host: str
@@ -23,11 +24,14 @@ class RefitMeeting(NamedTuple):
     size: int
     deadline: float
     bucket_bytes: int
+    delta: bool = False
 
 
 class Moved(NamedTuple):
-    """What a refit came to for one process: bytes of weights, seconds, and the digest of the weights that it has afterwards."""
+    """What a refit came to for one process: bytes of weights, seconds, the digest of the weights that it has afterwards, and the
+    bytes of the messages that carried them."""
 
     bytes: int
     seconds: float
     digest: str
+    sent: int = 0

@@ -15,7 +15,8 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, Scoring, TrainingPass
-from nemo_rl_cpp.models.trained_model import TrainedModel, Updates, in_layout_of
+from nemo_rl_cpp.models.policy.updates import Updates
+from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.telemetry.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ class Policy(TrainedModel, PolicyInterface):
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
         batching, blocks = self._batching("train", mbs), self.config.gradient_blocks
-        way = TrainingPass(self.trainer, loss_fn, batching, self.scoring, ranks=self.ranks, blocks=blocks)
+        way = TrainingPass(
+            self.trainer, loss_fn, batching, self.scoring, ranks=self.ranks, blocks=blocks, sums=self._sums()
+        )
         on_policy = "prev_logprobs" not in batch.tokens
         exactness = Exactness() if on_policy and "generation_logprobs" in batch.tokens else None
         if exactness is not None:

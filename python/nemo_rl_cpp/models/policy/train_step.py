@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.distributed.ranks import GradientSums, Ranks
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, wanted_tokens
 
 if TYPE_CHECKING:
@@ -82,9 +82,10 @@ class GlobalBatchResult:
     """`outputs`: what the model's head said of each trained token, [T] of the whole batch; 0 elsewhere and in samples outside the
     global batch. `losses`, `metrics`: one a micro-batch. `zero_gradient_tokens`: of `packed_tokens` those that needed no backward.
 
-    Of several ranks each has the results of its own samples."""
+    Of several ranks each has the results of its own samples. `blocks`: how many micro-batches each block has."""
 
     outputs: Tensor
+    blocks: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     packed_tokens: int = 0
@@ -133,6 +134,7 @@ class TrainingPass:
         evaluate: how the loss is asked: `evaluate_loss` of log-probabilities, `evaluate_value_loss` of values.
         ranks: the processes that share a global batch.
         blocks: whose gradients are added along a fixed tree, see `Ranks.blocks`.
+        sums: how gradients are added over the ranks.
     """
 
     trainer: C.Trainer
@@ -142,6 +144,11 @@ class TrainingPass:
     evaluate: Callable[..., LossResult] | None = None
     ranks: Ranks = Ranks()
     blocks: int | None = None
+    sums: GradientSums = GradientSums()
+
+    def alone(self) -> TrainingPass:
+        """The same by this process alone; the slices of a model still work together."""
+        return replace(self, ranks=Ranks(), blocks=None, sums=GradientSums())
 
     def forward_backward(
         self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
@@ -173,24 +180,42 @@ class _GlobalBatch:
         self.apart: Tensor | None = None
         if train and hasattr(way.loss_fn, "zero_gradient_rows"):
             self.apart = way.loss_fn.zero_gradient_rows(data)
-        blocks = way.ranks.blocks(data, begin, end, way.blocks)
+        blocks = way.ranks.blocks(data, begin, end, way.blocks, way.sums.sharded)
         plans = [plan(data, self.wanted, rows, way.batching, self.apart) for rows in blocks]
         self.batch, self.blocks = plans[0][0], [micro_batches for _, micro_batches in plans]
         outputs = torch.zeros(data.num_tokens, dtype=way.trainer.out_dtype)
-        self.result = GlobalBatchResult(outputs)
+        self.result = GlobalBatchResult(outputs, [len(micro_batches) for micro_batches in self.blocks])
         has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0
         self.unfiltered = torch.zeros_like(outputs) if way.scoring.filters and has_kl else None
         self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if train else None
 
     def run(self) -> GlobalBatchResult:
-        for micro_batches in self.blocks:
-            for rows in micro_batches:
-                self._micro_batch(rows)
-            if self.train and len(self.blocks) > 1:
+        sums, failed = self.way.sums if self.train else GradientSums(), None
+        for number, micro_batches in enumerate(self.blocks):
+            is_last = number + 1 == len(self.blocks)
+            if failed is None:
+                try:
+                    self._block(micro_batches, sums.beside and (sums.sharded or is_last))
+                except Exception as error:
+                    if not sums.beside:
+                        raise
+                    failed = error
+            if self.train and len(self.blocks) > 1 and (failed is None or sums.sharded):
                 self.way.trainer.end_block()
+        if failed is not None:  # the others have begun sums that need this rank's part, whatever it is
+            if len(self.blocks) == 1 or not sums.sharded:
+                self.way.trainer.abandon_sum()
+            raise failed
         if self.way.scoring.filters:
             self.result.outputs = without_removed_tokens(self.result.outputs)[0]
         return self.result
+
+    def _block(self, micro_batches: list[list[int]], sum_begins: bool) -> None:
+        """`sum_begins`: in its last backward."""
+        for i, rows in enumerate(micro_batches, 1):
+            if sum_begins and i == len(micro_batches):
+                self.way.trainer.begin_sum()
+            self._micro_batch(rows)
 
     def _micro_batch(self, rows: list[int]) -> None:
         way, result = self.way, self.result

@@ -11,7 +11,8 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.policy.train_step import Loss, TrainingPass, evaluate_value_loss
-from nemo_rl_cpp.models.trained_model import TrainedModel, Updates, in_layout_of
+from nemo_rl_cpp.models.policy.updates import Updates
+from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Value(TrainedModel, ValueInterface):
         gbs = self._global_batch_size(data.size, gbs)
         way = TrainingPass(
             self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss, ranks=self.ranks,
-            blocks=self.config.gradient_blocks,
+            blocks=self.config.gradient_blocks, sums=self._sums(),
         )  # fmt: skip
         return self._pass_over(data, gbs, way, eval_mode)
 

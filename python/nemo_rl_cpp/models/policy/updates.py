@@ -1,0 +1,89 @@
+"""What the optimizer steps of one `train` call came to, of one rank or of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from nemo_rl_cpp.models.policy.train_step import GlobalBatchResult
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class Updates:
+    """What the global batches of one `train` call came to. `blocks`: how many micro-batches each block of a global batch has;
+    `in_turns`: ranks have taken the blocks in turns."""
+
+    num_global_batches: int
+    in_turns: bool = False
+    blocks: list[list[int]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    metrics: list[list[dict[str, float]]] = field(default_factory=list)
+    packed_tokens: int = 0
+    zero_gradient_tokens: int = 0
+
+    def add(self, result: GlobalBatchResult, settings: dict[str, float]) -> None:
+        """One global batch, and the settings of its optimizer step."""
+        self.blocks.append(result.blocks)
+        self.losses.append(result.losses)
+        self.metrics.append([metrics | settings for metrics in result.metrics])
+        self.packed_tokens += result.packed_tokens
+        self.zero_gradient_tokens += result.zero_gradient_tokens
+
+    @classmethod
+    def of_ranks(cls, parts: Sequence[Updates]) -> Updates:
+        """Those of all ranks as if one process had made them: micro-batches in the order of blocks."""
+        whole = cls(parts[0].num_global_batches, norms=parts[0].norms)
+        whole.losses = _in_block_order(parts, [part.losses for part in parts])
+        whole.metrics = _in_block_order(parts, [part.metrics for part in parts])
+        whole.packed_tokens = sum(part.packed_tokens for part in parts)
+        whole.zero_gradient_tokens = sum(part.zero_gradient_tokens for part in parts)
+        return whole
+
+    def report(self) -> TrainingResult:
+        """What `train` returns."""
+        return {
+            "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),
+            "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),
+            "all_mb_metrics": collect_metrics(sum(self.metrics, []), self.num_global_batches),
+            "packed_tokens": self.packed_tokens,
+        }
+
+
+def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
+    """One list a global batch, of the values of all ranks' micro-batches."""
+    joined: list[list[Value]] = []
+    for number, lists in enumerate(zip(*of_ranks)):
+        if not parts[0].in_turns:
+            joined.append([value for values in lists for value in values])
+            continue
+        left = [iter(values) for values in lists]
+        turns = zip(*(part.blocks[number] for part in parts))
+        joined.append([value for counts in turns for rest, count in zip(left, counts) for value in islice(rest, count)])
+    return joined
+
+
+_UNDIVIDED = {"lr", "wd", "global_valid_seqs", "global_valid_toks", "token_mult_prob_error_sum"}
+
+
+def collect_metrics(metrics: list[dict[str, float]], num_global_batches: int) -> dict[str, list[float]]:
+    """name -> one value a micro-batch. Sums over a global batch are divided by the number of global batches, as NeMo RL
+    does; minima, maxima, what is a property of the whole global batch, and a sum that is yet to be divided by the global
+    batch's tokens (`token_mult_prob_error_sum`) are not."""
+    collected: dict[str, list[float]] = {}
+    for micro in metrics:
+        if micro.get("num_valid_samples", 1) == 0:
+            continue
+        for name, value in micro.items():
+            whole = "_min" in name or "_max" in name or name in _UNDIVIDED
+            collected.setdefault(name, []).append(value if whole else value / num_global_batches)
+    return collected

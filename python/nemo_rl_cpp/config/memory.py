@@ -11,6 +11,7 @@ from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.sources import ModelFolderError
 
 from .generation import GenerationConfig
+from .gradient_memory import gradient_bytes
 from .known_models import ModelSizes, known_model
 from .machine import machine_memory
 from .master import TrainMasterConfig
@@ -138,14 +139,14 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         ),
         phase(
             "policy training",
-            ("policy gradients", _gradients(policy, sizes, sizes.parameters, count // slices["policy"])),
+            ("policy gradients", gradient_bytes(policy, sizes, sizes.parameters, count // slices["policy"])),
             ("activations", _activations(policy, sizes)),
             _head(policy, sizes, "train"),
             *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
         ),
     ]
     if value is not None:
-        gradients = _gradients(config.value, value, value.backbone_parameters, count // slices["value"])
+        gradients = gradient_bytes(config.value, value, value.backbone_parameters, count // slices["value"])
         activations = _activations(config.value, value)
         phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
     return phases
@@ -169,19 +170,6 @@ def _shared_parts(policy: PolicyConfig, critic: TrainedModelConfig | None) -> tu
     """Of models of transformers FSDP2 shares out weights and gradients too."""
     found = ("policy weights", "policy gradients", "reference weights") if policy.backend == "hf" else ()
     return (*found, "value weights", "value gradients") if critic is not None and critic.backend == "hf" else found
-
-
-def _gradients(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
-    """Bytes of gradients that a process holds while it adds its blocks along the tree."""
-    blocks = model.gradient_blocks or processes
-    sums = max(1, blocks // processes).bit_length()
-    if processes == 1 or not model.shards_gradients:
-        return parameters * 4.0 * sums
-    # shards of the sums, and the block at work: of one micro-batch the embedding, two layers and those on their way
-    by_tokens = model.sequence_packing.enabled or model.dynamic_batching.enabled
-    alone = not by_tokens and (model.train_global_batch_size or 0) <= blocks * (model.train_micro_batch_size or 0)
-    work = min(parameters, sizes.embedding_parameters + 4 * sizes.layer_parameters) if alone else parameters
-    return 4.0 * (parameters * sums / processes + work)
 
 
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:

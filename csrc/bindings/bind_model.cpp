@@ -31,6 +31,14 @@ void bind_decoder_model(py::module_& m) {
                                return specs;
                              })
       .def_property_readonly("specs", [](const DecoderModel& self) { return self.layout().specs; })
+      .def(
+          "adapt",
+          [](DecoderModel& self, std::int64_t dim, double alpha, std::vector<std::string> targets) {
+            self.adapt({dim, alpha, std::move(targets)});
+          },
+          py::arg("dim"), py::arg("alpha"), py::arg("targets"), release_gil())
+      .def("base", &DecoderModel::base)
+      .def_property_readonly("trained_layout", [](const DecoderModel& self) { return self.trained_layout(); })
       .def_property_readonly("masters", [](const DecoderModel& self) { return self.masters(); })
       .def_property_readonly("masters_begin", &DecoderModel::masters_begin)
       .def_property_readonly("compute", [](const DecoderModel& self) { return self.compute(); })
@@ -153,6 +161,10 @@ void bind_layout(py::module_& m) {
              return model::ParameterLayout(config_from(config).sliced({rank, size}));
            }),
            py::arg("config"), py::arg("rank") = 0, py::arg("size") = 1)
+      .def(py::init([](const py::dict& config, std::int64_t dim, std::vector<std::string> targets, int rank, int size) {
+             return model::ParameterLayout(config_from(config).sliced({rank, size}), {dim, 0.0, std::move(targets)});
+           }),
+           py::arg("config"), py::arg("dim"), py::arg("targets"), py::arg("rank") = 0, py::arg("size") = 1)
       .def_readonly("specs", &model::ParameterLayout::specs)
       .def_readonly("total", &model::ParameterLayout::total);
 }

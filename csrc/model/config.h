@@ -74,4 +74,13 @@ struct ModelConfig {
   std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
+/// Low-rank adapters (LoRA, Hu et al., 2021): the matrices of `targets` are W + (alpha / dim) · B · A with a frozen W
+/// [out, in], and A [dim, in] and B [out, dim] are trained.
+struct LoraConfig {
+  std::int64_t dim = 8;
+  double alpha = 32;
+  std::vector<std::string> targets;  ///< matrices of layers by their names in the checkpoint, each once
+  double scale() const { return alpha / static_cast<double>(dim); }
+};
+
 }  // namespace nemo_rl::model

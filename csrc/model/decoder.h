@@ -10,6 +10,7 @@
 #include <span>
 
 #include "distributed/peers.h"
+#include "model/gradient_views.h"
 #include "model/layer_activations.h"
 #include "model/parameters.h"
 #include "model/rope_table.h"
@@ -57,11 +58,11 @@ class Decoder {
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                      std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace);
 
-  /// Adds the gradients of all parameters but the head's and the final norm's to `grads`; dh [T, D] is the gradient of
-  /// the forward's result and is overwritten. `source`: what that forward left. `layer_done`: hears the number of each
-  /// layer, the last one first, when its gradients are complete; may be empty.
+  /// Adds the gradients of what is trained, but the head's and the final norm's, to `grads`; dh [T, D] is the gradient
+  /// of the forward's result and is overwritten. `source`: what that forward left. `layer_done`: hears the number of
+  /// each layer, the last one first, when its gradients are complete; may be empty.
   void backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention,
-                const AttentionBackward& attention_backward, const DecoderParameters& grads, Workspace& workspace,
+                const AttentionBackward& attention_backward, const GradientViews& grads, Workspace& workspace,
                 const LayerDone& layer_done = {});
 
   /// y [R, D] S = final norm of h [R, D]; rstd [R, 1] may be undefined.
@@ -103,10 +104,10 @@ class Decoder {
                              const at::Tensor& d_norm, Workspace& workspace) const;
   void add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm,
                           const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const;
-  void backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& grads,
+  void backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerGradients& grads,
                     Workspace& workspace);
   void backward_attention(std::int64_t l, const LayerActivations& a, const at::Tensor& positions, const at::Tensor& dh,
-                          const AttentionBackward& attention_backward, const LayerParameters& grads,
+                          const AttentionBackward& attention_backward, const GradientViews& grads,
                           Workspace& workspace);
 
   ModelConfig config_;

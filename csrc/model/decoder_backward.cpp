@@ -10,20 +10,20 @@
 namespace nemo_rl::model {
 
 void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention,
-                       const AttentionBackward& attention_backward, const DecoderParameters& grads,
-                       Workspace& workspace, const LayerDone& layer_done) {
+                       const AttentionBackward& attention_backward, const GradientViews& grads, Workspace& workspace,
+                       const LayerDone& layer_done) {
   const auto positions = on_device(source.positions());
-  for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
+  for (std::int64_t l = config_.num_layers - 1; l >= grads.first_layer(); --l) {
     auto a = source.layer(l);
     if (source.holds_input_alone(l))
       run_layer(l, positions, attention, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
                 scratch(dh.size(0), workspace));
-    const auto& g = grads.layers[static_cast<std::size_t>(l)];
-    backward_mlp(l, a, dh, g, workspace);
-    backward_attention(l, a, positions, dh, attention_backward, g, workspace);
+    backward_mlp(l, a, dh, grads.layer(l), workspace);
+    backward_attention(l, a, positions, dh, attention_backward, grads, workspace);
     if (layer_done) layer_done(l);
   }
-  embed_backward(dh, source.token_ids(), grads.embedding);
+  if (const auto& embedding = grads.dense().embedding; embedding.defined())
+    embed_backward(dh, source.token_ids(), embedding);
 }
 
 /// Gradient of what a branch's last product returns, in the compute type: that of the residual stream, taken through
@@ -49,21 +49,25 @@ void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h
   dh.add_(d_normed);
 }
 
-void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& g,
+void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerGradients& grads,
                            Workspace& workspace) {
-  const auto& p = layer(l);
+  const auto &p = layer(l), &g = grads.dense();
   const std::int64_t T = dh.size(0), D = config_.hidden_size, I = config_.intermediate_size;
   const auto S = compute_dtype();
   const auto dy = branch_gradient(dh, a.mlp_branch, p.norm_after_mlp, g.norm_after_mlp, workspace);
-  const auto act = workspace.take(Slot::act, {T, I}, S), d_act = workspace.take(Slot::d_act, {T, I}, S);
-  ops::swiglu_forward(a.gate_up, act, config_.activation);
-  ops::linear_backward_weight(dy, act, g.down_weight);
+  const auto d_act = workspace.take(Slot::d_act, {T, I}, S);
+  if (grads.wants(&LayerParameters::down_weight)) {
+    const auto act = workspace.take(Slot::act, {T, I}, S);
+    ops::swiglu_forward(a.gate_up, act, config_.activation);
+    grads.add(&LayerParameters::down_weight, dy, act, workspace);
+  }
   if (g.down_bias.defined()) ops::add_column_sums(dy, g.down_bias);
   ops::linear_backward_input(dy, p.down_weight, d_act);
   const auto d_gate_up = workspace.take(Slot::d_gate_up, {T, 2 * I}, S);
   ops::swiglu_backward(d_act, a.gate_up, d_gate_up, config_.activation);
-  ops::linear_backward_weight(
-      d_gate_up, normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, S)), g.gate_up_weight);
+  if (grads.wants(&LayerParameters::gate_up_weight))
+    grads.add(&LayerParameters::gate_up_weight, d_gate_up,
+              normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, S)), workspace);
   if (g.gate_up_bias.defined()) ops::add_column_sums(d_gate_up, g.gate_up_bias);
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
   ops::linear_backward_input(d_gate_up, p.gate_up_weight, d_normed);
@@ -72,13 +76,14 @@ void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::
 
 void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, const at::Tensor& positions,
                                  const at::Tensor& dh, const AttentionBackward& attention_backward,
-                                 const LayerParameters& g, Workspace& workspace) {
-  const auto& p = layer(l);
+                                 const GradientViews& grads, Workspace& workspace) {
+  const auto wanted = grads.layer(l);
+  const auto &p = layer(l), &g = wanted.dense();
   const auto& c = config_;
   const std::int64_t T = dh.size(0), D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
   const auto S = compute_dtype();
   const auto dy = branch_gradient(dh, a.attn_branch, p.norm_after_attention, g.norm_after_attention, workspace);
-  ops::linear_backward_weight(dy, a.attn, g.o_weight);
+  if (wanted.wants(&LayerParameters::o_weight)) wanted.add(&LayerParameters::o_weight, dy, a.attn, workspace);
   if (g.o_bias.defined()) ops::add_column_sums(dy, g.o_bias);
   const auto d_attn = workspace.take(Slot::d_attn, {T, Q}, S);
   ops::linear_backward_input(dy, p.o_weight, d_attn);
@@ -90,9 +95,11 @@ void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, cons
     ops::rms_norm_backward(d_q, a.qkv_raw.narrow(1, 0, Q), p.q_norm, a.q_rstd, d_q, false, g.q_norm);
     ops::rms_norm_backward(d_k, a.qkv_raw.narrow(1, Q, KV), p.k_norm, a.k_rstd, d_k, false, g.k_norm);
   }
-  ops::linear_backward_weight(
-      d_qkv, normalised(a.h_in, p.norm_before_attention, {}, workspace.take(Slot::normed, {T, D}, S)), g.qkv_weight);
+  if (wanted.wants(&LayerParameters::qkv_weight))
+    wanted.add(&LayerParameters::qkv_weight, d_qkv,
+               normalised(a.h_in, p.norm_before_attention, {}, workspace.take(Slot::normed, {T, D}, S)), workspace);
   if (g.qkv_bias.defined()) ops::add_column_sums(d_qkv, g.qkv_bias);
+  if (!grads.goes_below(l)) return;
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
   ops::linear_backward_input(d_qkv, p.qkv_weight, d_normed);
   add_input_gradient(d_normed, a.h_in, p.norm_before_attention, a.rstd_in, dh, g.norm_before_attention);

@@ -27,10 +27,10 @@ at::Device checked(at::Device device, at::ScalarType dtype) {
 DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device,
                            std::shared_ptr<distributed::Communicator> peers)
     : DecoderModel(peers == nullptr ? config : config.sliced({peers->rank(), peers->size()}), dtype, trainable, device,
-                   peers == nullptr ? nullptr : std::make_unique<distributed::Peers>(peers)) {}
+                   peers == nullptr ? nullptr : std::make_shared<distributed::Peers>(peers)) {}
 
 DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device,
-                           std::unique_ptr<distributed::Peers> peers)
+                           std::shared_ptr<distributed::Peers> peers)
     : peers_(std::move(peers)),
       layout_(config),
       trainable_(trainable),
@@ -46,6 +46,25 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
   } else if (trainable) {
     masters_ = zeros(layout_, at::kFloat, decoder_.device());
   }
+}
+
+DecoderModel::DecoderModel(const DecoderModel& adapted, DecoderParameters base)
+    : peers_(adapted.peers_),
+      layout_(adapted.layout_),
+      trainable_(false),
+      decoder_(adapted.config(), std::move(base), peers_.get()),
+      workspace_(decoder_.device()),
+      kept_(kept_activations_of(decoder_)) {}
+
+void DecoderModel::adapt(const LoraConfig& lora) {
+  NRL_CHECK_ARG(!trainable_ && adapters_ == nullptr, "adapters are for a model that was built as a frozen one, once");
+  adapters_ = std::make_unique<Adapters>(config(), lora, decoder_.parameters());
+  trainable_ = true;
+}
+
+std::shared_ptr<DecoderModel> DecoderModel::base() const {
+  NRL_CHECK_ARG(adapters_ != nullptr, "a model without adapters has no base");
+  return std::shared_ptr<DecoderModel>(new DecoderModel(*this, adapters_->base()));
 }
 
 const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64_t after) {
@@ -74,6 +93,7 @@ void DecoderModel::weights_changed() {
 }
 
 void DecoderModel::masters_changed() {
+  if (adapters_) adapters_->merge();
   if (has_separate_masters()) ops::round_weights(masters_, compute().narrow(0, masters_begin_, masters_.numel()));
   weights_changed();
 }

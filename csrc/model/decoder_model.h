@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "model/activations.h"
+#include "model/adapters.h"
 #include "model/lm_head.h"
 #include "model/value_head.h"
 #include "ops/packed_weights.h"
@@ -21,6 +22,14 @@ class DecoderModel {
   DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device = at::kCPU,
                std::shared_ptr<distributed::Communicator> peers = nullptr);
 
+  /// Trains low-rank adapters of a model that was built as a frozen one and has its weights, in place of the weights.
+  /// They are zero: the caller draws A in masters() and says masters_changed().
+  void adapt(const LoraConfig& lora);
+  /// The model without its adapters: a frozen one on the same memory, with a workspace of its own.
+  std::shared_ptr<DecoderModel> base() const;
+  /// nullptr: all weights are trained, or none.
+  const Adapters* adapters() const { return adapters_.get(); }
+
   /// Of this process's slice.
   const ModelConfig& config() const { return decoder_.config(); }
   const ParameterLayout& layout() const { return layout_; }
@@ -30,8 +39,17 @@ class DecoderModel {
   Workspace& workspace() { return workspace_; }
   at::Device device() const { return decoder_.device(); }
   bool trainable() const { return trainable_; }
-  /// What the optimizer updates: float32 (float64) masters; the compute weights themselves unless dtype is bfloat16.
-  const at::Tensor& masters() const { return masters_; }
+  /// What the optimizer updates: float32 (float64) masters; the compute weights themselves unless dtype is bfloat16; of
+  /// an adapted model its adapters.
+  const at::Tensor& masters() const { return adapters_ ? adapters_->masters() : masters_; }
+  /// How masters(), gradients and optimizer state lie in memory.
+  const ParameterLayout& trained_layout() const { return adapters_ ? adapters_->layout() : layout_; }
+  /// What a backward adds to, for a flat buffer in that layout.
+  GradientViews gradient_views(const at::Tensor& flat) const {
+    return adapters_ ? adapters_->gradient_views(flat) : GradientViews(config(), layout_, flat);
+  }
+  /// What other processes of a run need of an update: in the layout of masters().
+  const at::Tensor& updated() const { return adapters_ ? adapters_->masters() : compute(); }
   /// Keeps the masters of the elements [begin, end) alone, where other processes keep the others'. Nothing to do where
   /// the masters are the compute weights.
   void keep_master_shard(std::int64_t begin, std::int64_t end);
@@ -39,7 +57,7 @@ class DecoderModel {
   std::int64_t masters_begin() const { return masters_begin_; }
   /// What products read.
   const at::Tensor& compute() const { return decoder_.parameters().flat; }
-  bool has_separate_masters() const { return masters_.defined() && !masters_.is_same(compute()); }
+  bool has_separate_masters() const { return !adapters_ && masters_.defined() && !masters_.is_same(compute()); }
   /// What generation computed with these very weights, for the first update after it (on the CPU; nothing until it is
   /// given memory).
   KeptActivations& kept() { return kept_; }
@@ -50,7 +68,8 @@ class DecoderModel {
   std::int64_t packed_bytes() const { return packed_.bytes(); }
   /// After the compute weights were written: drops what was made of the old ones.
   void weights_changed();
-  /// After masters were written: rounds them into the compute copy (nothing to do when they are one).
+  /// After masters were written: rounds them into the compute copy (nothing to do when they are one), or makes the
+  /// effective weights of adapters.
   void masters_changed();
 
   /// FNV-1a over the bytes of the compute weights, in blocks that are combined in order: equal digests, equal weights.
@@ -59,13 +78,15 @@ class DecoderModel {
 
  private:
   DecoderModel(ModelConfig slice, at::ScalarType dtype, bool trainable, at::Device device,
-               std::unique_ptr<distributed::Peers> peers);
-  std::unique_ptr<distributed::Peers> peers_;
+               std::shared_ptr<distributed::Peers> peers);
+  DecoderModel(const DecoderModel& adapted, DecoderParameters base);
+  std::shared_ptr<distributed::Peers> peers_;
   ParameterLayout layout_;
   bool trainable_;
   at::Tensor masters_;
   std::int64_t masters_begin_ = 0;
   Decoder decoder_;
+  std::unique_ptr<Adapters> adapters_;
   Workspace workspace_;
   KeptActivations kept_;
   ops::PackedWeights packed_;

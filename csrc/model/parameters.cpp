@@ -1,5 +1,7 @@
 #include "model/parameters.h"
 
+#include <algorithm>
+#include <set>
 #include <stdexcept>
 
 #include "common/check.h"
@@ -9,7 +11,7 @@ namespace {
 
 constexpr std::int64_t kAlignment = 64;  // elements: a cache line of bfloat16 and more
 constexpr auto kEmbedding = "model.embed_tokens.weight", kFinalNorm = "model.norm.weight", kLmHead = "lm_head.weight",
-               kValueHead = "score.weight";
+               kValueHead = "score.weight", kLoraA = ".lora_A.weight", kLoraB = ".lora_B.weight";
 
 class LayoutBuilder {
  public:
@@ -103,6 +105,51 @@ ParameterLayout::ParameterLayout(const ModelConfig& c) {
     b.add_vocabulary(kLmHead, c.vocab_rows(), c.vocab_size, c.hidden_size);
   }
   b.align();
+}
+
+ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
+  NRL_CHECK_ARG(lora.dim >= 1 && !lora.targets.empty(), "adapters need a dim of at least 1 and a matrix, got dim ",
+                lora.dim, " and ", lora.targets.size(), " matrices");
+  std::set<std::string> wanted(lora.targets.begin(), lora.targets.end());
+  NRL_CHECK_ARG(wanted.size() == lora.targets.size(), "a matrix has one adapter, but a target is named twice");
+  LayoutBuilder b(*this);
+  const auto add = [&](const std::string& name, const char* which, std::int64_t size, bool is_split) {
+    auto whole = size;
+    if (is_split) whole *= c.slice.size;
+    b.append(name.substr(0, name.rfind('.')) + which, {lora.dim, size}, {lora.dim, whole},
+             is_split ? 1 : ParameterSpec::kWhole, is_split ? c.slice.rank * size : 0);
+  };
+  for (std::int64_t l = 0; l < c.num_layers; ++l)
+    for (const auto& tensor : layer_tensors(c)) {
+      if (tensor.columns == 0) continue;
+      std::vector<std::string> names;
+      std::int64_t begin = 0;
+      const std::size_t first = adapters.size();
+      for (const auto& part : tensor.parts) {
+        if (wanted.erase(layer_prefix(l) + part.name) > 0) {
+          names.push_back(layer_prefix(l) + part.name);
+          adapters.push_back({l, tensor.field, begin, part.rows, tensor.columns, 0, 0});
+        }
+        begin += part.rows;
+      }
+      b.align();
+      for (std::size_t i = 0; i < names.size(); ++i) {
+        adapters[first + i].a = specs.size();
+        add(names[i], kLoraA, tensor.columns, tensor.split == 1);
+      }
+      for (std::size_t i = 0; i < names.size(); ++i) {
+        adapters[first + i].b = specs.size();
+        add(names[i], kLoraB, adapters[first + i].rows, tensor.split == 0);
+      }
+    }
+  NRL_CHECK_ARG(wanted.empty(), "no matrix of a layer is named ", wanted.empty() ? "" : *wanted.begin());
+  if (c.value_head) b.add(kValueHead, {1, c.hidden_size});
+  b.align();
+}
+
+const ParameterSpec* ParameterLayout::value_head() const {
+  const auto found = std::ranges::find(specs, kValueHead, &ParameterSpec::name);
+  return found == specs.end() ? nullptr : &*found;
 }
 
 const ParameterSpec& ParameterLayout::find(const std::string& name) const {

@@ -56,12 +56,27 @@ struct LayerTensor {
 /// nowhere else.
 std::vector<LayerTensor> layer_tensors(const ModelConfig& config);
 
+/// One adapter: it changes rows [begin, begin + rows) of a matrix of a layer.
+struct AdapterSpec {
+  std::int64_t layer = 0;
+  at::Tensor LayerParameters::* matrix = nullptr;
+  std::int64_t begin = 0, rows = 0, columns = 0;
+  std::size_t a = 0, b = 0;  ///< which of ParameterLayout::specs
+};
+
 /// Names, shapes and offsets; parameters that are not fused start at multiples of 64 elements.
 struct ParameterLayout {
   explicit ParameterLayout(const ModelConfig& config);
+  /// Of what is trained with adapters: A and B of every target, and a value head. B lies transposed, [dim, out], so
+  /// that all products have a few rows instead of a few columns; the A of matrices that lie side by side do so too.
+  /// Throws ArgumentError for a target that the model does not have, and for none at all.
+  ParameterLayout(const ModelConfig& config, const LoraConfig& lora);
   std::vector<ParameterSpec> specs;
-  std::int64_t total = 0;  ///< length of the flat buffer, gaps included (they stay zero)
+  std::vector<AdapterSpec> adapters;  ///< in the order of layers and matrices
+  std::int64_t total = 0;             ///< length of the flat buffer, gaps included (they stay zero)
   const ParameterSpec& find(const std::string& name) const;
+  /// That of a critic; nullptr: there is none.
+  const ParameterSpec* value_head() const;
 };
 
 /// A flat buffer seen as a decoder's parameters (weights, a rounded copy of them, or their gradients).

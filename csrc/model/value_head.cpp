@@ -42,7 +42,7 @@ at::Tensor ValueHead::backward(const Decoder& decoder, const at::Tensor& h, cons
   const auto by_row = workspace.take(Slot::head_d_values_rounded, {rows_.size(), 1}, decoder.compute_dtype());
   by_row.copy_(sums);
   const auto d_normed = rows_.d_normed(workspace);
-  ops::linear_backward_weight(by_row, rows_.normed(), grads.lm_head);
+  if (grads.lm_head.defined()) ops::linear_backward_weight(by_row, rows_.normed(), grads.lm_head);
   ops::linear_backward_input(by_row, decoder.parameters().lm_head, d_normed);
   return rows_.backward(decoder, h, query, d_normed, grads, workspace);
 }

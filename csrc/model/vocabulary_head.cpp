@@ -319,10 +319,11 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
       });
       const S* const rows_x = ops::ptr<S>(x) + start * D;
       const S* const rows_w = ops::ptr<S>(w) + v * D;
-      ops::run_gemm<S, float>({{d, 1, kTile, rows_x, D, columns, D, rows},
-                               ops::mutable_ptr<float>(d_w) + v * d_w.stride(0),
-                               d_w.stride(0),
-                               true});
+      if (d_w.defined())
+        ops::run_gemm<S, float>({{d, 1, kTile, rows_x, D, columns, D, rows},
+                                 ops::mutable_ptr<float>(d_w) + v * d_w.stride(0),
+                                 d_w.stride(0),
+                                 true});
       ops::run_gemm<S, float>({{d, kTile, 1, rows_w, D, rows, D, columns},
                                ops::mutable_ptr<float>(d_x) + start * d_x.stride(0),
                                d_x.stride(0),
@@ -343,7 +344,7 @@ void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, con
                d_logits = scratch(d_logits_, {count, V}, x.scalar_type());
     chunk_gradient(start, wanted, scoring, d_values, sums, logits, d_logits);
     const auto own = d_logits.narrow(1, slice_.begin(), w.size(0));
-    ops::linear_backward_weight(own, x.narrow(0, start, count), d_w);
+    if (d_w.defined()) ops::linear_backward_weight(own, x.narrow(0, start, count), d_w);
     ops::linear_backward_input(own, w, d_x.narrow(0, start, count));
   }
 }

@@ -48,7 +48,8 @@ class VocabularyHead {
   void forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                const PairValues& values, RowSums* sums, const at::Tensor& entropy);
 
-  /// From the gradient of those values: d_x [U, D] in A is overwritten, d_w [V, D] added to. Logits are computed again.
+  /// From the gradient of those values: d_x [U, D] in A is overwritten, d_w [V, D] added to (undefined: the head is
+  /// frozen). Logits are computed again.
   void backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                 const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
 

@@ -66,7 +66,7 @@ void VocabularyHead::backward_on_device(const at::Tensor& x, const at::Tensor& w
     ops::linear_forward(rows, w, std::nullopt, logits);
     ops::pairs_gradient(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, d_values.logprobs,
                         d_unfiltered, d_logits);
-    ops::linear_backward_weight(d_logits, rows, d_w);
+    if (d_w.defined()) ops::linear_backward_weight(d_logits, rows, d_w);
     ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
   }
 }
@@ -92,7 +92,7 @@ void VocabularyHead::forward_backward_on_device(const at::Tensor& x, const at::T
     loss(begin, end, seen.const_data_ptr<float>(), d_seen.mutable_data_ptr<float>());
     gradient.narrow(0, begin, end - begin).copy_(d_seen);
     ops::pairs_gradient(logits, query, gradient, {}, d_logits);
-    ops::linear_backward_weight(d_logits, rows, d_w);
+    if (d_w.defined()) ops::linear_backward_weight(d_logits, rows, d_w);
     ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
   }
 }

@@ -33,6 +33,8 @@ enum class Slot {
   d_branch,               ///< [T, D] gradient behind the norm of `branch`
   d_attn,                 ///< [T, N·H]
   d_qkv,                  ///< [T, (N+2K)H]
+  adapter_x,              ///< [T, parts · dim] a matrix's input times the A of its adapters
+  adapter_y,              ///< [T, parts · dim] its output's gradient times their B
   head_hidden,            ///< [U, D] rows that the head reads
   head_normed,            ///< [U, D]
   head_rstd,              ///< [U, 1]

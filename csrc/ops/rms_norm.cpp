@@ -41,6 +41,7 @@ void backward(kernels::RmsNormBackward<X, G, T>* kernel, const at::Tensor& dy, c
     for (std::int64_t b = begin; b < end; ++b)
       kernel(args, b * kRowBlock, std::min(rows, (b + 1) * kRowBlock), parts.data() + b * D);
   });
+  if (!dw.defined()) return;
   A* sum = mutable_ptr<A>(dw);
   for (std::int64_t b = 0; b < blocks; ++b)
     for (std::int64_t d = 0; d < D; ++d) sum[d] += parts[static_cast<std::size_t>(b * D + d)];
@@ -73,7 +74,9 @@ void rms_norm_forward(const at::Tensor& x, const at::Tensor& w, double eps, cons
 void rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const at::Tensor& rstd,
                        const at::Tensor& dx, bool accumulate, const at::Tensor& dw) {
   check(x, w, dx);
-  if (x.is_cuda()) return rms_norm_backward_cuda.get(x)(dy, x, w, rstd, dx, accumulate, dw);
+  if (x.is_cuda())
+    return rms_norm_backward_cuda.get(x)(dy, x, w, rstd, dx, accumulate,
+                                         dw.defined() ? dw : at::zeros({w.numel()}, w.options().dtype(at::kFloat)));
   const auto in = x.scalar_type(), type = w.scalar_type(), grad = dy.scalar_type();
   if (type == at::kFloat && in == at::kFloat && grad == at::kFloat)
     return backward<float, float, float>(kernels::rms_norm_backward_f32, dy, x, w, rstd, dx, accumulate, dw);

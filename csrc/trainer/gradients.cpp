@@ -16,13 +16,18 @@ Gradients::Gradients(model::DecoderModel& model, TrainedTogether together)
                 "sharded gradients are added beside the backward, which needs a communicator of its own");
   if (together_.ranks == nullptr) together_.shard_gradients = false;  // nobody to share them with
   if (together_.ranks == nullptr || together_.beside == nullptr) return;
-  const auto& layout = model_.layout();
-  head_begin_ = layout.find("model.norm.weight").offset;
-  for (std::int64_t l = 0; l < model_.config().num_layers; ++l) {
-    const auto prefix = "model.layers." + std::to_string(l) + ".";
+  const auto& layout = model_.trained_layout();
+  const auto layers = static_cast<std::size_t>(model_.config().num_layers);
+  layer_begin_.assign(layers, layout.total);
+  const auto begin_of = [&](const std::string& prefix, std::int64_t otherwise) {
     const auto first = std::ranges::find_if(layout.specs, [&](const auto& s) { return s.name.starts_with(prefix); });
-    layer_begin_.push_back(first->offset);
-  }
+    return first == layout.specs.end() ? otherwise : first->offset;
+  };
+  // a frozen part begins where the next one does
+  head_begin_ = begin_of("model.norm.weight", begin_of("score.weight", layout.total));
+  for (std::size_t l = layers; l-- > 0;)
+    layer_begin_[l] =
+        begin_of("model.layers." + std::to_string(l) + ".", l + 1 < layers ? layer_begin_[l + 1] : head_begin_);
   auto starts = layer_begin_;
   starts.insert(starts.end(), {0, head_begin_});
   exchange_ = std::make_unique<distributed::GradientExchange>(together_.beside, std::move(starts), layout.total,
@@ -30,7 +35,7 @@ Gradients::Gradients(model::DecoderModel& model, TrainedTogether together)
 }
 
 distributed::Shard Gradients::shard() const {
-  const auto total = model_.layout().total;
+  const auto total = model_.trained_layout().total;
   const auto& ranks = together_.ranks;
   return ranks == nullptr ? distributed::Shard{0, total}
                           : distributed::shard_of(total, ranks->rank(), ranks->size(), ops::kFlatBlock);
@@ -43,21 +48,21 @@ const at::Tensor& Gradients::flat() {
   return flat_;
 }
 
-const model::DecoderParameters& Gradients::views() {
+const model::GradientViews& Gradients::views() {
   flat();
   return *views_;
 }
 
 void Gradients::use(at::Tensor flat) {
   flat_ = std::move(flat);
-  views_.emplace(model_.config(), model_.layout(), flat_);
+  views_.emplace(model_.gradient_views(flat_));
 }
 
 /// A cleared one.
 void Gradients::use_free_buffer() {
   const auto options = model_.masters().options();
   if (together_.shard_gradients) {
-    auto fresh = runtime::empty_large({model_.layout().total}, options);
+    auto fresh = runtime::empty_large({model_.trained_layout().total}, options);
     if (fresh.is_cpu()) {
       runtime::give_up(fresh);
     } else {
@@ -66,7 +71,7 @@ void Gradients::use_free_buffer() {
     return use(std::move(fresh));
   }
   auto spare = blocks_.spare();
-  if (!spare.defined()) return use(runtime::zeros_large({model_.layout().total}, options));
+  if (!spare.defined()) return use(runtime::zeros_large({model_.trained_layout().total}, options));
   runtime::clear(spare);
   use(std::move(spare));
 }
@@ -89,19 +94,25 @@ void Gradients::zero() {
 }
 
 /// Sums the gradients of what every slice has, but each slice uses for its own heads alone: the norms of queries and
-/// keys. Those of the other repeated parameters are the same on all slices already.
+/// keys, or the repeated half of an adapter. Those of the other repeated parameters are the same on all slices already.
 void Gradients::add_shared() {
-  if (model_.peers() == nullptr || model_.config().qk_norm != model::QkNorm::head) return;
-  for (std::size_t l = 0; l < views().layers.size(); ++l) add_shared_of(l);
+  for (std::int64_t l = 0; l < model_.config().num_layers; ++l) add_shared_of(static_cast<std::size_t>(l));
 }
 
 void Gradients::add_shared_of(std::size_t layer) {
-  if (model_.peers() == nullptr || model_.config().qk_norm != model::QkNorm::head) return;
-  const auto& l = views().layers[layer];
-  const auto both = at::cat({l.q_norm, l.k_norm});
-  model_.peers()->sum(both, "adding the gradients of the norms of all heads");
-  l.q_norm.copy_(both.narrow(0, 0, l.q_norm.numel()));
-  l.k_norm.copy_(both.narrow(0, l.q_norm.numel(), l.k_norm.numel()));
+  if (model_.peers() == nullptr) return;
+  std::vector<at::Tensor> parts;
+  if (model_.adapters() != nullptr) {
+    parts = model_.adapters()->partial(static_cast<std::int64_t>(layer), flat());
+  } else if (model_.config().qk_norm == model::QkNorm::head) {
+    const auto& l = views().dense().layers[layer];
+    parts = {l.q_norm, l.k_norm};
+  }
+  if (parts.empty()) return;
+  const auto all = at::cat(parts);
+  model_.peers()->sum(all, "adding the gradients that each slice has a part of");
+  std::int64_t at = 0;
+  for (const auto& part : parts) part.copy_(all.narrow(0, at, part.numel())), at += part.numel();
 }
 
 model::LayerDone Gradients::begin_sum() {
@@ -196,7 +207,7 @@ double Gradients::norm() {
   const auto [begin, end] = shard();
   std::vector<at::Tensor> repeated;
   if (peers->rank() > 0)
-    for (const auto& spec : model_.layout().specs) {
+    for (const auto& spec : model_.trained_layout().specs) {
       const auto from = std::max(spec.offset, begin), to = std::min(spec.offset + spec.numel, end);
       if (spec.split == model::ParameterSpec::kWhole && from < to)
         repeated.push_back(own.narrow(0, from - begin, to - from));
@@ -213,7 +224,7 @@ double Gradients::norm() {
 double Gradients::slice_norm() const {
   if (together_.ranks == nullptr) return flat_norm();
   const auto own = ops::block_squares(of_shard());
-  const auto blocks = (model_.layout().total + ops::kFlatBlock - 1) / ops::kFlatBlock;
+  const auto blocks = (model_.trained_layout().total + ops::kFlatBlock - 1) / ops::kFlatBlock;
   const auto all = at::zeros({blocks}, at::kDouble);
   all.narrow(0, (shard().begin + ops::kFlatBlock - 1) / ops::kFlatBlock, own.numel()).copy_(own);
   distributed::all_gather_shards(*together_.ranks, all, /*block=*/1, "the gradient norm");

@@ -28,7 +28,7 @@ class Gradients {
   distributed::Shard shard() const;
   /// The buffer that a backward adds to [total], created at the first use, and its parts.
   const at::Tensor& flat();
-  const model::DecoderParameters& views();
+  const model::GradientViews& views();
   double flat_norm() const;
   /// Whether flat() holds neither an infinity nor a NaN, in no slice of the model.
   bool are_finite();
@@ -62,7 +62,7 @@ class Gradients {
   model::DecoderModel& model_;
   TrainedTogether together_;
   at::Tensor flat_;
-  std::optional<model::DecoderParameters> views_;
+  std::optional<model::GradientViews> views_;
   distributed::BlockSums blocks_;  ///< of this rank; with sharded gradients shards of the sums over all ranks
   at::Tensor shard_sum_;           ///< with sharded gradients
   std::vector<std::int64_t> layer_begin_;

@@ -152,7 +152,7 @@ void Trainer::forward(const RowBatch& batch, const std::vector<std::int64_t>& sa
   forward_body(batch, samples, options);
   const auto logprobs =
       head_.forward_backward(decoder, h_, packed_.query, scoring, loss.at(packed_.places, packed_.samples),
-                             gradients_.views(), model_->workspace());
+                             gradients_.views().dense(), model_->workspace());
   for_each_pair(packed_, out, logprobs, to_batch);
 }
 
@@ -196,15 +196,17 @@ void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) 
   if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size))
     d_values.logprobs += d_values.unfiltered;
   const auto dh =
-      values() ? value_head_.backward(decoder, h_, packed_.query, d_values.logprobs, gradients_.views(), workspace)
-               : head_.backward(decoder, h_, packed_.query, d_values, scoring_, gradients_.views(), workspace);
+      values()
+          ? value_head_.backward(decoder, h_, packed_.query, d_values.logprobs, gradients_.views().dense(), workspace)
+          : head_.backward(decoder, h_, packed_.query, d_values, scoring_, gradients_.views().dense(), workspace);
   backward_body(dh);
 }
 
 void Trainer::backward() {
   NRL_CHECK(pending_ && head_done_, "backward without a gradient needs a forward with a loss");
   pending_ = false;
-  backward_body(head_.finish_backward(model_->decoder(), h_, packed_.query, gradients_.views(), model_->workspace()));
+  backward_body(
+      head_.finish_backward(model_->decoder(), h_, packed_.query, gradients_.views().dense(), model_->workspace()));
 }
 
 void Trainer::backward_body(const at::Tensor& dh) {
@@ -265,7 +267,8 @@ void Trainer::update(const ops::AdamWSettings& settings, double scale) {
       model_->has_separate_masters() ? std::optional<at::Tensor>(own(model_->compute())) : std::nullopt;
   ops::adamw_step(masters, gradients_.of_shard(), exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
   if (ranks_ != nullptr)
-    distributed::all_gather_shards(*ranks_, model_->compute(), ops::kFlatBlock, "the new weights of all ranks");
+    distributed::all_gather_shards(*ranks_, model_->updated(), ops::kFlatBlock, "the new weights of all ranks");
+  if (model_->adapters() != nullptr) model_->masters_changed();
 }
 
 }  // namespace nemo_rl::trainer

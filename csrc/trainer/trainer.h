@@ -76,9 +76,9 @@ class Trainer {
   /// Tokens so far whose forward with keep was generation's own (model/kept_activations.h).
   std::int64_t reused_tokens() const { return reused_tokens_; }
 
-  /// What this process updates, of the flat buffers of the model: all of it unless there are other ranks.
+  /// What this process updates, of the flat buffers of what is trained: all of it unless there are other ranks.
   distributed::Shard shard() const { return gradients_.shard(); }
-  /// Optimizer state as flat buffers, created at the first use: gradients of the whole model (after a step those of
+  /// Optimizer state as flat buffers, created at the first use: gradients of all that is trained (after a step those of
   /// this process's last block, or nothing where gradients are sharded), moments of the shard.
   const at::Tensor& grads() { return gradients_.flat(); }
   const at::Tensor& exp_avg();

@@ -20,7 +20,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     "Begin": ("start", "installation", "guides/your-data-your-reward", "guides/python", "documents"),
     "Algorithms": ("guides/algorithms", "guides/grpo", "guides/dapo", "guides/prorlv2", "guides/ppo"),
     "Use": (
-        "metrics", "report", "troubleshooting", "supported-models", "transformers", "vllm", "guides/data", "guides/environments",
+        "metrics", "report", "troubleshooting", "supported-models", "transformers", "lora", "vllm", "guides/data", "guides/environments",
         "guides/evaluation", "cluster", "guides/async", "serving", "guides/agents",
     ),
     "Look up": ("configuration", "configuration-without-effect", "configurations", "command-line", "api"),

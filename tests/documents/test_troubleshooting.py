@@ -24,7 +24,7 @@ ERRORS = {
     "a response ends where that is reached": (*TINY, "policy.generation.max_new_tokens=1000"),
     "unknown option --grpo.max_num_steps": (*TINY, "--grpo.max_num_steps", "10"),
     "of which there is no folder here; did you mean ...?": (*TINY, "policy.model_name=smollm2-135m-instrct"),
-    "LoRA is not supported": (*TINY, "policy.dtensor_cfg.lora_cfg.enabled=true"),
+    "FP8 is not supported": (*TINY, "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.fp8_cfg.enabled=true"),
     "num_generations_per_prompt is 1": (*TINY, "grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"),
     "which cannot be written": (*TINY, "checkpointing.enabled=true", "checkpointing.checkpoint_dir=/proc/nothing"),
     "makes the file a configuration of a GRPO run, not of an evaluation": ("check", "--kind", "eval", "--config", "grpo_tiny.yaml"),

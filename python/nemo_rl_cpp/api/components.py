@@ -56,6 +56,27 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
     return Given(what, {f"{section}.name": (what, GivenObject(component_name(given), given))}, given)
 
 
+def lora_keys(given: object, models: Sequence[str]) -> dict[str, tuple[str, object]]:
+    """The keys of `lora_cfg` of these models, each with its argument and value, that an argument `lora` means."""
+    if given is None or given is False:
+        return {}
+    if given is True:
+        keys: Mapping[str, object] = {}
+    elif isinstance(given, int):
+        keys = {"dim": given}
+    elif isinstance(given, Mapping):
+        keys = given
+    else:
+        raise ValueError(
+            f"lora is {in_a_line(given)}: give True, a rank such as 16, or a mapping of keys of policy.dtensor_cfg.lora_cfg such as "
+            "{'dim': 16, 'alpha': 32}"
+        )
+    if "target_modules" in keys or "exclude_modules" in keys:
+        keys = {"match_all_linear": False, **keys}
+    keys = {"enabled": True, **keys}
+    return {f"{model}.dtensor_cfg.lora_cfg.{key}": ("lora", value) for model in models for key, value in keys.items()}
+
+
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
     """Reward functions as an environment; `as_parts` for gdpo, whose estimator weighs them. ValueError where gdpo would have less
     than two parts."""
@@ -92,4 +113,4 @@ def _weights_by_name(weights: Mapping[str, float], names: Sequence[str] | None) 
     return [weights[name] for name in names]
 
 
-__all__ = ["Given", "component_keys", "reward_environment"]
+__all__ = ["Given", "component_keys", "lora_keys", "reward_environment"]

@@ -91,6 +91,11 @@ OF_TRL: dict[str, str] = {
     "shuffle_dataset": "data__shuffle",
     "report_to": "logger__wandb_enabled",
     "run_name": "logger__wandb__name",
+    "peft_config": "lora (True, a rank, or a mapping of dim, alpha and target_modules)",
+    "use_peft": "lora (True, a rank, or a mapping of dim, alpha and target_modules)",
+    "lora_r": "lora (a rank)",
+    "lora_alpha": "policy__dtensor_cfg__lora_cfg__alpha",
+    "lora_target_modules": "policy__dtensor_cfg__lora_cfg__target_modules",
     "gradient_checkpointing": "policy__dtensor_cfg__activation_checkpointing",
     "use_vllm": "policy__generation__backend",
     "use_cpu": "cluster__device",
@@ -102,7 +107,6 @@ OF_TRL: dict[str, str] = {
 # what TRL has and we have not, or do by ourselves -> why
 NOT_HERE: dict[str, str] = {
     "args": "TRL keeps its settings in an object: give each as a keyword of its own, learning_rate=1e-5 for instance",
-    "peft_config": "LoRA is not supported: leave it out, and all weights are trained",
     "quantization_config": "quantised models are not trained: leave it out",
     "reward_model": "a reward is a function here: let reward_funcs call the reward model",
     "reward_processing_classes": "a reward is a function here: let reward_funcs call the reward model",

@@ -16,7 +16,7 @@ from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.callbacks import Callback, Callbacks, checked_callbacks
 from nemo_rl_cpp.algorithms.publishing import card_facts
 from nemo_rl_cpp.algorithms.run_data import RunData
-from nemo_rl_cpp.api.components import component_keys, reward_environment
+from nemo_rl_cpp.api.components import component_keys, lora_keys, reward_environment
 from nemo_rl_cpp.api.keywords import Function, dotted_keys
 from nemo_rl_cpp.api.prompting import TASK, dataset_of
 from nemo_rl_cpp.api.result import TrainResult
@@ -47,6 +47,7 @@ def train_grpo(
     reward_weights: Sequence[float] | Mapping[str, float] | None = None,
     loss_fn: "Loss" = None,
     adv_estimator: "Estimator" = None,
+    lora: bool | int | Mapping[str, object] | None = None,
     callbacks: Callback | Iterable[Callback] | None = None,
     num_prompts_per_step: int = 8,
     num_generations: int = 8,
@@ -77,6 +78,9 @@ def train_grpo(
     `loss_fn` and `adv_estimator`: a function, an object or a class of yours, its dotted name, or a mapping of keys of that section
     of the configuration; for `adv_estimator` also a name such as "gdpo". `callbacks`: objects of `nemo_rl_cpp.Callback`.
 
+    `lora`: True, a rank such as 16, or keys of `lora_cfg` such as {"dim": 16, "target_modules": ["q_proj", "v_proj"]}: adapters are
+    trained and the weights stay frozen, which takes a fifth of the memory (docs/lora.md).
+
     `validation` prompts are answered before and after training. Without `checkpoint_dir` nothing is saved (see
     `TrainResult.save`); with one, calling again goes on where the run was, unless `resume` is False ("never": refuse a folder
     with checkpoints); True ("must") refuses a folder without. A step takes `num_prompts_per_step` prompts, or
@@ -99,6 +103,7 @@ def train_ppo(
     reward_weights: Sequence[float] | Mapping[str, float] | None = None,
     loss_fn: "Loss" = None,
     adv_estimator: "Estimator" = None,
+    lora: bool | int | Mapping[str, object] | None = None,
     callbacks: Callback | Iterable[Callback] | None = None,
     num_prompts_per_step: int = 8,
     num_generations: int = 8,
@@ -116,7 +121,8 @@ def train_ppo(
     **overrides: object,
 ) -> TrainResult:
     """Trains `model` with PPO and a critic of the same size. Arguments are those of `train_grpo`; further keywords are keys of the
-    section ppo (`ppo_epochs=2`), or `section__key`. `critic_learning_rate` None: three times `learning_rate`.
+    section ppo (`ppo_epochs=2`), or `section__key`. `critic_learning_rate` None: three times `learning_rate`. `lora` is for policy and
+    critic.
 
     Raises ValueError for a mistake, before the model is loaded.
     """
@@ -162,7 +168,8 @@ def _train_call(kind: _Kind, arguments: dict[str, Any]) -> TrainResult:
     loss, estimator = (component_keys(arguments[name], name, kind.algorithm) for name in ("loss_fn", "adv_estimator"))
     callbacks = checked_callbacks(arguments["callbacks"])
     components = loss.keys | estimator.keys
-    given, folders = _given(kind, arguments) | components, _folders(arguments)
+    adapters = lora_keys(arguments["lora"], ("policy", "value") if kind.algorithm == "ppo" else ("policy",))
+    given, folders = _given(kind, arguments) | components | adapters, _folders(arguments)
     _check_twice(kind, arguments, folders | given, own)
     _check_checkpointing(arguments, own)
     environment, weights = _rewards(arguments, given | own)

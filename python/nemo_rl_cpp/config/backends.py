@@ -9,31 +9,16 @@ from __future__ import annotations
 from typing import Literal
 
 from .base import Fraction, Int, Positive, Real, Section, key, no_effect, only, section
+from .lora import LoraConfig
 from .optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig
 
-_NO_LORA = "LoRA is not supported: all weights are trained"
+_NO_PEFT = "Megatron's adapters (one A for q, k and v together) are not supported: set megatron_cfg.enabled=false, dtensor_cfg.enabled=true and dtensor_cfg.lora_cfg.enabled=true, which gives each matrix an adapter of its own"
 _OFFLOAD = "on a CPU everything lies in its memory anyway; an error with cluster.device cuda"
 _FOLDED = "how the model is cut, not what is computed: folded onto one device, see cluster.strict_sizes"
 _TENSOR = "slices of each layer's heads, of its MLP and of the vocabulary, one a process of cluster.executor processes or ray, whose number it must divide; else folded, see cluster.strict_sizes"
 _ONE_DEVICE = "on one device it makes no difference"
 _NO_EXPERTS = "no mixture of experts"
 _NO_MTP = "multi-token prediction is not supported"
-
-
-class LoraConfig(Section):
-    """LoRA of the DTensor backend."""
-
-    enabled: bool = only(False, why=_NO_LORA)
-    target_modules: list[str] = no_effect([])
-    exclude_modules: list[str] = no_effect([])
-    match_all_linear: bool = no_effect(True)
-    dim: Int = no_effect(8)
-    alpha: Int = no_effect(32)
-    dropout: Fraction = no_effect(0.0)
-    dropout_position: str = no_effect("post")
-    lora_A_init: str = no_effect("xavier")
-    use_triton: bool = no_effect(True)
-    restore_from: str | None = no_effect(None)
 
 
 class DTensorConfig(Section):
@@ -49,7 +34,7 @@ class DTensorConfig(Section):
     sequence_parallel: bool = no_effect(False, _ONE_DEVICE)
     custom_parallel_plan: object = no_effect(None, _ONE_DEVICE)
     automodel_kwargs: dict[str, object] = no_effect({})
-    lora_cfg: LoraConfig = section(LoraConfig, "LoRA (not supported)")
+    lora_cfg: LoraConfig = section(LoraConfig, "LoRA: low-rank adapters instead of all weights")
     moe_parallelizer: dict[str, object] | None = no_effect(None, _NO_EXPERTS)
     model_save_format: str | None = no_effect("safetensors", "checkpoints are always whole Hugging Face folders")
     save_consolidated: object = no_effect("false", "checkpoints are always whole Hugging Face folders")
@@ -73,7 +58,7 @@ class MegatronCheckpointConfig(Section):
 class PeftConfig(Section):
     """LoRA of the Megatron backend."""
 
-    enabled: bool = only(False, why=_NO_LORA)
+    enabled: bool = only(False, why=_NO_PEFT)
     target_modules: list[str] = no_effect([])
     exclude_modules: list[str] = no_effect([])
     dim: Int = no_effect(8)
@@ -129,7 +114,7 @@ class MegatronConfig(Section):
     checkpoint: MegatronCheckpointConfig = section(
         MegatronCheckpointConfig, "Megatron's checkpoint format, not used here"
     )
-    peft: PeftConfig = section(PeftConfig, "LoRA (not supported)")
+    peft: PeftConfig = section(PeftConfig, "Megatron's LoRA (not supported; see dtensor_cfg.lora_cfg)")
     distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
     fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
     model_overrides: dict[str, object] = only({}, why="change the model by policy.hf_config_overrides")

@@ -59,8 +59,8 @@ class CheckpointingConfig(Section):
     pretrained_checkpoint: object = only(None, why="start from another checkpoint by policy.model_name")
     model_cache_dir: str | None = no_effect(None)
     model_repo_id: str | None = no_effect(None)
-    is_peft: bool = only(False, why="LoRA is not supported")
-    peft_config: object = only(None, why="LoRA is not supported")
+    is_peft: bool = no_effect(False, "with LoRA a checkpoint holds the adapter and the merged weights in any case")
+    peft_config: object = only(None, why="LoRA is set by policy.dtensor_cfg.lora_cfg")
     is_async: bool = no_effect(False)
     save_data_plane: bool = no_effect(True)
     resume_if_exists: bool = only(

@@ -2,7 +2,7 @@
 
 How many devices share the work, and how a model is cut for them, says nothing of what is computed: gradients are sums over
 the tokens of a batch. Which engine generates neither: an engine is an implementation. What does change results (training
-beside generation, quantisation, LoRA) is never folded; its keys are errors.
+beside generation, quantisation) is never folded; its keys are errors.
 """
 
 from __future__ import annotations

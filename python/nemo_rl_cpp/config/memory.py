@@ -13,6 +13,7 @@ from nemo_rl_cpp.models.sources import ModelFolderError
 from .generation import GenerationConfig
 from .gradient_memory import gradient_bytes
 from .known_models import ModelSizes, known_model
+from .lora import adapter_sizes
 from .machine import machine_memory
 from .master import TrainMasterConfig
 from .memory_hf import chunk_bytes, expert_sizes, tape_bytes
@@ -100,14 +101,14 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     sizes = whole.slice(slices["policy"])
     width, critic = _width(policy), config.value if config.has_critic else None
     shared = _shared_parts(policy, critic)
-    resting = _resting(policy, sizes.parameters, "policy", count)
+    resting = _resting(policy, sizes.parameters, "policy", sizes, count)
     value = None
     if config.has_critic:
         slices["value"] = config.value.tensor_parallel(count)
         value = model_sizes(config.value.model_name, config.value.hf_config_overrides) or whole
         value = value.slice(slices["value"])
-        resting += _resting(config.value, value.backbone_parameters, "value", count)
-    if config.loss_fn.reference_policy_kl_penalty:
+        resting += _resting(config.value, value.backbone_parameters, "value", value, count)
+    if config.loss_fn.reference_policy_kl_penalty and policy.lora is None:
         kept = width if policy.backend == "native" or count == 1 else 4
         resting += (("reference weights", sizes.parameters * kept),)
     engines = engines_of(config)
@@ -139,14 +140,18 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         ),
         phase(
             "policy training",
-            ("policy gradients", gradient_bytes(policy, sizes, sizes.parameters, count // slices["policy"])),
+            (
+                "policy gradients",
+                gradient_bytes(policy, sizes, _trained(policy, sizes.parameters, sizes), count // slices["policy"]),
+            ),
             ("activations", _activations(policy, sizes)),
             _head(policy, sizes, "train"),
             *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
         ),
     ]
     if value is not None:
-        gradients = gradient_bytes(config.value, value, value.backbone_parameters, count // slices["value"])
+        trained = _trained(config.value, value.backbone_parameters, value)
+        gradients = gradient_bytes(config.value, value, trained, count // slices["value"])
         activations = _activations(config.value, value)
         phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
     return phases
@@ -175,17 +180,17 @@ def _shared_parts(policy: PolicyConfig, critic: TrainedModelConfig | None) -> tu
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
     """Bytes of one checkpoint: weights, and with save_optimizer the master weights and AdamW's moments, of every trained
     model. None when the model's sizes are not known on this machine."""
-    trained = [(config.policy, "policy")]
-    if config.has_critic:
-        trained.append((config.value, "value"))
     total = 0.0
-    for model, name in trained:
+    for name in ("policy", "value") if config.has_critic else ("policy",):
+        model: TrainedModelConfig = getattr(config, name)
         sizes = model_sizes(model.model_name, model.hf_config_overrides)
         if sizes is None:
             return None
         parameters = sizes.parameters if name == "policy" else sizes.backbone_parameters
-        resting = _resting(model, parameters, name)
-        total += sum(size for _, size in (resting if config.checkpointing.save_optimizer else resting[:1]))
+        trained = _trained(model, parameters, sizes)
+        total += parameters * _width(model) + (trained * 4.0 if model.lora is not None else 0.0)
+        if config.checkpointing.save_optimizer:
+            total += trained * (8.0 if model.lora is not None or model.precision != "bfloat16" else 12.0)
     return total
 
 
@@ -193,14 +198,26 @@ def _width(model: TrainedModelConfig) -> int:
     return 2 if model.precision == "bfloat16" else 4
 
 
+def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> int:
+    """How many numbers the optimizer changes: all parameters, or those of the adapters."""
+    return parameters if model.lora is None else adapter_sizes(model.lora, sizes).trained
+
+
 def _resting(
-    model: TrainedModelConfig, parameters: int, name: str, processes: int = 1
+    model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
 ) -> tuple[tuple[str, float], ...]:
-    """What stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two fp32 moments."""
+    """What stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two fp32 moments. With adapters: weights,
+    those without adapters once more, adapters (fp32, and once in the model's precision), and the adapters' moments."""
     if model.backend == "hf" and processes > 1:  # FSDP2 keeps the masters alone
         return (f"{name} weights", parameters * 4.0), (f"{name} optimizer", parameters * 8.0)
-    masters = ((f"{name} master weights", parameters * 4.0),) if model.precision == "bfloat16" else ()
-    return ((f"{name} weights", float(parameters * _width(model))), *masters, (f"{name} optimizer", parameters * 8.0))
+    width, masters = _width(model), ()
+    if model.lora is not None:
+        trained, kept = adapter_sizes(model.lora, sizes)
+        masters = ((f"{name} frozen weights", float(kept * width)), (f"{name} adapters", trained * (4.0 + width)))
+    elif model.precision == "bfloat16":
+        masters = ((f"{name} master weights", parameters * 4.0),)
+    moments = _trained(model, parameters, sizes) * 8.0
+    return ((f"{name} weights", float(parameters * width)), *masters, (f"{name} optimizer", moments))
 
 
 def _rollouts(config: TrainMasterConfig) -> int:
@@ -294,6 +311,9 @@ def forecast_summary(config: WholeConfig) -> str | None:
     billions = _parameters_by_name(config.policy.model_name)
     if billions is None:
         return f"not known, the sizes of {config.policy.model_name} are not on this machine"
+    if config.policy.lora is not None:
+        least = size_text(billions * 1e9 * 2 * _width(config.policy))
+        return f"about {least} for {billions:g} billion parameters (by the model's name) alone, of which adapters are trained{has}"
     least = size_text(billions * 1e9 * _BYTES_OF_TRAINING)
     return f"about {least} for weights, gradients and AdamW of {billions:g} billion parameters (by the model's name) alone{has}"
 
@@ -303,7 +323,7 @@ def certain_bytes(config: TrainMasterConfig) -> float | None:
     phases = forecast(config)
     if phases is None:
         return None
-    kept = ("weights", "optimizer", "gradients")
+    kept = ("weights", "optimizer", "gradients", "adapters")
     return max(
         sum(size for name, size in phase.parts if name.endswith(kept) and "packed" not in name) for phase in phases
     )

@@ -11,6 +11,7 @@ from .backends import DTensorConfig, MegatronConfig
 from .base import Count, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
 from .errors import ConfigError, Report
 from .generation import GenerationConfig
+from .lora import LoraConfig
 from .optimizer import (
     MegatronSchedule,
     OptimizerConfig,
@@ -217,6 +218,12 @@ class TrainedModelConfig(Section):
             if self.megatron_cfg.enabled
             else self.dtensor_cfg.activation_checkpointing
         )
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters that are trained in place of the weights, as the enabled backend's section says; None: the weights are."""
+        is_read = self.dtensor_cfg.enabled and not self.megatron_cfg.enabled
+        return self.dtensor_cfg.lora_cfg if is_read and self.dtensor_cfg.lora_cfg.enabled else None
 
     def effective_optimizer(self) -> OptimizerSettings:
         """AdamW's numbers from megatron_cfg.optimizer when that backend is enabled, else from `optimizer`."""

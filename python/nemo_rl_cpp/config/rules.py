@@ -110,6 +110,13 @@ def _check_critic(config: PPOMasterConfig, report: Report) -> None:
         )
     if config.has_critic:  # raw_reward builds no value model
         rules_model.check_trained_model(config.value, "value", report)
+        if config.value.lora is not None and loop.warm_start_value_checkpoint is not None:
+            report.add(
+                "ppo.warm_start_value_checkpoint",
+                "begins with all weights of a critic, but value.dtensor_cfg.lora_cfg.enabled trains adapters of value.model_name: name the "
+                "critic's folder (value/weights) by value.model_name, and write null here",
+                "value.dtensor_cfg.lora_cfg.enabled",
+            )
         _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
         _check_value_length(config, report)
     elif loop.warm_start_value_checkpoint is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from . import rules_engine, rules_hf, rules_vllm
+from . import rules_engine, rules_hf, rules_lora, rules_vllm
 from .cluster import ClusterConfig
 from .errors import Report
 from .generation import GenerationConfig
@@ -22,6 +22,7 @@ def check_policy(policy: PolicyConfig, report: Report) -> None:
 
 def check_trained_model(model: TrainedModelConfig, name: str, report: Report) -> None:
     _check_backend(model, name, report)
+    rules_lora.check_lora(model, name, report)
     _check_batching(model, name, report)
     check_tokenizer(model.tokenizer, f"{name}.tokenizer", report)
     if not model.megatron_cfg.enabled:

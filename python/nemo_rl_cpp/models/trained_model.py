@@ -17,6 +17,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, Ranks
+from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
@@ -30,7 +31,7 @@ from nemo_rl_cpp.models.policy.train_step import (
 )
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.slices import Slices, named_whole
-from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
+from nemo_rl_cpp.models.weights import load_weights, save_weights
 
 if TYPE_CHECKING:
     from safetensors import PySafeSlice
@@ -75,8 +76,16 @@ class TrainedModel:
         self.ranks = ranks or Ranks()
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
         self.folder = self._open_folder(seed)
-        self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
+        self.lora = Lora.of(config, self.folder, self.section)
+        if self.lora is not None:
+            self.model = self._load(self.folder, trainable=False)
+            self.lora.begin(self.model, seed, weights_path, is_whole=self.ranks.tensor_size == 1)
+        else:
+            self.model = (
+                self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
+            )
         self.slices = self._slices()
+        self.trained = self.slices if self.lora is None else self.lora.slices(self.folder.native(), self.ranks)
         self.trainer = self._trainer_of(self.model)
         self.schedule = create_schedule(config, total_steps)
         self.replay_dir: Path | None = None  # where a batch goes that makes a loss or gradient non-finite
@@ -237,7 +246,7 @@ class TrainedModel:
                 self.trainer.zero_grad()
                 run(data, *rows)
             names = [
-                n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()
+                n for n, g in named_whole(self.trained.own, self.trainer.grads).items() if not torch.isfinite(g).all()
             ]  # of this slice
             where = first_bad_gradient(self.trainer, data, *rows, run)
             bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
@@ -279,9 +288,14 @@ class TrainedModel:
             )
         self.ranks.fail_together(error)
         whole = self.first_state_dict()
+        adapters = (
+            self.trained.gather(self.model.masters, "the adapters") if self.lora and self.ranks.rank == 0 else None
+        )
         if self.ranks.is_first:
             try:
                 self._save_weights(whole, Path(weights_path), tokenizer_path)
+                if self.lora is not None:
+                    self.lora.save(Path(weights_path), self.trained.whole, adapters)
             except Exception as found:  # a full disk: the others must not wait for this rank
                 error = found
         self.ranks.fail_together(error)
@@ -299,21 +313,26 @@ class TrainedModel:
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
         """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
-        size = self.slices.whole.total
-        moments = sum(size * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
-        return size * self.model.compute.element_size() + moments
+        size, trained = self.slices.whole.total, self.trained.whole.total
+        moments = (
+            sum(trained * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
+        )
+        adapters = 0 if self.lora is None else trained * self.model.masters.element_size()
+        return size * self.model.compute.element_size() + adapters + moments
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters that hold an infinity or NaN, in the weights or in their masters."""
         bad: dict[str, None] = {}
-        for begin, flat in ((0, self.model.compute), (self.model.masters_begin, self.model.masters)):
+        places = (
+            (self.slices.own, 0, self.model.compute),
+            (self.trained.own, self.model.masters_begin, self.model.masters),
+        )
+        for layout, begin, flat in places:
             if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
                 continue
-            finite = torch.ones(self.model.compute.numel(), dtype=torch.bool)
+            finite = torch.ones(layout.total, dtype=torch.bool)
             finite[begin : begin + flat.numel()] = torch.isfinite(flat)
-            bad |= dict.fromkeys(
-                n for n, view in named_views(self.model.layout, finite).items() if not bool(view.all())
-            )
+            bad |= dict.fromkeys(n for n, view in named_whole(layout, finite).items() if not bool(view.all()))
         return list(bad)
 
     def keep_bad_batches(self, folder: Path) -> None:
@@ -322,7 +341,7 @@ class TrainedModel:
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         tensors = {"exp_avg": self.trainer.exp_avg, "exp_avg_sq": self.trainer.exp_avg_sq}
-        if self.model.masters.dtype != self.model.compute.dtype:
+        if self.lora is None and self.model.masters.dtype != self.model.compute.dtype:
             tensors["masters"] = self.model.masters
         return tensors
 
@@ -340,8 +359,8 @@ class TrainedModel:
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
         """Of flat buffers that the ranks have their shards of the whole one, on the first rank; None on the others."""
-        gathered = self.ranks.gather_shards(own, self.trainer.shard, self.model.compute.numel(), what)
-        return self.slices.gather(gathered, what)
+        gathered = self.ranks.gather_shards(own, self.trainer.shard, self.trained.own.total, what)
+        return self.trained.gather(gathered, what)
 
     def _load_optimizer(self, folder: Path) -> None:
         from safetensors import SafetensorError
@@ -358,14 +377,15 @@ class TrainedModel:
     def _read_optimizer(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        total = self.slices.whole.total
+        total = self.trained.whole.total
         with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
             for name, tensor in self._optimizer_tensors().items():
                 value = saved.get_slice(name)
                 if value.get_shape() != [total]:
                     raise ValueError(f"{name} has {prod(value.get_shape())} elements, this model {total}")
                 self._fill(name, tensor, value)
-        self.model.masters_changed()
+        if self.lora is None:
+            self.model.masters_changed()
         state = json.loads((folder / "optimizer.json").read_text())
         self.trainer.optimizer_steps = state["optimizer_steps"]
         self.schedule.load_state_dict(state["schedule"])
@@ -373,7 +393,7 @@ class TrainedModel:
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
         """This rank's shard of a part of the optimizer state from the whole one."""
         begin, end = self.trainer.shard
-        tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.slices.take(saved[:])[begin:end])
+        tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 
     # ---- the rest of the interfaces ---------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
 from nemo_rl_cpp.config.known_models import known_model
+from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, adapter_sizes
 from nemo_rl_cpp.config.memory import fit_text, forecast, forecast_summary, model_sizes, size_text, with_known_sizes
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
@@ -28,6 +29,7 @@ from .data import data_sections, made_up_quickly
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
     from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 _MOST_BYTES = 64 * 2**20
 """Of a file whose lines are counted for the banner: a fraction of a second."""
@@ -53,6 +55,8 @@ def report_address(log_dir: str | Path) -> str:
 def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
     policy, loop = config.policy, config.loop
     yield "model", _model(policy.model_name, policy.hf_config_overrides, policy.precision)
+    if (adapters := _adapters(policy)) is not None:
+        yield "lora", adapters
     epochs = f" or {loop.max_num_epochs} epochs" if loop.max_num_epochs is not None else ""
     yield (
         "steps",
@@ -87,6 +91,18 @@ def _model(name: str, overrides: dict[str, object] | None, precision: str) -> st
     sizes = model_sizes(name, overrides) or (known.sizes if known is not None and not overrides else None)
     count = f", {count_text(sizes.parameters)} parameters" if sizes is not None else ""
     return f"{name}{count}, {precision}"
+
+
+def _adapters(model: TrainedModelConfig) -> str | None:
+    """What is trained of a model with LoRA; None without."""
+    lora, sizes = model.lora, model_sizes(model.model_name, model.hf_config_overrides)
+    if lora is None:
+        return None
+    if sizes is None:
+        return f"dim {lora.dim}"
+    modules, trained = adapted_modules(lora, sizes.num_hidden_layers), adapter_sizes(lora, sizes).trained
+    of = len(MATRICES) * sizes.num_hidden_layers
+    return f"dim {lora.dim}, {len(modules)} of {of} matrices: {count_text(trained)} of {count_text(sizes.parameters)} parameters trained"
 
 
 def count_text(number: int) -> str:

@@ -26,6 +26,7 @@ from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 IDENTITY = Path("trainer_state") / "identity.json"
 _OWN_LINE = re.compile(
@@ -153,6 +154,9 @@ def refusals(saved: Saved, config: WholeConfig) -> Iterator[tuple[str, str]]:
         "policy.backend": "the optimizer's state lies in its order",
         "value.backend": "the optimizer's state lies in its order",
     }
+    for section in ("policy", "value"):
+        if hasattr(config, section):
+            fixed |= _fixed_adapters(section, getattr(config, section))
     masked = set(environment_keys(config))
     now = flatten_dict(written(config), expand_lists=False)
     old = flatten_dict(before, expand_lists=False)
@@ -165,6 +169,14 @@ def refusals(saved: Saved, config: WholeConfig) -> Iterator[tuple[str, str]]:
     for section in ("policy", "value"):
         if section == "policy" or config.has_critic:
             yield from _model_refusals(saved, section, getattr(config, section))
+
+
+def _fixed_adapters(section: str, config: TrainedModelConfig) -> dict[str, str]:
+    """Keys of `lora_cfg` that say what is trained -> why they stay."""
+    keys = ["enabled"]
+    if config.lora is not None:
+        keys += ["dim", "alpha", "target_modules", "exclude_modules", "match_all_linear"]
+    return {f"{section}.dtensor_cfg.lora_cfg.{key}": "adapters and optimizer state are those of it" for key in keys}
 
 
 def _sections(tree: Mapping[str, Mapping[str, object]]) -> list[Mapping[str, object]]:

@@ -73,7 +73,9 @@ WRONG = [
     ({"max_steps": 5}, "max_steps is unknown; here it is num_steps"),
     ({"output_dir": "out"}, "output_dir is unknown; here it is checkpoint_dir"),
     ({"resume_from_checkpoint": True}, "resume_from_checkpoint is unknown; here it is resume"),
-    ({"peft_config": object()}, "peft_config is unknown: LoRA is not supported: leave it out, and all weights are trained"),
+    ({"peft_config": object()}, "peft_config is unknown; here it is lora (True, a rank, or a mapping"),
+    ({"lora": "yes"}, "lora is .*: give True, a rank such as 16, or a mapping of keys of policy.dtensor_cfg.lora_cfg"),
+    ({"lora": {"r": 8}}, "lora_cfg.r is unknown"),
     ({"args": object()}, "args is unknown: TRL keeps its settings in an object: give each as a keyword of its own, learning_rate=1e-5"),
     ({"bf16": True, "lr": 1}, 'bf16 is unknown; here it is precision="bfloat16"; lr is unknown; here it is learning_rate'),
     ({"n_samples_per_prompt": 4}, "n_samples_per_prompt is unknown; here it is num_generations_per_prompt"),  # OpenRLHF's

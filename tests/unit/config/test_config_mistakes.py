@@ -76,7 +76,14 @@ BAD_FILES = {
         "policy:\n  model_name: m\n  dtensor_cfg: {tensor_parallel_size: 2}\ncluster: {strict_sizes: true}",
         "policy.dtensor_cfg.tensor_parallel_size", 3, ["is 2", "set it to 1", "cluster.strict_sizes"]),
     "offloading": ("policy:\n  model_name: m\n  dtensor_cfg: {cpu_offload: true}\ncluster: {device: cuda}", "policy.dtensor_cfg.cpu_offload", 3, ["set it to false"]),
-    "lora": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {enabled: true}", "policy.dtensor_cfg.lora_cfg.enabled", 4, ["LoRA is not supported", "set it to false"]),
+    "lora with dropout": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {enabled: true, dropout: 0.1}", "policy.dtensor_cfg.lora_cfg.dropout", 4, ["what generated, to the bit", "set it to 0"]),
+    "lora's matrices twice": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      target_modules: [q_proj]", "policy.dtensor_cfg.lora_cfg.target_modules", 6, ["match_all_linear is true", "match_all_linear=false"]),
+    "lora's misspelt matrix": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      match_all_linear: false\n      target_modules: [q_porj]", "policy.dtensor_cfg.lora_cfg.target_modules", 7, ["q_porj", "did you mean q_proj?"]),
+    "lora's head": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      match_all_linear: false\n      target_modules: [q_proj, lm_head]", "policy.dtensor_cfg.lora_cfg.target_modules", 7, ["lm_head", "stay frozen"]),
+    "lora without a matrix": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      match_all_linear: false\n      exclude_modules: ['*_proj']", "policy.dtensor_cfg.lora_cfg.exclude_modules", 7, ["leaves no matrix"]),
+    "lora's targets and exclusions": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      match_all_linear: false\n      exclude_modules: [q_proj]\n      target_modules: [k_proj]", "policy.dtensor_cfg.lora_cfg.exclude_modules", 7, ["both given"]),
+    "lora on transformers": ("policy:\n  model_name: m\n  backend: hf\n  dtensor_cfg:\n    lora_cfg: {enabled: true}", "policy.dtensor_cfg.lora_cfg.enabled", 5, ["native core alone", "policy.backend=native"]),
+    "megatron's lora": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    peft: {enabled: true}", "policy.megatron_cfg.peft.enabled", 5, ["dtensor_cfg.lora_cfg.enabled=true"]),
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
     "hf backend": (
         "policy:\n  model_name: m\n  backend: hf\n  generation: {backend: native}", "policy.generation.backend", 4,
@@ -224,7 +231,7 @@ def test_all_mistakes_of_a_file_come_at_once_in_the_order_of_lines():
         policy:
           model_name: m
           train_global_batch_size: 500
-          dtensor_cfg: {lora_cfg: {enabled: true}}
+          dtensor_cfg: {lora_cfg: {enabled: true, dropout: 0.1}}
         """)
     )
     with pytest.raises(ConfigError) as caught:
@@ -239,7 +246,7 @@ def test_all_mistakes_of_a_file_come_at_once_in_the_order_of_lines():
         ("bad.yaml:5", "loss_fn.ratio_clip_c"),
         ("bad.yaml:6", "loss_fn.reference_policy_kl_type"),
         ("bad.yaml:9", "policy.train_global_batch_size"),
-        ("bad.yaml:10", "policy.dtensor_cfg.lora_cfg.enabled"),
+        ("bad.yaml:10", "policy.dtensor_cfg.lora_cfg.dropout"),
     ]
 
 

@@ -46,7 +46,7 @@ SEVERAL = ("cluster.executor=processes", "cluster.gpus_per_node=3", "policy.gene
            "loss_fn.use_importance_sampling_correction=true")  # fmt: skip
 ONLY_GRPO = [
     SEVERAL,
-    ("grpo.adv_estimator.name=reinforce_plus_plus",),
+    ("grpo.adv_estimator.name=reinforce_plus_plus", "policy.dtensor_cfg.lora_cfg.enabled=true"),
     ("grpo.adv_estimator.name=gdpo",),
     ("grpo.adv_estimator.name=recipes.own_loss.Centred", "grpo.adv_estimator.kwargs={{power:2}}",
      "loss_fn.name=recipes.own_loss.Reinforce", "loss_fn.kwargs={{scale:2.0}}"),
@@ -61,7 +61,9 @@ ONLY_PPO = [
     SEVERAL,
     ("ppo.adv_estimator.name=recipes.own_loss.to_go", "ppo.adv_estimator.kwargs={{factor:0.5}}",
      "loss_fn.name=recipes.own_loss.Reinforce", "loss_fn.kwargs={{scale:2.0}}"),
-    ("value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "value.optimizer={{kwargs:{{lr:1e-3}}}}", "value.max_grad_norm=1.0"),
+    ("value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "value.optimizer={{kwargs:{{lr:1e-3}}}}", "value.max_grad_norm=1.0",
+     "++value.dtensor_cfg.lora_cfg.enabled=true", "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true",
+     "policy.optimizer={{kwargs:{{lr:1e-3}}}}", "++policy.dtensor_cfg.lora_cfg.enabled=true"),
     ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false"),
 ]  # fmt: skip
 WITH_VLLM = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.python={python}")

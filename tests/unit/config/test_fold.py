@@ -89,7 +89,7 @@ def test_an_evaluation_is_folded_too():
 
 
 @pytest.mark.parametrize("override", [
-    "grpo.async_grpo.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
+    "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
     "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=in_order",
 ])  # fmt: skip
 def test_what_changes_results_is_never_folded(override):

@@ -136,7 +136,7 @@ def test_mistakes_name_the_argument(values, message):
 
 
 UNSUPPORTED = [
-    ("policy.dtensor_cfg.lora_cfg", {"enabled": True}, "LoRA is not supported"),
+    ("policy.dtensor_cfg.lora_cfg", {"enabled": True, "dropout": 0.1}, "nothing is dropped out"),
     ("grpo.async_grpo", {"enabled": True}, "needs engines with weights of their own"),
     ("cluster", {"gpus_per_node": 8, "strict_sizes": True}, "strict_sizes"),
     ("loss_fn.ratio_clip_c", 0.5, "must be greater than 1"),
@@ -330,8 +330,8 @@ def test_a_policy_section_of_its_own_is_checked():
     assert PolicyConfig.of(good).generation.max_new_tokens == 512
     for change, message in (
         (
-            {"dtensor_cfg": {"lora_cfg": {"enabled": True}}},
-            "dtensor_cfg.lora_cfg.enabled cannot be true: LoRA is not supported",
+            {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dropout": 0.1}}},
+            "dtensor_cfg.lora_cfg.dropout cannot be 0.1: what is trained is what generated",
         ),
         ({"generation": {"temperature": 0}}, "policy.generation.temperature cannot be 0 in training"),
     ):

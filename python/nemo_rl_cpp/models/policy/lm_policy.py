@@ -20,6 +20,7 @@ from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.telemetry.memory import available_bytes
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp._native import C
     from nemo_rl_cpp.config.generation import EvalGenerationConfig
     from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
@@ -62,7 +63,7 @@ class Policy(TrainedModel, PolicyInterface):
         )  # fmt: skip
         self.name = name_prefix
         self.scoring = Scoring.of(config.generation)
-        self.reference = self._load(self.folder, trainable=False) if init_reference_model else None
+        self.reference = self._reference() if init_reference_model else None
         self._exact = config.reuse_generation_logprobs != "never"
         self.reused_forward_share = self.zero_gradient_share = 0.0
         self._steps_since_comparison = 0  # of whole forward passes: generation's with training's own
@@ -70,6 +71,10 @@ class Policy(TrainedModel, PolicyInterface):
             raise ValueError(
                 f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU"
             )
+
+    def _reference(self) -> C.DecoderModel:
+        """What the run began with: the model without its adapters, or a frozen copy."""
+        return self._load(self.folder, trainable=False) if self.lora is None else self.model.base()
 
     @property
     def skips_prev_logprobs(self) -> bool:

@@ -1,0 +1,100 @@
+#include "model/adapters.h"
+
+#include <algorithm>
+
+#include "common/check.h"
+#include "ops/linear.h"
+#include "runtime/large_tensor.h"
+#include "runtime/tensor.h"
+
+namespace nemo_rl::model {
+namespace {
+
+constexpr std::int64_t kMergedAtOnce = std::int64_t{1} << 18;  ///< weights: 1 MB, which the caches hold
+
+at::ScalarType accumulation_type(const at::Tensor& weights) {
+  return weights.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace
+
+Adapters::Adapters(const ModelConfig& config, const LoraConfig& lora, const DecoderParameters& weights)
+    : config_(config),
+      scale_(lora.scale()),
+      layout_(config, lora),
+      weights_(weights),
+      masters_(runtime::zeros_large({layout_.total}, weights.flat.options().dtype(accumulation_type(weights.flat)))),
+      rounded_(runtime::zeros_large({layout_.total}, weights.flat.options())),
+      views_(adapter_views(config, layout_, masters_)),
+      factors_(adapter_views(config, layout_, rounded_)),
+      base_(views_.size()) {
+  std::int64_t total = 0, at = 0;
+  const auto for_each = [&](const auto& f) {
+    for (std::size_t l = 0; l < views_.size(); ++l)
+      for (const auto& of : views_[l].all) f(weights_.layers[l].*of.matrix, base_[l].*of.matrix);
+  };
+  for_each([&](const at::Tensor& w, at::Tensor&) { total += w.numel(); });
+  const auto flat = runtime::empty_large({total}, weights.flat.options());
+  for_each([&](const at::Tensor& w, at::Tensor& base) {
+    base = flat.narrow(0, at, w.numel()).view(w.sizes());
+    base.copy_(w);
+    at += w.numel();
+  });
+  if (const auto* head = layout_.value_head(); head != nullptr)
+    masters_.narrow(0, head->offset, head->numel).copy_(weights_.lm_head.view({-1}));
+}
+
+std::vector<at::Tensor> Adapters::partial(std::int64_t layer, const at::Tensor& flat) const {
+  std::vector<at::Tensor> parts;
+  for (const auto& adapter : layout_.adapters)
+    for (const auto which : {adapter.a, adapter.b})
+      if (const auto& spec = layout_.specs[which]; adapter.layer == layer && spec.split == ParameterSpec::kWhole)
+        parts.push_back(flat.narrow(0, spec.offset, spec.numel));
+  return parts;
+}
+
+void Adapters::merge() {
+  rounded_.copy_(masters_.mul(scale_));
+  for (std::size_t l = 0; l < views_.size(); ++l)
+    for (const auto& [matrix, adapters] : views_[l].all) {
+      const auto dim = adapters.a.size(0) / static_cast<std::int64_t>(adapters.parts.size());
+      for (std::size_t i = 0; i < adapters.parts.size(); ++i) {
+        const auto& part = adapters.parts[i];
+        const auto rows = [&](const at::Tensor& w) { return w.narrow(0, part.begin, part.b.size(1)); };
+        merge(rows(base_[l].*matrix), adapters.a.narrow(0, static_cast<std::int64_t>(i) * dim, dim), part,
+              rows(weights_.layers[l].*matrix));
+      }
+    }
+  merged_ = at::Tensor();
+  if (const auto* head = layout_.value_head(); head != nullptr)
+    weights_.lm_head.copy_(masters_.narrow(0, head->offset, head->numel).view(head->shape));
+}
+
+/// One adapter: `a` [dim, in] and part.b, of these rows of W and of the weights.
+void Adapters::merge(const at::Tensor& base, const at::Tensor& a, const MatrixAdapters::Part& part,
+                     const at::Tensor& weights) {
+  const std::int64_t rows = base.size(0), in = base.size(1);
+  if (!part.b.any().item<bool>()) {  // -0 + 0 would be 0
+    weights.copy_(base);
+    return;
+  }
+  const auto b = part.b.mul(scale_);
+  const std::int64_t each = std::max<std::int64_t>(1, std::min(rows, kMergedAtOnce / in));
+  if (!merged_.defined() || merged_.numel() < each * in) merged_ = at::empty({each * in}, masters_.options());
+  for (std::int64_t r = 0; r < rows; r += each) {
+    const std::int64_t n = std::min(each, rows - r);
+    const auto sum = merged_.narrow(0, 0, n * in).view({n, in});
+    sum.copy_(base.narrow(0, r, n));
+    ops::linear_backward_weight(b.narrow(1, r, n), a, sum);  // += b^T · a
+    weights.narrow(0, r, n).copy_(sum);
+  }
+}
+
+DecoderParameters Adapters::base() const {
+  auto parameters = weights_;
+  for (std::size_t l = 0; l < views_.size(); ++l)
+    for (const auto& of : views_[l].all) parameters.layers[l].*of.matrix = base_[l].*of.matrix;
+  return parameters;
+}
+
+}  // namespace nemo_rl::model

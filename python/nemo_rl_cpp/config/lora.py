@@ -1,0 +1,112 @@
+"""`lora_cfg`: which matrices of a model get low-rank adapters, by the names of Hugging Face's modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from .base import Fraction, Positive, Section, key, no_effect, only
+
+if TYPE_CHECKING:
+    from .known_models import ModelSizes
+
+MATRICES = {
+    "q_proj": "self_attn",
+    "k_proj": "self_attn",
+    "v_proj": "self_attn",
+    "o_proj": "self_attn",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+}
+"""The matrices of a layer, each with the module that holds it."""
+_SIDE_BY_SIDE = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""What a layer stores as one matrix (csrc/model/parameters.cpp)."""
+FROZEN = ("lm_head", "model.embed_tokens", "score")
+"""Matrices outside of layers, which have no adapters."""
+
+
+class LoraConfig(Section):
+    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained, and all weights stay as they are."""
+
+    enabled: bool = key(
+        False,
+        "train low-rank adapters instead of the weights, in a few bytes a parameter instead of 18 to 22; read with dtensor_cfg.enabled "
+        "(docs/lora.md)",
+    )
+    target_modules: list[str] = key(
+        [],
+        "matrices to adapt: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or names with wildcards such as "
+        "*.layers.0.*.q_proj; []: all but exclude_modules. Only with match_all_linear false",
+    )
+    exclude_modules: list[str] = key(
+        [], "matrices to leave out, named likewise; instead of target_modules, and only with match_all_linear false"
+    )
+    match_all_linear: bool = key(True, "adapt every matrix of every layer; head and embedding stay frozen")
+    dim: Positive = key(8, "the adapters' rank")
+    alpha: Positive = key(32, "an adapter is multiplied by alpha / dim")
+    dropout: Fraction = only(
+        0.0, why="what is trained is what generated, to the bit, so nothing is dropped out of adapters"
+    )
+    dropout_position: str = no_effect("post", "there is no dropout")
+    lora_A_init: Literal["xavier", "kaiming", "uniform"] = key(
+        "xavier",
+        "how A is drawn from the run's seed: xavier (normal) or kaiming (uniform; NeMo RL's uniform is the same). B begins at 0",
+    )
+    use_triton: bool = no_effect(True)
+    restore_from: str | None = only(
+        None,
+        why="to begin with an adapter merge it into its model (merge_and_unload of peft) and name that by model_name",
+    )
+
+    @property
+    def is_active(self) -> bool:
+        return self.enabled
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a name of `target_modules` means a module such as model.layers.0.self_attn.q_proj: it is the name, its end behind a
+    dot, or the whole of it with * for any text."""
+    if module == pattern or module.endswith(f".{pattern}"):
+        return True
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
+
+
+def modules_of_layers(layers: int) -> Iterator[str]:
+    """Every module that may have an adapter, in the order of a model's parameters."""
+    for layer in range(layers):
+        yield from (f"model.layers.{layer}.{holder}.{name}" for name, holder in MATRICES.items())
+
+
+def adapted_modules(lora: LoraConfig, layers: int) -> list[str]:
+    """The modules of a model with so many layers that get adapters."""
+    modules = list(modules_of_layers(layers))
+    everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
+    if everything or not (wanted or unwanted):
+        return modules
+    if wanted:
+        return [module for module in modules if any(matches(pattern, module) for pattern in wanted)]
+    return [module for module in modules if not any(matches(pattern, module) for pattern in unwanted)]
+
+
+class AdapterSizes(NamedTuple):
+    """Numbers of elements: of A and B together, and of the stored matrices that are kept a second time, without adapters."""
+
+    trained: int
+    kept: int
+
+
+def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
+    """Of a model with these sizes."""
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    shapes = {
+        "q_proj": (query, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden), "o_proj": (hidden, query),
+        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+    }  # fmt: skip
+    modules = adapted_modules(lora, sizes.num_hidden_layers)
+    trained = sum(lora.dim * sum(shapes[module.rpartition(".")[2]]) for module in modules)
+    stored = {(module.rpartition(".mlp.")[0] or module.rpartition(".self_attn.")[0], group)
+              for module in modules for group in _SIDE_BY_SIDE if module.rpartition(".")[2] in group}  # fmt: skip
+    return AdapterSizes(trained, sum(shapes[name][0] * shapes[name][1] for _, group in stored for name in group))

@@ -1,0 +1,64 @@
+"""Rules of `lora_cfg`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from .lora import FROZEN, MATRICES, adapted_modules, matches, modules_of_layers
+
+if TYPE_CHECKING:
+    from .errors import Report
+    from .policy import TrainedModelConfig
+
+_MANY_LAYERS = 200  # of no model's, for names of single layers
+
+
+def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
+    """Of one trained model; `name` is its section."""
+    lora, prefix = model.lora, f"{name}.dtensor_cfg.lora_cfg"
+    if lora is None:
+        if model.dtensor_cfg.lora_cfg.enabled:
+            report.add(
+                f"{prefix}.enabled",
+                f"is true, but it is read with {name}.dtensor_cfg.enabled=true and {name}.megatron_cfg.enabled=false only: set them so, or this "
+                "to false",
+                f"{name}.megatron_cfg.enabled",
+            )
+        return
+    if model.backend == "hf":
+        report.add(
+            f"{prefix}.enabled",
+            f"is true, but adapters are trained by the native core alone, and {name}.backend is hf: set {name}.backend=native, or enabled=false",
+            f"{name}.backend",
+        )
+    given = [key for key in ("target_modules", "exclude_modules") if getattr(lora, key)]
+    if lora.match_all_linear and given:
+        report.add(
+            f"{prefix}.{given[0]}",
+            f"names matrices, and match_all_linear is true, which means all of them: set {prefix}.match_all_linear=false",
+            f"{prefix}.match_all_linear",
+        )
+    elif len(given) == 2:
+        report.add(
+            f"{prefix}.exclude_modules",
+            "and target_modules are both given; give one of them",
+            f"{prefix}.target_modules",
+        )
+    for key in given:
+        for pattern in getattr(lora, key):
+            if (fault := _fault(pattern, key)) is not None:
+                report.add(f"{prefix}.{key}", fault)
+    if not adapted_modules(lora, _MANY_LAYERS) and given == ["exclude_modules"]:
+        report.add(f"{prefix}.exclude_modules", "leaves no matrix to adapt; name fewer")
+
+
+def _fault(pattern: str, key: str) -> str | None:
+    """What is wrong with a name of target_modules or exclude_modules; None: nothing."""
+    if any(matches(pattern, module) for module in modules_of_layers(_MANY_LAYERS)):
+        return None
+    if any(matches(pattern, module) for module in FROZEN):
+        return None if key == "exclude_modules" else f"names {pattern}: head and embedding stay frozen; leave it out"
+    near = difflib.get_close_matches(pattern, MATRICES, 1, 0.6)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"names {pattern}, which no matrix is called{meant} (there are {', '.join(MATRICES)}; * stands for any text)"

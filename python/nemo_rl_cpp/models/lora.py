@@ -1,0 +1,199 @@
+"""Low-rank adapters of a native model: which there are, how they begin, and how they lie in a folder as PEFT writes it.
+
+The model computes with W' = W + (alpha / dim) · B · A, rounded to its precision (csrc/model/adapters.h). W are the weights of
+`model_name`, which stay; A [dim, in] and B [out, dim] are trained, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.lora import MATRICES, adapted_modules
+from nemo_rl_cpp.models.slices import Slices, named_whole, own_part
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
+    from nemo_rl_cpp.distributed.ranks import Ranks
+    from nemo_rl_cpp.models.json_values import JsonObject
+    from nemo_rl_cpp.models.model_folder import ModelFolder
+
+ADAPTER = "adapter"
+"""The folder of the adapter inside that of the merged weights."""
+CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+"""The first two are PEFT's; the last says of which weights the adapter is."""
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."
+_STREAM = 2**32  # above every seed: other draws than those of a model that starts random
+
+
+@dataclass
+class Lora:
+    """The adapters of one model.
+
+    Attributes:
+        section: of the configuration, for messages.
+        modules: the adapted ones, model.layers.0.self_attn.q_proj for instance, in the order of the parameters.
+        layers: how many the model has.
+        dim, alpha, init: as in `lora_cfg`.
+        base: what the adapter is for, as PEFT's adapter_config.json says it.
+        value_head: the model is a critic, whose head is trained beside the adapters, whole.
+        base_digest: of the weights that the adapters are for; empty where this process has a slice of them.
+    """
+
+    section: str
+    modules: tuple[str, ...]
+    layers: int
+    dim: int
+    alpha: int
+    init: str
+    base: str
+    value_head: bool
+    base_digest: str = ""
+
+    @classmethod
+    def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Lora | None:
+        """Those of a section of the configuration; None where all weights are trained. ValueError where no matrix of the model is
+        meant."""
+        wanted = config.lora
+        if wanted is None:
+            return None
+        layers = folder.native()["num_layers"]
+        modules = adapted_modules(wanted, layers)
+        if not modules:
+            raise ValueError(
+                f"{section}.dtensor_cfg.lora_cfg.target_modules is {wanted.target_modules}, which no matrix of {config.model_name} with its {layers} "
+                f"layers is called: name some of {', '.join(MATRICES)}"
+            )
+        return cls(
+            section,
+            tuple(modules),
+            layers,
+            wanted.dim,
+            wanted.alpha,
+            wanted.lora_A_init,
+            config.model_name,
+            folder.value_head,
+        )
+
+    @property
+    def targets(self) -> list[str]:
+        """The names of the adapted weights."""
+        return [f"{module}.weight" for module in self.modules]
+
+    def slices(self, native: JsonObject, ranks: Ranks) -> Slices:
+        """How the adapters of the model `native` lie in its slices, and in the whole."""
+        count = ranks.tensor_size
+        layouts = [C.ParameterLayout(native, self.dim, self.targets, rank, count) for rank in range(count)]
+        return Slices(ranks, layouts, C.ParameterLayout(native, self.dim, self.targets))
+
+    def begin(self, model: C.DecoderModel, seed: int, weights_path: str | Path | None, *, is_whole: bool) -> None:
+        """Puts adapters on a frozen model that has its weights: those of a checkpoint, or new ones, with A drawn from the seed and
+        B = 0, so that the weights stay what they are."""
+        if is_whole:  # every number of slices has another digest
+            self.base_digest = f"{model.digest():016x}"
+        model.adapt(self.dim, float(self.alpha), self.targets)
+        generator = torch.Generator().manual_seed(_STREAM * (2 if self.value_head else 1) + seed)
+        layout = model.trained_layout
+        views = named_whole(layout, model.masters)
+        for spec in layout.specs:
+            if spec.name.endswith(_A):
+                views[spec.name].copy_(own_part(spec, self._drawn(spec.whole, generator)))
+        model.masters_changed()
+        if weights_path is not None:
+            self._load(Path(weights_path), model)
+
+    def _drawn(self, shape: list[int], generator: torch.Generator) -> Tensor:
+        rows, columns = shape
+        if self.init == "xavier":
+            return torch.randn(shape, generator=generator) * math.sqrt(2 / (rows + columns))
+        bound = 1 / math.sqrt(columns)  # kaiming_uniform_ with a = sqrt(5)
+        return (2 * torch.rand(shape, generator=generator) - 1) * bound
+
+    # ---- the folder
+
+    def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
+        """Writes the adapter as PEFT does, into the folder of the merged weights; `masters` in the layout of the whole model."""
+        from safetensors.torch import save_file
+
+        folder = weights / ADAPTER
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{_PREFIX}{name}": (view.t() if name.endswith(_B) else view).contiguous().cpu()
+            for name, view in named_whole(layout, masters).items()
+        }
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
+        (folder / BASE_FILE).write_text(json.dumps({"digest": self.base_digest}) + "\n")
+
+    def peft_config(self) -> JsonObject:
+        """adapter_config.json."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if self.value_head else "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.dim,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": self._short_modules(),
+            "modules_to_save": ["score"] if self.value_head else None,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+
+    def _short_modules(self) -> list[str]:
+        """q_proj where every layer's is meant; else whole names."""
+        modules = set(self.modules)
+        short = [
+            name
+            for name, holder in MATRICES.items()
+            if all(f"model.layers.{layer}.{holder}.{name}" in modules for layer in range(self.layers))
+        ]
+        return short if len(short) * self.layers == len(modules) else list(self.modules)
+
+    def _load(self, weights: Path, model: C.DecoderModel) -> None:
+        """Reads what `save` wrote. ValueError where there is none, or another one, or one of another base model."""
+        from safetensors import safe_open
+
+        folder = weights / ADAPTER
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise ValueError(
+                f"{weights} holds no adapter, so a run saved it that trains all weights: set {self.section}.dtensor_cfg.lora_cfg.enabled=false, or name "
+                f"it by {self.section}.model_name to begin adapters of it"
+            )
+        layout = model.trained_layout
+        views = named_whole(layout, model.masters)
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as saved:
+            self._check_saved(folder, saved.keys())
+            for spec in layout.specs:
+                tensor = saved.get_tensor(f"{_PREFIX}{spec.name}")
+                views[spec.name].copy_(own_part(spec, tensor.t() if spec.name.endswith(_B) else tensor))
+        model.masters_changed()
+
+    def _check_saved(self, folder: Path, names: list[str]) -> None:
+        key = f"{self.section}.dtensor_cfg.lora_cfg"
+        saved = json.loads((folder / CONFIG_FILE).read_text())
+        now = {"dim": self.dim, "alpha": self.alpha}
+        for name, before in (("dim", saved.get("r")), ("alpha", saved.get("lora_alpha"))):
+            if before != now[name]:
+                raise ValueError(f"{key}.{name} is {now[name]}, but the adapter in {folder} has {before}: set it back")
+        modules = {name.removeprefix(_PREFIX).removesuffix(_A) for name in names if name.endswith(_A)}
+        if modules != set(self.modules):
+            raise ValueError(
+                f"{key}.target_modules means {len(self.modules)} matrices, the adapter in {folder} has {len(modules)}, and they are not the same: "
+                "name those of the run that saved it"
+            )
+        before = json.loads((folder / BASE_FILE).read_text())["digest"]
+        if before and self.base_digest and before != self.base_digest:
+            raise ValueError(
+                f"{self.section}.model_name is {self.base}, whose weights (digest {self.base_digest}) are not those that the adapter in {folder} is for "
+                f"(digest {before}): name the model of the run that saved it"
+            )

@@ -1,0 +1,83 @@
+"""Runs with LoRA: what is trained is what generated, resume to the same bits, any number of processes, the reference is the base."""
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from test_several_processes import BLOCKS, trained, workers
+from test_tensor_parallel import TP, is_exact, tensors
+from test_tensor_parallel import trained as trained_in_slices
+
+LORA = "policy.dtensor_cfg.lora_cfg"
+ON = (f"{LORA}.enabled=true", f"{LORA}.dim=4", "policy.optimizer.kwargs.lr=1e-2")
+SOME = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,v_proj,up_proj]")
+KL = ("loss_fn.reference_policy_kl_penalty=0.05", "grpo.skip_reference_policy_logprobs_calculation=false")
+BF16 = ("policy.precision=bfloat16",)
+
+
+@pytest.mark.parametrize("more", [(), (*BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some"])
+def test_generation_is_training_to_the_bit_and_frozen_weights_stay(tmp_path, more):
+    with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, "grpo.max_num_steps=4") as run:
+        start = {name: view.clone() for name, view in run.policy.state_dict().items()}
+        run.train()
+        assert is_exact(run.history) and run.history[-1]["grad_norm"] > 0
+        changed = {name for name, view in run.policy.state_dict().items() if not torch.equal(view, start[name])}
+    parts = ("q_proj", "v_proj", "up_proj") if more else ("_proj",)
+    assert changed == {name for name in start if any(f"{part}.weight" in name for part in parts)}
+    if more:  # the reference is the base model, so the first step's divergence is 0 and later ones' is not
+        kl = [row["kl_penalty"] for row in run.history if "kl_penalty" in row]
+        assert kl and kl[0] == 0 and kl[-1] > 0
+
+
+@pytest.mark.parametrize("config", ["grpo_tiny.yaml", "ppo_tiny.yaml"])
+def test_a_resumed_run_ends_at_the_same_bits(tmp_path, config):
+    more = (*ON, *BF16, *KL, *SOME) if config.startswith("grpo") else (
+        *ON, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
+        "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1",
+    )  # fmt: skip
+    straight, folder = trained(tmp_path / "straight", 4, *more, config=config)
+    for steps in (2, 4):
+        resumed, _ = trained(tmp_path / "resumed", steps, *more, config=config)
+    assert {k: v for k, v in resumed.items() if k != "metrics"} == {k: v for k, v in straight.items() if k != "metrics"}
+    models = ("policy", "value") if config.startswith("ppo") else ("policy",)
+    for model in models:
+        adapter = load_file(folder / model / "weights" / "adapter" / "adapter_model.safetensors")
+        assert all(t.dtype == torch.float32 for t in adapter.values()) and any(t.any() for n, t in adapter.items() if "lora_B" in n)  # fmt: skip
+        size = sum(t.numel() for t in adapter.values())
+        moments = load_file(folder / model / "optimizer" / "optimizer.safetensors")
+        assert set(moments) == {"exp_avg", "exp_avg_sq"} and size <= moments["exp_avg"].numel() < 1.2 * size + 64
+    if len(models) == 2:
+        assert "base_model.model.score.weight" in adapter
+
+
+def test_a_run_is_resumed_with_its_own_adapters_only(tmp_path):
+    trained(tmp_path, 1, *ON, *SOME)
+    for change, said in (
+        ((f"{LORA}.dim=8",), "lora_cfg.dim"),
+        ((f"{LORA}.alpha=8",), "lora_cfg.alpha"),
+        ((f"{LORA}.target_modules=[k_proj]",), "lora_cfg.target_modules"),
+        ((f"{LORA}.enabled=false",), "lora_cfg.enabled"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            trained(tmp_path, 2, *ON, *SOME, *change)
+
+
+def test_every_number_of_processes_trains_the_same_bits(tmp_path):
+    one, _ = trained(tmp_path / "one", 3, *ON, *BF16, *BLOCKS)
+    two, _ = trained(tmp_path / "two", 3, *ON, *BF16, *BLOCKS, *workers(2))
+    assert one == two
+
+
+def test_slices_train_the_whole_models_adapters(tmp_path):
+    """Also on top of one another: a run in two slices goes on in one process."""
+    one, alone = trained_in_slices(tmp_path / "1", 2, *ON, *BLOCKS)
+    two, sliced = trained_in_slices(tmp_path / "2", 2, *ON, *BLOCKS, *workers(2), *TP)
+    assert is_exact(two)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
+    first, second = (
+        load_file(at / "policy" / "weights" / "adapter" / "adapter_model.safetensors") for at in (alone, sliced)
+    )
+    for name, tensor in first.items():
+        assert (second[name] - tensor).norm() <= 5e-3 * tensor.norm(), name
+    go_on, _ = trained_in_slices(tmp_path / "2", 3, *ON, *BLOCKS)
+    assert is_exact(go_on) and tensors(sliced).keys() == tensors(alone).keys()

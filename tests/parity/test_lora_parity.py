@@ -1,0 +1,149 @@
+"""LoRA of the native core against torch's tape on transformers' models, and the adapter's folder against PEFT."""
+
+import json
+
+import pytest
+import torch
+from models import build
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.lora import LoraConfig
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.models.hf_config import native_config, read_config
+from nemo_rl_cpp.models.lora import Lora
+from nemo_rl_cpp.models.model_folder import read_model_folder
+from nemo_rl_cpp.models.slices import named_whole
+from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
+from reference.lora import adapted_call
+from test_hf_model import hf_logprobs, ragged_batch
+
+TARGETS = {
+    "all": {},
+    "some": {"match_all_linear": False, "target_modules": ["q_proj", "v_proj", "*.layers.1.*.up_proj", "down_proj"]},
+    "late": {"match_all_linear": False, "target_modules": ["*.layers.2.*.k_proj", "*.layers.1.mlp.gate_proj"]},
+}
+
+
+def lora_of(folder, **keys) -> Lora:
+    config = PolicyConfig(
+        model_name=str(folder), dtensor_cfg={"lora_cfg": LoraConfig(enabled=True, **{"dim": 3, "alpha": 7, **keys})}
+    )
+    return Lora.of(config, read_model_folder(folder), "policy")
+
+
+def adapted(folder, lora, dtype, spread=0.1, seed=4):
+    """The native model with adapters, B not 0 unless spread is."""
+    model = C.DecoderModel(native_config(read_config(folder)), dtype, False)
+    load_weights(model, folder)
+    lora.begin(model, seed, None, is_whole=True)
+    generator = torch.Generator().manual_seed(11)
+    for name, view in named_whole(model.trained_layout, model.masters).items():
+        if name.endswith("lora_B.weight"):
+            view.copy_(torch.randn(view.shape, generator=generator) * spread)
+    model.masters_changed()
+    return model
+
+
+def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """module -> (A, B) of a flat buffer, as PEFT has them."""
+    views = named_whole(model.trained_layout, flat)
+    modules = [name.removesuffix(".lora_A.weight") for name in views if name.endswith(".lora_A.weight")]
+    return {m: (views[f"{m}.lora_A.weight"].clone(), views[f"{m}.lora_B.weight"].t().clone()) for m in modules}
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("name", ["llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu"])
+def test_gradients_equal_autograd(name, targets, tmp_path):
+    hf = build(name, tmp_path, torch.float64)
+    lora = lora_of(tmp_path, **TARGETS[targets])
+    model = adapted(tmp_path, lora, torch.float64)
+    trainer = C.Trainer(model)
+    batch, ids, lengths, mask = ragged_batch()
+    weight = torch.randn(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    leaves = {m: (a.requires_grad_(), b.requires_grad_()) for m, (a, b) in factors(model, model.masters).items()}
+    expected_logprobs = hf_logprobs(adapted_call(hf, leaves, 7 / 3), ids, lengths, mask)
+    (expected_logprobs * weight[:, 1:]).sum().backward()
+
+    out = torch.zeros(ids.shape, dtype=torch.float64)
+    trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
+    trainer.backward(weight * mask)
+    assert (out[:, 1:] - expected_logprobs.detach()).abs().max() < 1e-5  # transformers' rotations are float32
+    ours = factors(model, trainer.grads)
+    assert ours.keys() == leaves.keys() and len(ours) == len(lora.modules)
+    for module, pair in ours.items():
+        for which, gradient, leaf in zip("AB", pair, leaves[module]):
+            assert (gradient - leaf.grad).norm() <= 1e-6 * leaf.grad.norm() + 1e-12, (module, which)
+
+
+def test_ten_adamw_steps_equal_torch(tmp_path):
+    """From B = 0, with clipping and weight decay, in float32."""
+    hf = build("qwen2", tmp_path)
+    model = adapted(tmp_path, lora_of(tmp_path), torch.float32, spread=0.0)
+    trainer = C.Trainer(model)
+    leaves = {m: tuple(t.requires_grad_() for t in pair) for m, pair in factors(model, model.masters).items()}
+    parameters = [t for pair in leaves.values() for t in pair]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+    for step in range(10):
+        batch, ids, lengths, mask = ragged_batch(seed=step)
+        optimizer.zero_grad()
+        expected = -hf_logprobs(adapted_call(hf, leaves, 7 / 3), ids, lengths, mask).sum() / mask.sum()
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+        out = torch.zeros(ids.shape)
+        trainer.zero_grad()
+        trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
+        trainer.backward(-mask.float() / mask.sum())
+        result = trainer.step(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
+        torch.testing.assert_close(-(out * mask).sum() / mask.sum(), expected.detach(), rtol=1e-4, atol=1e-5)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
+    for module, pair in factors(model, model.masters).items():
+        for ours, leaf in zip(pair, leaves[module]):
+            assert (ours - leaf).norm() <= 2e-3 * leaf.norm(), module
+
+
+def saved(tmp_path, name, **keys):
+    """(transformers' base model, the native one, the folder of its checkpoint)."""
+    hf = build(name, tmp_path / "base")
+    lora = lora_of(tmp_path / "base", **keys)
+    model = adapted(tmp_path / "base", lora, torch.float32)
+    save_weights(model, tmp_path / "out", read_config(tmp_path / "base"))
+    lora.save(tmp_path / "out", model.trained_layout, model.masters)
+    return hf, model, tmp_path / "out"
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_the_adapter_is_pefts(targets, tmp_path):
+    peft = pytest.importorskip("peft")
+    hf, _, folder = saved(tmp_path, "qwen2", **TARGETS[targets])
+    ids = torch.arange(3, 40)[None]
+    before = hf(input_ids=ids).logits.detach()
+    loaded = peft.PeftModel.from_pretrained(hf, folder / "adapter").eval()
+    merged = type(hf).from_pretrained(folder, attn_implementation="eager").eval()
+    assert (loaded(input_ids=ids).logits - merged(input_ids=ids).logits).abs().max() < 1e-4
+    assert (merged(input_ids=ids).logits - before).abs().max() > 1e-2
+
+
+def test_the_adapters_files_have_pefts_names(tmp_path):
+    from safetensors.torch import load_file
+
+    _, model, folder = saved(tmp_path, "llama_tied", **TARGETS["some"])
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["task_type"], config["r"], config["lora_alpha"]) == ("LORA", "CAUSAL_LM", 3, 7)
+    assert config["target_modules"][:3] == [
+        "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj",
+    ]  # fmt: skip
+    tensors = load_file(folder / "adapter" / "adapter_model.safetensors")
+    prefix, module = "base_model.model.", "model.layers.1.mlp.up_proj"
+    a, b = factors(model, model.masters)[module]
+    assert torch.equal(tensors[f"{prefix}{module}.lora_A.weight"], a)
+    assert torch.equal(tensors[f"{prefix}{module}.lora_B.weight"], b)
+    assert len(tensors) == 2 * len(factors(model, model.masters)) == 2 * 10
+
+
+def test_merged_weights_load_in_transformers_as_they_are(tmp_path):
+    hf, model, folder = saved(tmp_path, "qwen3_tied")
+    merged = type(hf).from_pretrained(folder, attn_implementation="eager").eval()
+    weights = named_views(model.layout, model.compute)
+    for name, parameter in merged.named_parameters():
+        assert torch.equal(parameter, weights[name]), name

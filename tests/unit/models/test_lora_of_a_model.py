@@ -1,0 +1,132 @@
+"""Which matrices get adapters, how many numbers that is, how A begins, and what a saved adapter is refused for."""
+
+import json
+import math
+
+import pytest
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.lora import LoraConfig, adapted_modules, adapter_sizes, matches
+from nemo_rl_cpp.config.memory import ModelSizes
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.models.lora import Lora
+from nemo_rl_cpp.models.model_folder import tiny_random
+from nemo_rl_cpp.models.slices import named_whole
+from nemo_rl_cpp.models.weights import initialize_weights
+
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=40)  # fmt: skip
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    "pattern, module, is_meant",
+    [("q_proj", Q, True), ("self_attn.q_proj", Q, True), (Q, Q, True), ("*_proj", Q, True), ("*.layers.1.*.q_proj", Q, True),
+     ("*.self_attn.*", Q, True), ("proj", Q, False), ("*.layers.0.*", Q, False), ("k_proj", Q, False), ("*.q.proj", Q, False),
+     ("q_proj*", Q, False), ("*.layers.1.*.q_proj", "model.layers.11.self_attn.q_proj", False), ("", Q, False)],
+)  # fmt: skip
+def test_names_of_matrices(pattern, module, is_meant):
+    assert matches(pattern, module) is is_meant
+
+
+@pytest.mark.parametrize(
+    "keys, count",
+    [({}, 21), ({"match_all_linear": False}, 21), ({"match_all_linear": False, "target_modules": ["q_proj", "down_proj"]}, 6),
+     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "lm_head"]}, 12),
+     ({"match_all_linear": False, "target_modules": ["*.layers.2.*"]}, 7)],
+)  # fmt: skip
+def test_sizes_are_the_native_models(keys, count):
+    """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
+    config = LoraConfig(enabled=True, dim=4, **keys)
+    modules = adapted_modules(config, 3)
+    assert len(modules) == count
+    native = tiny_random(SIZES).native()
+    layout = C.ParameterLayout(native, 4, [f"{module}.weight" for module in modules])
+    trained = sum(math.prod(spec.shape) for spec in layout.specs)
+    assert [spec.name for spec in layout.specs if spec.name.endswith("lora_A.weight")] == [f"{m}.lora_A.weight" for m in modules]  # fmt: skip
+    side_by_side = ({"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"})
+    layers_parts = {(m.split(".")[2], part) for m in modules for part in map(frozenset, side_by_side) if m.rpartition(".")[2] in part}  # fmt: skip
+    whole = {spec.name: math.prod(spec.shape) for spec in C.ParameterLayout(native).specs}
+    kept = sum(
+        size for name, size in whole.items()
+        if any(name.startswith(f"model.layers.{layer}.") and name.split(".")[-2] in part for layer, part in layers_parts)
+    )  # fmt: skip
+    sizes = ModelSizes(**SIZES, head_dim=16, tie_word_embeddings=False)
+    assert adapter_sizes(config, sizes) == (trained, kept)
+
+
+def lora_of(folder, **keys) -> Lora:
+    config = PolicyConfig(model_name="tiny-random", dtensor_cfg={"lora_cfg": LoraConfig(enabled=True, dim=4, **keys)})
+    return Lora.of(config, folder, "policy")
+
+
+def adapted(lora, folder, seed=3, weights=None, model_seed=0):
+    model = C.DecoderModel(folder.native(), torch.float32, False)
+    initialize_weights(model, model_seed)
+    lora.begin(model, seed, weights, is_whole=True)
+    return model
+
+
+@pytest.mark.parametrize("init", ["xavier", "kaiming", "uniform"])
+def test_a_is_drawn_from_the_seed_and_b_is_zero(init):
+    folder = tiny_random(SIZES)
+    lora = lora_of(folder, lora_A_init=init)
+    model, again, other = (adapted(lora, folder, seed) for seed in (3, 3, 4))
+    assert torch.equal(model.masters, again.masters) and not torch.equal(model.masters, other.masters)
+    for name, view in named_whole(model.trained_layout, model.masters).items():
+        if name.endswith("lora_B.weight"):
+            assert not view.any()
+            continue
+        dim, columns = view.shape
+        if init == "xavier":
+            assert float(view.std()) == pytest.approx(math.sqrt(2 / (dim + columns)), rel=0.2)
+        else:
+            assert 0.9 < float(view.abs().max()) * math.sqrt(columns) <= 1
+    plain = C.DecoderModel(folder.native(), torch.float32, False)
+    initialize_weights(plain, 0)
+    assert plain.digest() == model.digest()
+
+
+def test_slices_begin_with_their_part_of_the_same_adapters():
+    folder = tiny_random({**SIZES, "vocab_size": 4096})
+    lora = lora_of(folder)
+    whole = adapted(lora, folder)
+    expected = named_whole(whole.trained_layout, whole.masters)
+    for rank in range(2):
+        for spec in C.ParameterLayout(folder.native(), 4, lora.targets, rank, 2).specs:
+            assert spec.whole == list(expected[spec.name].shape)
+            is_split = spec.name.endswith("lora_B.weight") != any(part in spec.name for part in ("o_proj", "down_proj"))
+            assert (spec.split == 1 and spec.begin == rank * spec.shape[1]) if is_split else spec.shape == spec.whole
+
+
+def test_a_saved_adapter_is_read_to_the_bit_and_refused_for_another(tmp_path):
+    folder = tiny_random(SIZES)
+    lora = lora_of(folder)
+    model = adapted(lora, folder)
+    model.masters.copy_(torch.randn(model.masters.shape, generator=torch.Generator().manual_seed(1)))
+    for spec in model.trained_layout.specs:  # the gaps between tensors are zero
+        assert spec.offset + math.prod(spec.shape) <= model.masters.numel()
+    model.masters_changed()
+    lora.save(tmp_path, model.trained_layout, model.masters)
+    again = adapted(lora, folder, seed=9, weights=tmp_path)
+    saved, read = (named_whole(m.trained_layout, m.masters) for m in (model, again))
+    assert all(torch.equal(read[name], view) for name, view in saved.items()) and again.digest() == model.digest()
+    for other, said in (
+        (lora_of(folder, alpha=8), "lora_cfg.alpha is 8, but the adapter in .* has 32"),
+        (
+            lora_of(folder, match_all_linear=False, target_modules=["q_proj"]),
+            "target_modules means 3 matrices, .* has 21",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            adapted(other, folder, weights=tmp_path)
+    with pytest.raises(ValueError, match="whose weights .* are not those"):
+        adapted(lora, folder, weights=tmp_path, model_seed=5)
+    with pytest.raises(ValueError, match="holds no adapter"):
+        adapted(lora, folder, weights=tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_a_layer_that_the_model_does_not_have():
+    with pytest.raises(ValueError, match="lora_cfg.target_modules is .*layers.3.* which no matrix of tiny-random with its 3 layers"):  # fmt: skip
+        lora_of(tiny_random(SIZES), match_all_linear=False, target_modules=["*.layers.3.*"])

@@ -52,10 +52,10 @@ void LayerGradients::add(at::Tensor LayerParameters::* matrix, const at::Tensor&
   ops::linear_backward_weight(yb, x, gradients->a);
 }
 
-GradientViews::Gradients(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat)
+GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat)
     : dense_(config, layout, std::move(flat)) {}
 
-GradientViews::Gradients(const ModelConfig& config, const ParameterLayout& layout, const at::Tensor& flat,
+GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& layout, const at::Tensor& flat,
                          const std::vector<LayerAdapters>& factors)
     : adapters_(adapter_views(config, layout, flat)), factors_(&factors) {
   dense_.layers.resize(adapters_.size());

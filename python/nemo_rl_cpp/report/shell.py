@@ -35,12 +35,13 @@ def document(
     blocks = "".join(f'<script type="text/plain" id="{key}">{packed(value)}</script>' for key, value in data.items())
     written = int(now if now is not None else time.time())
     code = "".join(_asset(f"{name}.js") for name in scripts)
+    ready = "" if scripts else ' data-ready="yes"'  # which the scripts say when they are done
     without = '<noscript><p class="muted">Curves and samples are drawn by scripts, which are switched off here.</p></noscript>'
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{_asset("page.css")}</style></head>'
-        f'<body data-status="{escape(status)}" data-written="{written}">'
+        f'<body data-status="{escape(status)}" data-written="{written}"{ready}>'
         f"<header>{header}<nav>{links}</nav></header><main>{body}{without if scripts else ''}</main>"
         f"<footer>Written {utc(written)} by nemo_rl_cpp{footer}</footer>"
         f"{blocks}{f'<script>{code}</script>' if scripts else ''}</body></html>\n"

@@ -11,100 +11,12 @@ its peak (VmHWM) after the imports; "alone" is one process without others, which
 
 import argparse
 import statistics
-import time
 from functools import partial
-from pathlib import Path
 
-import torch
-from harness import tune_malloc
-from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
-from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config
-from nemo_rl_cpp.models.model_folder import ModelFolder
-from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan
-
-SMOLLM2 = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-WAYS = {"after": (False, False), "beside": (True, False), "sharded": (True, True)}
-ADAMW = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
-
-
-def peak_mb() -> float:
-    """The most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
-
-
-class Bench:
-    """In a worker: one model, and a trainer for each way."""
-
-    def __init__(self, args, names, ranks):
-        tune_malloc()
-        self.ranks, self.micro_batches, self.checkpoint, self.before = (
-            ranks,
-            args.micro_batches,
-            args.checkpoint,
-            peak_mb(),
-        )
-        folder = ModelFolder(canonical_config(TINY_CONFIG | SMOLLM2 | {"num_hidden_layers": args.layers}), None, seed=1)
-        self.model = C.DecoderModel(folder.native(), getattr(torch, args.precision), True)
-        self.model.masters.normal_(std=0.02, generator=torch.Generator().manual_seed(3))
-        self.model.masters_changed()
-        self.trainers = {}
-        for name in names:
-            beside, sharded = WAYS.get(name, (False, False))
-            self.trainers[name] = C.Trainer(
-                self.model, ranks.communicator, ranks.beside() if beside else None, sharded and ranks.size > 1
-            )
-        count, length = args.samples, args.length
-        generator = torch.Generator().manual_seed(2)
-        ids = torch.randint(0, SMOLLM2["vocab_size"], (count, length), generator=generator)
-        mask = torch.ones(count, length)
-        batch = {
-            "input_ids": ids,
-            "input_lengths": torch.full((count,), length),
-            "token_mask": mask,
-            "sample_mask": torch.ones(count),
-        }
-        self.batch = RaggedBatch.of(batch)
-        each = count // ranks.size
-        rows = list(range(ranks.rank * each, (ranks.rank + 1) * each))
-        wanted = torch.ones(count * length, dtype=torch.bool)
-        wanted[self.batch.starts] = False
-        batching = MicroBatching(
-            max_samples=each // self.micro_batches, max_tokens=0, share_prefix=False, checkpoint=args.checkpoint
-        )
-        self.native, self.plan = plan(self.batch, wanted, rows, batching)
-        self.slope = torch.where(wanted, -1.0 / count / length, 0.0)
-
-    def step(self, name):
-        """(seconds until the last backward has ended, seconds of the step, norm)."""
-        trainer = self.trainers[name]
-        if self.ranks.communicator is not None:
-            self.ranks.communicator.barrier(phase="begin")
-        began = time.perf_counter()
-        trainer.zero_grad()
-        out = torch.zeros(self.batch.num_tokens)
-        for i, rows in enumerate(self.plan, 1):
-            trainer.forward(self.native, rows, 1.0, False, True, self.checkpoint, out)
-            if i == len(self.plan):
-                trainer.begin_sum()
-            trainer.backward(self.slope)
-        trained = time.perf_counter() - began
-        norm = trainer.step(**ADAMW).grad_norm
-        return trained, time.perf_counter() - began, norm
-
-    def grown(self):
-        return peak_mb() - self.before
-
-
-def bench(args, names, ranks):
-    return Bench(args, names, ranks)
+from training_ranks import WAYS, bench
 
 
 def group_of(args, names, processes):

@@ -63,20 +63,23 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
     else:
         receiver = C.RefitReceiver(communicator, named)  # whatever the buckets
         run = {f"refit, buckets of {megabytes:g} MB": receiver.receive for megabytes in args.buckets}
+    changing: dict[str, torch.Tensor] = {}  # each has weights of its own: changes are of the weights of the last refit
     for share in args.changed:
         name = f"delta, {share:.1%} changed"
+        changing[name], own = weights(float(rank == 0), torch.bfloat16)
         if rank == 0:
+            changing[name].copy_(flat)
             by_delta = C.RefitPublisher(communicator, DEFAULT_BUCKET_BYTES, delta=True)
-            run[name] = lambda version, p=by_delta: p.publish(named, version)
+            run[name] = lambda version, p=by_delta, own=own: p.publish(own, version)
         else:
-            run[name] = C.RefitReceiver(communicator, named).receive
+            run[name] = C.RefitReceiver(communicator, own).receive
     run = {"broadcast": lambda version: communicator.broadcast(plain, 0, phase="broadcast")} | run
     seconds: dict[str, list[float]] = {name: [] for name in run}
     for turn in range(args.repeats + 1):
         for name, side in run.items():
-            if rank == 0 and name.startswith("delta"):
+            if rank == 0 and name in changing:
                 count = int(flat.numel() * float(name.split()[1].rstrip("%")) / 100)
-                flat[torch.randint(0, flat.numel(), (count,))] *= -1
+                changing[name][torch.randint(0, flat.numel(), (count,))] *= -1
             communicator.barrier(phase="begin")
             began = time.perf_counter()
             side(turn)

@@ -7,7 +7,7 @@ pytest.importorskip("verifiers")
 
 OVERRIDES = (
     "data.default.env_name=verifiers", "~data.train.num_digits", "++data.train.dataset_name=verifiers", "++data.train.taskset=digit_taskset",
-    "data.validation=null", "++env.verifiers={harness:{id:nemo_rl_cpp.environments.verifiers_chat},max_turns:1,max_tokens:1,renderer:{name:default},timeout_s:120}",
+    "data.validation=null", "++env.verifiers={harness:{id:nemo_rl_cpp_chat},max_turns:1,max_tokens:1,renderer:{name:default},timeout_s:120}",
     "policy.generation.expose_http_server=true", "policy.generation.max_new_tokens=1", "policy.optimizer.kwargs.lr=1e-2", "grpo.num_prompts_per_step=4",
     "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
 )  # fmt: skip

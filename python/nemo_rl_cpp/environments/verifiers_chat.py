@@ -1,4 +1,4 @@
-"""An agent for verifiers that only talks, in this process: `env.verifiers.harness: {id: nemo_rl_cpp.environments.verifiers_chat}`.
+"""An agent for verifiers that only talks, in this process: `env.verifiers.harness: {id: nemo_rl_cpp_chat}`.
 
 Verifiers' own harness `null` starts a program for each answer of a conversation with a user, which takes a second of a processor. This
 one sends the same messages to the same endpoint. It has no tools.

@@ -8,6 +8,7 @@ What is trained is what the policy's server has sampled for it.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from verifiers.v1.env import Env
     from verifiers.v1.trace import Trace
 
+CHAT = "nemo_rl_cpp_chat"
+"""The id of `verifiers_chat.ChatHarness`: verifiers looks a harness up as a module of this name, which may have no dots."""
 _NO_KEY = "NEMO_RL_CPP_NO_KEY"  # a variable that is not set: the key goes by a header
 
 
@@ -37,6 +40,9 @@ class VerifiersEnvironment(AgentEnvironment):
         check_verifiers("env.verifiers")
         self._config = as_model(cfg, VerifiersEnvConfig, "env.verifiers")
         self._envs: dict[str, Env] = {}
+        from nemo_rl_cpp.environments.verifiers_chat import ChatHarness  # imports verifiers
+
+        sys.modules.setdefault(CHAT, sys.modules[ChatHarness.__module__])
         super().__init__(self._config.max_concurrency, self._config.timeout_s)
 
     async def _all(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:

@@ -8,6 +8,16 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {  // nothing here may be shared between capabilities
 
+/// The sigmoid register by register, with the same bits: behind a product the exponentials of two registers at once
+/// would not fit beside the other operands (AVX2, bfloat16: the gated product took 1.05 times as long).
+NRL_VEC Floats sigmoid_by_registers(Floats x) {
+  for (auto& part : x.part) {
+    Vec<float, kRegisterLanes<float>> one;
+    one.part[0] = part;
+    part = sigmoid(one).part[0];
+  }
+  return x;
+}
 /// sigmoid of kLanes values into out.
 NRL_VEC void sigmoids(const double* x, double* out) {
   for (int i = 0; i < kLanes; ++i) out[i] = 1.0 / (1.0 + std::exp(-x[i]));
@@ -20,12 +30,12 @@ NRL_VEC V gate_argument(V x) {
   return x * static_cast<Real>(kGeluScale) * (x * x * static_cast<Real>(kGeluCubic) + static_cast<Real>(1));
 }
 
-template <Gate G = Gate::silu, class T>
+template <Gate G, bool kByRegisters = false, class T>
 NRL_VEC void forward_lanes(const T* gate, const T* up, T* act) {
-  Floats g = load<Floats>(gate);
-  store(act, g * sigmoid(gate_argument<G, float>(g)) * load<Floats>(up));
+  Floats g = load<Floats>(gate), z = gate_argument<G, float>(g);
+  store(act, g * (kByRegisters ? sigmoid_by_registers(z) : sigmoid(z)) * load<Floats>(up));
 }
-template <Gate G = Gate::silu>
+template <Gate G, bool = false>
 NRL_VEC void forward_lanes(const double* gate, const double* up, double* act) {
   double s[kLanes];
   for (int k = 0; k < kLanes; ++k) s[k] = gate_argument<G, double>(gate[k]);

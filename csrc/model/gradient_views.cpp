@@ -56,7 +56,7 @@ GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& l
     : dense_(config, layout, std::move(flat)) {}
 
 GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& layout, const at::Tensor& flat,
-                         const std::vector<LayerAdapters>& factors)
+                             const std::vector<LayerAdapters>& factors)
     : adapters_(adapter_views(config, layout, flat)), factors_(&factors) {
   dense_.layers.resize(adapters_.size());
   if (const auto* head = layout.value_head(); head != nullptr)

@@ -65,11 +65,16 @@ class GRPOAdvantageEstimator:
 
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
-    """GRPO for each `reward/<name>` of the batch, their weighted sum whitened over the samples (arXiv:2601.05242)."""
+    """GRPO for each `reward/<name>` of the batch, their weighted sum whitened over the samples (arXiv:2601.05242).
+
+    `reward_weights` has a weight for each part, in the order of their names. Where it is None, `part_weights` has some by
+    name, and the others weigh 1.
+    """
 
     def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
         super().__init__(estimator_config, loss_config)
         self.reward_weights = setting(estimator_config, "reward_weights", None)
+        self.part_weights: Mapping[str, float] = {}
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor], valid_mask: Tensor | None = None,
@@ -82,7 +87,8 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
                 f"gdpo needs at least two reward components (reward/<name>); this batch has {keys}. "
                 "Set grpo.adv_estimator.name to grpo for a single reward"
             )
-        weights = [1.0] * len(keys) if self.reward_weights is None else list(self.reward_weights)
+        by_name = [self.part_weights.get(key.removeprefix("reward/"), 1.0) for key in keys]
+        weights = by_name if self.reward_weights is None else list(self.reward_weights)
         if len(weights) != len(keys):
             raise ValueError(
                 f"grpo.adv_estimator.reward_weights has {len(weights)} entries for {len(keys)} reward components {keys}; "

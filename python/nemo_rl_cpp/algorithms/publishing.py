@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.algorithms.own_components import OwnEstimator, OwnLoss
 from nemo_rl_cpp.algorithms.validation import mean_word
 from nemo_rl_cpp.checkpoints.model_card import CardFacts
-from nemo_rl_cpp.config.data import datasets_of
+from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.models.hub_upload import push_to_hub
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def card_facts(run: TrainingRun) -> CardFacts:
 def _rewards(run: TrainingRun) -> list[str]:
     """The names of environments; of reward functions their own, with their weights."""
     found: list[str] = []
-    data = run.config.data
-    default = data.default.env_name if data.default is not None else None
-    used = {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
+    used = environments_of_training(run.config.data)
     section = (
         run.config.env.get("reward_functions") if used == {"reward_functions"} else None
     )  # else it may be another task's

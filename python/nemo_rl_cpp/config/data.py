@@ -204,6 +204,12 @@ class EvalDataConfig(DatasetConfig):
         return data
 
 
+def environments_of_training(data: DataConfig) -> set[str | None]:
+    """The names in `env` that the data sets of the training use."""
+    default = data.default.env_name if data.default is not None else None
+    return {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
+
+
 def datasets_of(value: DatasetConfig | list[DatasetConfig] | None, dotted: str) -> list[tuple[str, DatasetConfig]]:
     """Each data set with its dotted key."""
     if value is None:

@@ -110,7 +110,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         result = self._finish(rewards, metadata)
         if not self._as_parts:
             return result
-        return result._replace(rewards=WeightedParts(parts, dict(zip(self._names, self._weights))))
+        return result._replace(rewards=WeightedParts(parts, self.weight_of_name))
 
     def check_columns(self, names: Iterable[str]) -> None:
         """ValueError where a function asks for a column that none of the samples has. `names`: those that some have."""
@@ -126,9 +126,14 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         ]
 
     @property
+    def weight_of_name(self) -> dict[str, float]:
+        """Each function's weight by its name."""
+        return dict(zip(self._names, self._weights))
+
+    @property
     def weights_by_name(self) -> list[float]:
         """The weights in the order of the functions' names."""
-        return [weight for _, weight in sorted(zip(self._names, self._weights))]
+        return [weight for _, weight in sorted(self.weight_of_name.items())]
 
     def pop_metrics(self) -> dict[str, float]:
         if len(self._functions) < 2 or not any(self._counts):

@@ -2,8 +2,11 @@
 
 import pickle
 
+import pytest
 import torch
+from nemo_rl_cpp.algorithms.grpo import make_advantages
 from nemo_rl_cpp.compat.experience.async_rollouts import _row
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.environments.multi_reward import MathMultiRewardEnvironment, extract_answer
 from nemo_rl_cpp.environments.ray_environment import joined
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
@@ -80,15 +83,47 @@ def test_parts_keep_the_weights_of_their_total():
         assert again["longer"].tolist() == length and again.weights == {"longer": 0.5, "even": -2.0}
 
 
-def test_gdpo_weighs_the_parts_of_a_configuration_by_their_weights():
-    from nemo_rl_cpp.algorithms.grpo import make_advantages
-    from nemo_rl_cpp.config import load_grpo_config
-
+def gdpo(*overrides):
+    """The estimator of a configuration whose reward functions `longer` and `even` weigh 0.5 and -2."""
     names = ", ".join(f"{__name__}.{function.__name__}" for function in (longer, even))
-    section = f"env={{reward_functions: {{functions: [{names}], weights: [0.5, -2.0], as_parts: true}}}}"
-    config = load_grpo_config(
-        "grpo_jsonl.yaml", ["data.train.data_path=x.jsonl", f"++{section}", "grpo.adv_estimator.name=gdpo"]
+    section = f"++env={{reward_functions: {{functions: [{names}], weights: [0.5, -2.0], as_parts: true}}}}"
+    given = ["data.train.data_path=x.jsonl", section, "grpo.adv_estimator.name=gdpo", *overrides]
+    return make_advantages(load_grpo_config("grpo_jsonl.yaml", given)).estimator
+
+
+def advantages(estimator, *names):
+    """Of two samples of a group, which have 1 and 0 in the first part, 0 and 3 in the second one."""
+    values = (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 3.0]))
+    parts = {f"reward/{name}": value for name, value in zip(names, values)}
+    return estimator.compute_advantage(torch.zeros(2, 1), None, torch.ones(2, 1), parts)[:, 0].tolist()
+
+
+def test_gdpo_weighs_the_parts_of_a_configuration_by_their_weights():
+    estimator = gdpo("grpo.adv_estimator.normalize_rewards=false")
+    assert estimator.part_weights == {"longer": 0.5, "even": -2.0} and estimator.reward_weights is None
+    explicit = gdpo(
+        "grpo.adv_estimator.normalize_rewards=false",
+        "env.reward_functions.weights=null",
+        "grpo.adv_estimator.reward_weights=[-2.0,0.5]",
     )
-    assert make_advantages(config).estimator.reward_weights == [-2.0, 0.5]  # by the names in order: even, longer
-    config.grpo.adv_estimator.reward_weights = [1.0, 3.0]
-    assert make_advantages(config).estimator.reward_weights == [1.0, 3.0]
+    assert advantages(estimator, "longer", "even") == advantages(explicit, "longer", "even")
+    assert advantages(estimator, "longer", "even")[0] > 0  # 0.5 * 0.5 + -2 * -1.5 before they are whitened
+    assert advantages(estimator, "even", "of another")[0] < 0  # -2 * 0.5 + 1 * -1.5
+
+
+def test_gdpo_takes_no_weights_of_functions_that_the_data_does_not_use():
+    """The section may be another run's, which the environment in use has nothing to do with."""
+    estimator = gdpo("data.train.env_name=math", "++env.math={num_workers: 1}")
+    assert estimator.part_weights == {} and estimator.reward_weights is None
+    assert len(advantages(estimator, "a", "b")) == 2
+
+
+def test_gdpo_refuses_weights_that_are_given_twice():
+    with pytest.raises(
+        ValueError, match="env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing"
+    ):
+        gdpo("grpo.adv_estimator.reward_weights=[1,3]")
+    assert gdpo("grpo.adv_estimator.reward_weights=[1,3]", "env.reward_functions.weights=null").reward_weights == [
+        1.0,
+        3.0,
+    ]

@@ -73,17 +73,20 @@ def _in_an_import(frame: FrameType | None) -> bool:
 def startup() -> Iterator[None]:
     """While entered, and before a `GracefulStop` is, Ctrl-C raises KeyboardInterrupt; one that gets lost on its way is remembered
     and raised by the next `raise_if_interrupted`. In the middle of an import it ends the process with status 130, since native
-    modules lose the exception or make a panic of it. So does a second Ctrl-C."""
+    modules lose the exception or make a panic of it. So does a second Ctrl-C. Processes that were forked off hear a terminal's
+    Ctrl-C as well, and leave saying so to this one."""
     global _swallowed
     _swallowed = False
     if not _in_main_thread():
         yield
         return
+    owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
         global _swallowed
         if _swallowed or _in_an_import(frame):
-            say("interrupted: stopped at once")
+            if os.getpid() == owner:
+                say("interrupted: stopped at once")
             _exit(130)
         _swallowed = True
         raise KeyboardInterrupt

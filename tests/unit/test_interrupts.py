@@ -324,3 +324,17 @@ def test_what_is_called_at_the_end_does_not_hide_the_status(work, status):
     """A library may leave with 0 from a function of `atexit`."""
     code = f"import atexit, os, signal, sys\natexit.register(lambda: os._exit(0))\nfrom nemo_rl_cpp.interrupts import program\nsys.exit(program({work}))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == status
+
+
+def test_a_forked_worker_leaves_the_words_to_its_parent():
+    code = (
+        "import os, signal\nfrom nemo_rl_cpp import interrupts\n"
+        "with interrupts.startup():\n"
+        "    child = os.fork()\n"
+        "    if child:\n"
+        "        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130\n"
+        "    interrupts._swallowed = True\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted: stopped at once\n")

@@ -58,7 +58,8 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _compare_evaluations(folders: Sequence[str]) -> str:
     """Prints the comparison; its page."""
     from nemo_rl_cpp.evals import compare
+    from nemo_rl_cpp.report.samples import writable
 
     comparison = compare.Comparison.of(folders)
     print(compare.text_of(comparison))
-    return compare.page(comparison).encode("utf-8", "replace").decode()
+    return writable(compare.page(comparison))

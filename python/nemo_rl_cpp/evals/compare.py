@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl_cpp.evals.metrics import Interval
 from nemo_rl_cpp.evals.page import Prompt, cards, heading, prompts_of
-from nemo_rl_cpp.report.samples import clip
+from nemo_rl_cpp.report.samples import clip, printable
 from nemo_rl_cpp.report.shell import PageSection, document
 
 DATA = "evaluation_data.json"
@@ -92,7 +92,7 @@ def text_of(comparison: Comparison) -> str:
     """The comparison for a terminal, with some prompts that changed."""
     better, worse = comparison.changed(1), comparison.changed(-1)
     lines = [
-        *(f"{name}: {model}" for name, model in zip(comparison.names, comparison.models)), comparison.verdict(),
+        *(printable(f"{name}: {model}") for name, model in zip(comparison.names, comparison.models)), comparison.verdict(),
         f"of {len(comparison.first)} prompts {len(better)} are better, {len(worse)} worse, "
         f"{len(comparison.first) - len(better) - len(worse)} equal",
     ]  # fmt: skip
@@ -104,7 +104,7 @@ def text_of(comparison: Comparison) -> str:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= 110 else f"{line[:70]} ... {line[-30:]}"
 
 

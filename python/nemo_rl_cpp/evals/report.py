@@ -11,6 +11,7 @@ from nemo_rl_cpp.evals.metrics import Interval, wilson_interval
 from nemo_rl_cpp.evals.page import evaluation_page, page_of, prompts_of
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.report.page import duration
+from nemo_rl_cpp.report.samples import writable
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.eval import EvalConfig
@@ -122,14 +123,11 @@ def save_evaluation_data(
         "top_k": generation.top_k,
         "max_new_tokens": generation.max_new_tokens,
     }
-    write_atomic(folder / "config.json", json.dumps(described, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(folder / "config.json", writable(json.dumps(described, indent=2, ensure_ascii=False)) + "\n")
     text = json.dumps({"evaluation_data": samples}, indent=2, ensure_ascii=False, default=str)
-    write_atomic(folder / "evaluation_data.json", text + "\n")
+    write_atomic(folder / "evaluation_data.json", writable(text) + "\n")
     facts = rows(result, config)
     title = f"{facts.pop('model')}: {metric_name(wanted)} {facts[metric_name(wanted)]}"
     facts.pop("samples", None)
     prompts = prompts_of(samples, wanted.num_tests_per_prompt)
-    page = (
-        evaluation_page(title, facts, prompts).encode("utf-8", "replace").decode()
-    )  # a text may hold half a character
-    write_atomic(page_of(folder), page, durable=False)
+    write_atomic(page_of(folder), writable(evaluation_page(title, facts, prompts)), durable=False)

@@ -248,6 +248,20 @@ def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
     return [Picked(why, [*groups[i]]) for i, why in tags.items()]
 
 
+def writable(text: str) -> str:
+    """The text with `?` for half a character (a lone surrogate), which UTF-8 does not hold: for a file."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def printable(text: str) -> str:
+    """The text with escapes such as `\\x1b` for what a terminal obeys or cannot show, half a character (a lone surrogate) among
+    it. Joiners, which emoji and some scripts need, stay."""
+    return "".join(
+        each if each.isprintable() or each in "\u200c\u200d" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 def clip(text: str) -> str:
     """The text, with the middle of a very long one left out."""
     if len(text) <= MAX_CHARS:

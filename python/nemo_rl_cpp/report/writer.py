@@ -16,7 +16,7 @@ from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.report.given import given_keys
 from nemo_rl_cpp.report.history import JsonlTail, MetricHistory
 from nemo_rl_cpp.report.page import RunFacts, render
-from nemo_rl_cpp.report.samples import SampleBook, TokenBytes
+from nemo_rl_cpp.report.samples import SampleBook, TokenBytes, writable
 
 REPORT = "report.html"
 FACTS = "report_facts.json"
@@ -106,7 +106,7 @@ class ReportWriter:
         for row in rows:
             self._history.add(row)
         page = render(self._history, replace(self._facts, samples=self._book.samples()))
-        page = page.encode("utf-8", "replace").decode()  # a folder's name that is no UTF-8 holds lone surrogates
+        page = writable(page)  # a folder's name that is no UTF-8 holds lone surrogates
         stored = {name: getattr(self._facts, name) for name in _STORED}
         write_atomic(self.log_dir / FACTS, json.dumps(to_json(stored)), durable=False)
         write_atomic(self.path, page, durable=False)

@@ -7,8 +7,11 @@ import statistics
 
 import pytest
 from nemo_rl_cpp.commands import compare as command
+from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.evals.compare import Comparison, is_evaluation, text_of
+from nemo_rl_cpp.evals.metrics import Interval
 from nemo_rl_cpp.evals.page import evaluation_page, prompts_of
+from nemo_rl_cpp.evals.report import EvalResult, save_evaluation_data
 
 
 def samples(rewards, response="a"):
@@ -78,3 +81,35 @@ def test_what_cannot_be_compared(tmp_path, capsys):
         ([first, first, other], "compared two at a time, but 3 folders are given"),
     ):
         assert command.main([*map(str, folders)]) == 2 and words in capsys.readouterr().err
+
+
+def test_a_terminal_obeys_no_text_of_a_model(tmp_path, capsys):
+    folders = [folder(tmp_path / name, rewards, f"{name}\x1b[2J", "\x1b]0;title\x07 \ud83d \u202e👩\u200d🔬 ü\n")
+               for name, rewards in (("a", BEFORE), ("b", AFTER))]  # fmt: skip
+    page = tmp_path / "page.html"
+    assert command.main([*map(str, folders), "--out", str(page)]) == 0
+    told = capsys.readouterr().out
+    told.encode()  # half a character would raise
+    assert "before: \\x1b]0;title\\x07 \\ud83d \\u202e👩\u200d🔬 ü 4\n" in told and "a\\x1b[2J\n" in told
+    assert all(each.isprintable() or each in "\n\u200d" for each in told)
+    assert "title" in page.read_text(encoding="utf-8")
+
+
+def test_half_a_character_does_not_lose_an_evaluation(tmp_path):
+    config = load_eval_config(
+        "evals/eval.yaml",
+        [
+            "eval.num_tests_per_prompt=2",
+            "generation.temperature=1",
+            "generation.top_k=null",
+            f"eval.save_path={tmp_path / 'out'}",
+        ],
+    )
+    metrics = dict.fromkeys(("mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "truncation_rate"), 0.0)
+    given = samples(BEFORE, "ü\ud83d")
+    given[0]["extra_env_info"]["ground_truth"] = "\ude00!"
+    save_evaluation_data(given, config, tmp_path / "out", EvalResult(0.5, Interval(0.0, 1.0), 3, 0.5, 1.0, metrics))
+    saved = json.loads((tmp_path / "out" / "evaluation_data.json").read_text(encoding="utf-8"))["evaluation_data"]
+    assert [each["response"] for each in saved] == [f"ü?{i}" for i in range(6)]
+    assert saved[0]["extra_env_info"]["ground_truth"] == "?!" and is_evaluation(tmp_path / "out")
+    assert "ü?3" in (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")

@@ -68,7 +68,9 @@ def test_a_model_that_cannot_be_had_is_reported_before_torch_loads():
     assert run.returncode == 1, run.stderr
     *before, error = run.stderr.splitlines()
     assert error.startswith("error: the model 'Qwen/Qwen2.5-1.5B' is not on this machine"), run.stderr
-    assert all(line.startswith("warning: the forecast of memory") for line in before) and "set policy.model_name" in error
+    assert (
+        all(line.startswith("warning: the forecast of memory") for line in before) and "set policy.model_name" in error
+    )
 
 
 SMOL = dict(

@@ -79,7 +79,7 @@ def train_grpo(
     of the configuration; for `adv_estimator` also a name such as "gdpo". `callbacks`: objects of `nemo_rl_cpp.Callback`.
 
     `lora`: True, a rank such as 16, or keys of `lora_cfg` such as {"dim": 16, "target_modules": ["q_proj", "v_proj"]}: adapters are
-    trained and the weights stay frozen, which takes a fifth of the memory (docs/lora.md).
+    trained and the weights stay frozen, which takes about half of the memory (docs/lora.md).
 
     `validation` prompts are answered before and after training. Without `checkpoint_dir` nothing is saved (see
     `TrainResult.save`); with one, calling again goes on where the run was, unless `resume` is False ("never": refuse a folder

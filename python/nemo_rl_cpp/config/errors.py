@@ -57,6 +57,16 @@ class Report:
     def is_written(self, dotted: str) -> bool:
         return dotted in self._positions
 
+    def nearness(self, dotted: str) -> int:
+        """How near to the user the key was written: 3 by an override or an argument, 2 in the run's own file, 1 in a parent of it,
+        0 nowhere."""
+        if dotted not in self._positions:
+            return 0
+        file = self._positions[dotted].rpartition(":")[0]
+        if not file or self._positions[dotted].startswith("override "):
+            return 3
+        return 2 if file == self._file else 1
+
     def has_problem(self, dotted: str) -> bool:
         """Whether the key, a section around it or a key in it is wrong already: consequences are not reported."""
         return any(

@@ -75,10 +75,18 @@ FOREIGN = {
 }
 """Last part of a key -> the key of this package. Only names that no key of ours has."""
 
+BESIDES = {
+    "lora_alpha": "enabled=true",
+    "lora_r": "enabled=true",
+    "lora_rank": "enabled=true",
+    "lora_target_modules": "enabled=true and {section}.match_all_linear=false",
+}
+"""Name -> what of the key's section has to be set besides; without it the key would do nothing."""
+
 
 def own_name(name: str, known: frozenset[str]) -> str | None:
     """The key of this package for another trainer's name, of those that a kind of configuration knows (a PPO run's section is
-    `ppo`); None for a name of nobody."""
+    `ppo`), and what it needs besides; None for a name of nobody."""
     key = FOREIGN.get(name)
     if key is None:
         return None
@@ -88,6 +96,10 @@ def own_name(name: str, known: frozenset[str]) -> str | None:
         key.removeprefix("policy."),
         key.replace("data.train.", "data.", 1),
     ]
-    return next(
+    own = next(
         (candidate for candidate in of_kind if candidate in known or candidate.startswith("env.reward_functions")), None
     )
+    if own is None or name not in BESIDES:
+        return own
+    section = own.rpartition(".")[0]
+    return f"{own} (with {section}.{BESIDES[name].format(section=section)})"

@@ -9,9 +9,11 @@ from .lora import FROZEN, MATRICES, adapted_modules, matches, modules_of_layers
 
 if TYPE_CHECKING:
     from .errors import Report
+    from .lora import LoraConfig
     from .policy import TrainedModelConfig
 
 _MANY_LAYERS = 200  # of no model's, for names of single layers
+_ASKING = ("dim", "alpha", "target_modules", "exclude_modules")  # who sets one of these wants adapters
 
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
@@ -25,6 +27,8 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
                 "to false",
                 f"{name}.megatron_cfg.enabled",
             )
+        else:
+            _check_unused(model.dtensor_cfg.lora_cfg, prefix, report)
         return
     if model.backend == "hf":
         report.add(
@@ -51,6 +55,22 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
                 report.add(f"{prefix}.{key}", fault)
     if not adapted_modules(lora, _MANY_LAYERS) and given == ["exclude_modules"]:
         report.add(f"{prefix}.exclude_modules", "leaves no matrix to adapt; name fewer")
+
+
+def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
+    """Keys of adapters are refused where `enabled` is false, since all weights would be trained. They are no mistake where `enabled: false`
+    stands beside them or nearer to the user: a file of NeMo RL's, or a comparison without LoRA."""
+    if report.has_problem(prefix):
+        return
+    for key in _ASKING:
+        value, written = getattr(lora, key), report.nearness(f"{prefix}.{key}")
+        is_asked = written > report.nearness(f"{prefix}.enabled") or "enabled" not in lora.model_fields_set
+        if is_asked and value != type(lora).model_fields[key].get_default(call_default_factory=True):
+            also = f" and {prefix}.match_all_linear=false" if key.endswith("_modules") and lora.match_all_linear else ""
+            report.add(
+                f"{prefix}.{key}",
+                f"is {value}, but {prefix}.enabled is false, so all weights are trained: set {prefix}.enabled=true{also}, or leave this out",
+            )
 
 
 def _fault(pattern: str, key: str) -> str | None:

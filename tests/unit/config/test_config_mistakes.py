@@ -83,6 +83,8 @@ BAD_FILES = {
     "lora without a matrix": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      match_all_linear: false\n      exclude_modules: ['*_proj']", "policy.dtensor_cfg.lora_cfg.exclude_modules", 7, ["leaves no matrix"]),
     "lora's targets and exclusions": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      match_all_linear: false\n      exclude_modules: [q_proj]\n      target_modules: [k_proj]", "policy.dtensor_cfg.lora_cfg.exclude_modules", 7, ["both given"]),
     "lora on transformers": ("policy:\n  model_name: m\n  backend: hf\n  dtensor_cfg:\n    lora_cfg: {enabled: true}", "policy.dtensor_cfg.lora_cfg.enabled", 5, ["native core alone", "policy.backend=native"]),
+    "lora's rank alone": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {dim: 16}", "policy.dtensor_cfg.lora_cfg.dim", 4, ["is 16", "all weights are trained", "policy.dtensor_cfg.lora_cfg.enabled=true, or leave"]),
+    "lora's matrices alone": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {target_modules: [q_proj]}", "policy.dtensor_cfg.lora_cfg.target_modules", 4, ["all weights are trained", "enabled=true and policy.dtensor_cfg.lora_cfg.match_all_linear=false"]),
     "megatron's lora": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    peft: {enabled: true}", "policy.megatron_cfg.peft.enabled", 5, ["dtensor_cfg.lora_cfg.enabled=true"]),
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
     "hf backend": (

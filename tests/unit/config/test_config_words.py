@@ -101,6 +101,46 @@ def test_keys_of_other_trainers():
         load_eval_config("evals/eval.yaml", ["max_completion_length=4"])
 
 
+@pytest.mark.parametrize(
+    "theirs, key, besides",
+    [("lora_r", "dim", ""), ("lora_rank", "dim", ""), ("lora_alpha", "alpha", ""),
+     ("lora_target_modules", "target_modules", " and policy.dtensor_cfg.lora_cfg.match_all_linear=false")],
+)  # fmt: skip
+def test_keys_of_lora_are_answered_with_what_switches_it_on(theirs, key, besides):
+    section = "policy.dtensor_cfg.lora_cfg"
+    (problem,) = problems(overrides=[f"policy.{theirs}=8"])
+    assert problem.endswith(f"other trainers' {theirs} is {section}.{key} (with {section}.enabled=true{besides})")
+
+
+def test_who_asks_for_adapters_without_enabled_is_told():
+    """By the place where each is written: what a parent says is switched off, what is nearer than `enabled: false` is asked for."""
+    lora = "policy.dtensor_cfg.lora_cfg"
+    Path("parent.yaml").write_text(
+        f"defaults: {ROOT / 'configs/grpo_tiny.yaml'}\npolicy: {{dtensor_cfg: {{lora_cfg: {{enabled: false, dim: 16}}}}}}\n"
+    )
+    Path("child.yaml").write_text("defaults: parent.yaml\npolicy: {dtensor_cfg: {lora_cfg: {alpha: 16}}}\n")
+    Path("off.yaml").write_text(
+        "defaults: grpo_arithmetic_smollm2_lora.yaml\npolicy: {dtensor_cfg: {lora_cfg: {enabled: false, dim: 8}}}\n"
+    )
+    for file, overrides, key in (
+        ("parent.yaml", [], None),
+        ("parent.yaml", [f"++{lora}.enabled=false", f"++{lora}.alpha=16"], None),
+        ("off.yaml", [], None),
+        ("parent.yaml", [f"++{lora}.alpha=32"], None),
+        ("parent.yaml", [f"++{lora}.alpha=16"], "alpha"),
+        ("child.yaml", [], "alpha"),
+        ("child.yaml", [f"{lora}.enabled=true"], None),
+        ("child.yaml", [f"{lora}.enabled=false"], None),
+        ("parent.yaml", [f"++{lora}.exclude_modules=[q_proj]"], "exclude_modules"),
+    ):
+        if key is None:
+            load_grpo_config(file, overrides)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            load_grpo_config(file, overrides)
+        assert [problem.key for problem in caught.value.problems] == [f"{lora}.{key}"], (file, overrides)
+
+
 def test_no_key_of_ours_is_called_foreign_and_each_leads_to_one():
     ours = known_keys(GRPOMasterConfig)
     for _name, key in FOREIGN.items():

@@ -90,6 +90,15 @@ def adapted_modules(lora: LoraConfig, layers: int) -> list[str]:
     return [module for module in modules if not any(matches(pattern, module) for pattern in unwanted)]
 
 
+def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
+    """The key that leaves no matrix of a model to adapt, and what is wrong with it."""
+    if lora.target_modules:
+        why = f"target_modules is {lora.target_modules}, which no matrix of {model_name} with its {layers} layers is called"
+    else:
+        why = f"exclude_modules is {lora.exclude_modules}, which are all matrices of {model_name} with its {layers} layers"
+    return f"{why}: name some of {', '.join(MATRICES)}"
+
+
 class AdapterSizes(NamedTuple):
     """Numbers of elements: of A and B together, and of the stored matrices that are kept a second time, without adapters."""
 

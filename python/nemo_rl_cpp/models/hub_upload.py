@@ -13,6 +13,7 @@ from nemo_rl_cpp.config.checkpointing import repository_name
 from nemo_rl_cpp.errors import one_sentence
 from nemo_rl_cpp.models.sources import SourceError, find_policy_weights, hub_endpoint
 
+ADAPTER = "adapter"  # as models/lora.py has it, which loads torch
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
@@ -40,7 +41,8 @@ def push_to_hub(
 ) -> str:
     """Uploads a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its card; returns the address.
 
-    What goes is the model's files: configuration, weights, tokenizer and chat template. Folders inside the model's stay.
+    What goes is the model's files: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`).
+    Other folders inside the model's stay.
     The repository is made where there is none, private unless `private` is False; one that exists keeps its visibility. `token`
     None: that of `hf auth login` or HF_TOKEN. `client` stands in for `huggingface_hub.HfApi`.
 
@@ -61,7 +63,6 @@ def push_to_hub(
         full = str(getattr(made, "repo_id", None) or repository)
         api.upload_folder(
             repo_id=full, folder_path=str(weights), repo_type="model", allow_patterns=_names(weights),
-            ignore_patterns=["*/*"],  # an asterisk of these patterns, and so a name with one, would stand for folders, too
             commit_message=message or f"{weights.parent.parent.name if weights.name == 'weights' else weights.name}, by nemo_rl_cpp",
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -99,8 +100,9 @@ def _model_folder(folder: str | Path) -> Path:
 
 def _names(weights: Path) -> list[str]:
     """The files that go to the hub, as patterns that fit nothing else."""
-    names = sorted(path.name for path in weights.iterdir() if path.is_file())
-    return [escape(name) for name in names if name[0] != "." and any(fnmatchcase(name, pattern) for pattern in _FILES)]
+    files = (path for at in (weights, weights / ADAPTER) if at.is_dir() for path in at.iterdir() if path.is_file())
+    named = (path for path in files if path.name[0] != "." and any(fnmatchcase(path.name, fit) for fit in _FILES))
+    return sorted(escape(path.relative_to(weights).as_posix()) for path in named)
 
 
 def _why(error: Exception, repository: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import MATRICES, adapted_modules
+from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, nothing_adapted
 from nemo_rl_cpp.models.slices import Slices, named_whole, own_part
 
 if TYPE_CHECKING:
@@ -32,6 +32,16 @@ CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.saf
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."
 _STREAM = 2**32  # above every seed: other draws than those of a model that starts random
+
+
+def remove_adapter(weights: Path) -> None:
+    """Removes what `Lora.save` of an earlier run wrote into a folder that now gets weights without adapters."""
+    folder = weights / ADAPTER
+    if (folder / BASE_FILE).is_file():  # else it is not ours
+        for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE):
+            (folder / name).unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 @dataclass
@@ -68,10 +78,7 @@ class Lora:
         layers = folder.native()["num_layers"]
         modules = adapted_modules(wanted, layers)
         if not modules:
-            raise ValueError(
-                f"{section}.dtensor_cfg.lora_cfg.target_modules is {wanted.target_modules}, which no matrix of {config.model_name} with its {layers} "
-                f"layers is called: name some of {', '.join(MATRICES)}"
-            )
+            raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{nothing_adapted(wanted, config.model_name, layers)}")
         return cls(
             section,
             tuple(modules),

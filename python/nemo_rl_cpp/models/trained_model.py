@@ -17,7 +17,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, Ranks
-from nemo_rl_cpp.models.lora import Lora
+from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
@@ -294,7 +294,9 @@ class TrainedModel:
         if self.ranks.is_first:
             try:
                 self._save_weights(whole, Path(weights_path), tokenizer_path)
-                if self.lora is not None:
+                if self.lora is None:
+                    remove_adapter(Path(weights_path))
+                else:
                     self.lora.save(Path(weights_path), self.trained.whole, adapters)
             except Exception as found:  # a full disk: the others must not wait for this rank
                 error = found

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_rl_cpp.config.lora import adapted_modules, nothing_adapted
+from nemo_rl_cpp.config.memory import model_sizes
 from nemo_rl_cpp.config.resources import trainers_of
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.models.hf_config import check_length, read_config_file
@@ -58,6 +60,10 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         if finding.message not in said:
             said.add(finding.message)
             yield finding
+    if hasattr(config, "policy"):
+        yield from _check_lora("policy", config.policy)
+        if config.has_critic:
+            yield from _check_lora("value", config.value)
     yield from _check_new_tokens(config)
 
 
@@ -165,6 +171,15 @@ def _check_name(use: _Use) -> Iterator[Finding]:
     if near is not None and near.lower() != use.name.lower():
         level = "warning" if "/" in use.name else "error"  # models of a hub have an organisation
         yield Finding(level, use.key, f"is {use.name!r}, of which there is no folder here; did you mean {near}?")
+
+
+def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
+    """Whether the model has the layers that `lora_cfg` names."""
+    sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
+    if sizes is None or adapted_modules(model.lora, sizes.num_hidden_layers):
+        return
+    key, _, why = nothing_adapted(model.lora, model.model_name, sizes.num_hidden_layers).partition(" ")
+    yield Finding("error", f"{section}.dtensor_cfg.lora_cfg.{key}", why)
 
 
 # -- the tokenizer ------------------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def test_only_files_of_the_model_itself_go(tmp_path):
     from huggingface_hub.utils import filter_repo_objects
 
     model = ["config.json", "model.safetensors", "merges.txt", "a[1].json", "README.md"]
+    model += [f"adapter/{name}" for name in ("adapter_config.json", "adapter_model.safetensors", "base.json")]
     others = [
         "step_10/policy/optimizer/state.safetensors",
         "sub/token.json",
@@ -104,6 +105,8 @@ def test_only_files_of_the_model_itself_go(tmp_path):
         "merges.txt.bak",
         ".hidden.json",
         "[x]*.json/a1.json",
+        "adapter/notes.txt",
+        "adapter/sub/a.json",
     ]
     for name in model + others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -112,5 +115,7 @@ def test_only_files_of_the_model_itself_go(tmp_path):
     push_to_hub(tmp_path, "org/model", client=client)
     sent = client.calls[1][1]
     files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
-    went = filter_repo_objects(files, allow_patterns=sent["allow_patterns"], ignore_patterns=sent["ignore_patterns"])
+    went = filter_repo_objects(
+        files, allow_patterns=sent["allow_patterns"], ignore_patterns=sent.get("ignore_patterns")
+    )
     assert sorted(went) == sorted(model)

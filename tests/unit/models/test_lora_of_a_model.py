@@ -9,7 +9,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LoraConfig, adapted_modules, adapter_sizes, matches
 from nemo_rl_cpp.config.memory import ModelSizes
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.models.lora import Lora
+from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.slices import named_whole
 from nemo_rl_cpp.models.weights import initialize_weights
@@ -130,3 +130,18 @@ def test_a_saved_adapter_is_read_to_the_bit_and_refused_for_another(tmp_path):
 def test_a_layer_that_the_model_does_not_have():
     with pytest.raises(ValueError, match="lora_cfg.target_modules is .*layers.3.* which no matrix of tiny-random with its 3 layers"):  # fmt: skip
         lora_of(tiny_random(SIZES), match_all_linear=False, target_modules=["*.layers.3.*"])
+
+
+def test_weights_without_adapters_leave_no_stale_adapter(tmp_path):
+    folder = tiny_random(SIZES)
+    lora = lora_of(folder)
+    model = adapted(lora, folder)
+    lora.save(tmp_path, model.trained_layout, model.masters)
+    remove_adapter(tmp_path)
+    remove_adapter(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    other = tmp_path / "adapter" / "adapter_config.json"  # of somebody else
+    other.parent.mkdir()
+    other.write_text("{}")
+    remove_adapter(tmp_path)
+    assert other.is_file()

@@ -230,6 +230,13 @@ def test_a_checkpoint_resumes_to_the_bit(precision, tmp_path):
         assert policy.learning_rate == again.learning_rate
 
 
+def test_an_adapter_of_an_earlier_save_does_not_stay_beside_weights_without_one(tmp_path):
+    make_policy(dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4}}).save_checkpoint(tmp_path)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    make_policy().save_checkpoint(tmp_path)
+    assert not (tmp_path / "adapter").exists()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_weights_that_are_not_finite_are_not_saved(precision, bad, tmp_path):

@@ -87,6 +87,20 @@ def test_nothing_is_said_about_what_fits(model):
     assert said(load_grpo_config("grpo_tiny.yaml")) == [] == said(load_ppo_config("ppo_tiny.yaml"))
 
 
+def test_layers_for_adapters_that_the_model_does_not_have(model):
+    lora = "policy.dtensor_cfg.lora_cfg"
+    some = [f"++{lora}.enabled=true", f"++{lora}.match_all_linear=false"]
+    assert said(grpo(model, *some, f"++{lora}.target_modules=['*.layers.0.*']")) == []
+    text = only(grpo(model, *some, f"++{lora}.target_modules=['*.layers.31.*']"))
+    assert text.startswith(
+        f"{lora}.target_modules is ['*.layers.31.*'], which no matrix of {model} with its {CONFIG['num_hidden_layers']} layers"
+    )
+    every = [f"*.layers.{layer}.*" for layer in range(CONFIG["num_hidden_layers"])]
+    assert only(grpo(model, *some, f"++{lora}.exclude_modules={every}")).startswith(
+        f"{lora}.exclude_modules is ['*.layers.0.*'"
+    )
+
+
 def test_no_check_loads_torch_or_weights(model):
     code = f"""
 import sys

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from test_several_processes import BLOCKS, trained, workers
+from test_several_processes import BESIDE, BLOCKS, SHARDED, trained, workers
 from test_tensor_parallel import TP, is_exact
 from test_tensor_parallel import trained as trained_in_slices
 
@@ -63,9 +63,11 @@ def test_a_run_is_resumed_with_its_own_adapters_only(tmp_path):
 
 
 def test_every_number_of_processes_trains_the_same_bits(tmp_path):
+    """However they add gradients: at the end, beside the backward, into shards."""
     one, _ = trained(tmp_path / "one", 2, *ON, *BF16, *BLOCKS)
-    two, _ = trained(tmp_path / "two", 2, *ON, *BF16, *BLOCKS, *workers(2))
-    assert one == two
+    for name, adding in (("end", ()), ("beside", BESIDE), ("shards", SHARDED)):
+        two, _ = trained(tmp_path / name, 2, *ON, *BF16, *BLOCKS, *workers(2), *adding)
+        assert one == two, name
 
 
 def test_slices_train_the_whole_models_adapters(tmp_path):

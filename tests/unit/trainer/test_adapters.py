@@ -79,7 +79,17 @@ def test_with_b_zero_the_weights_are_the_bases_to_the_bit(dtype):
     before = plain.digest()
     plain.adapt(DIM, ALPHA, ALL)
     draw(plain, spread=0.0)
-    assert plain.digest() == before == plain.base().digest()
+    assert plain.digest() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
+def test_the_base_of_adapters_computes_what_the_unadapted_model_does(dtype, targets):
+    """B is not 0, so the effective weights are others."""
+    probe, model = torch.arange(1, 20), adapted(dtype, targets)
+    expected = C.Trainer(base(dtype)).logits(probe)
+    assert not torch.equal(C.Trainer(model).logits(probe), expected)
+    assert torch.equal(C.Trainer(model.base()).logits(probe), expected)
 
 
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])

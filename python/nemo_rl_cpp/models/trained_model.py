@@ -16,9 +16,10 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.distributed.ranks import GradientSums, Ranks
+from nemo_rl_cpp.distributed.ranks import GradientSums, OtherRankFailedError, Ranks
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
+from nemo_rl_cpp.models.policy.bad_gradient import first_bad_gradient
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
 from nemo_rl_cpp.models.policy.train_step import (
@@ -26,7 +27,6 @@ from nemo_rl_cpp.models.policy.train_step import (
     NonFiniteError,
     Scoring,
     TrainingPass,
-    first_bad_gradient,
     without_removed_tokens,
 )
 from nemo_rl_cpp.models.policy.updates import Updates
@@ -219,7 +219,12 @@ class TrainedModel:
                 error = self._with_replay(said, batch)
             except Exception as found:
                 error = found
-            self.ranks.fail_together(error)
+            try:
+                self.ranks.fail_together(error)
+            except OtherRankFailedError:
+                if not eval_mode:
+                    way.abandon_sum()  # the rank that failed has begun its own, which the next step would meet
+                raise
             if begin == 0 and after_first is not None:
                 after_first(result)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay

@@ -8,6 +8,7 @@ import torch
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
@@ -78,7 +79,11 @@ def one(tokenizer, overrides):
 
 @pytest.fixture
 def two(tokenizer, overrides, forked_workers):
-    cluster = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    cluster = RayVirtualCluster(
+        [2],
+        use_gpus=False,
+        settings=ClusterConfig(executor="processes", cpus_per_worker=1, communication_timeout_s=20.0),
+    )
     made = DistributedPolicy(cluster, config(*overrides), tokenizer, init_reference_model=False)
     yield made
     cluster.shutdown()
@@ -129,6 +134,49 @@ def test_a_batch_without_a_finite_gradient_is_named_and_kept(one, two, tmp_path,
     for policy in (one, two):
         policy.train(batch(), NamedLoss({}))
     assert one.weight_digest() == two.weight_digest() != before
+
+
+@pytest.mark.parametrize(
+    "overrides", [(BESIDE,), (SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["beside", "one block", "in turns"]
+)
+def test_training_goes_on_after_one_rank_fails_and_another_has_no_backward(one, two, overrides):
+    """The failed rank has begun its sum; the other one has not."""
+    data = batch()
+    count, in_turns = two.config.gradient_blocks, two.config.shards_gradients
+    first, second = (Ranks(rank, 2).blocks(data, 0, 8, count, in_turns) for rank in range(2))
+    for rows in second:
+        data.samples["sample_mask"][rows] = 0
+    with pytest.raises(NonFiniteError, match="gradient of the loss is inf"):
+        two.train(data, NamedLoss({f"s{first[0][0]}": float("inf")}))
+    for policy in (one, two):
+        policy.train(batch(), NamedLoss({}))
+    assert one.weight_digest() == two.weight_digest()
+
+
+class FailsBefore(NamedLoss):
+    """Fails before the first micro-batch of one rank: the first that makes this folder."""
+
+    def __init__(self, folder):
+        super().__init__({})
+        self.folder = folder
+
+    def zero_gradient_rows(self, data):
+        try:
+            self.folder.mkdir()
+        except FileExistsError:
+            return None
+        raise ValueError("this rank cannot say")
+
+
+@pytest.mark.parametrize(
+    "overrides", [(SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["one block", "in turns"]
+)
+def test_training_goes_on_after_a_rank_has_failed_before_its_first_micro_batch(one, two, tmp_path, overrides):
+    with pytest.raises(ValueError, match="this rank cannot say"):
+        two.train(batch(), FailsBefore(tmp_path / "claimed"))
+    for policy in (one, two):
+        policy.train(batch(), NamedLoss({}))
+    assert one.weight_digest() == two.weight_digest()
 
 
 def test_a_full_disk_is_the_writers_error_and_nobody_is_ended(two, tmp_path):

@@ -5,9 +5,11 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ranks import GradientSums
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
+from nemo_rl_cpp.models.policy.train_step import TrainingPass
 from test_gradient_invariance import groups_batch
-from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, training_data
+from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, trainer_of, training_data
 
 NO_OTHER_TERM = {
     name: settings | {"reference_policy_kl_penalty": 0.0}
@@ -115,3 +117,54 @@ def test_rows_that_are_not_ascending_rows_of_the_batch_are_refused(samples):
     batch, *_ = groups_batch()
     with pytest.raises(ValueError, match="ascending rows of the batch"):
         C.plan_micro_batches(batch, samples, 0, 0, True)
+
+
+class Recorded:
+    """A trainer that notes what it is asked for."""
+
+    def __init__(self, trainer):
+        self._trainer, self.asked = trainer, []
+
+    def __getattr__(self, name):
+        found = getattr(self._trainer, name)
+        if not callable(found):
+            return found
+
+        def noted(*args, **kwargs):
+            self.asked.append(name)
+            return found(*args, **kwargs)
+
+        return noted
+
+
+@pytest.mark.parametrize("rows, begins", [([0, 5], 1), (slice(None), 0)], ids=["some", "all"])
+def test_a_sum_over_ranks_begins_in_the_last_backward_that_comes(rows, begins):
+    """Micro-batches without a gradient come behind it."""
+    trainer = Recorded(trainer_of())
+    loss_fn, data = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), RaggedBatch.of(data_with_zeros(rows))
+    way = TrainingPass(trainer, loss_fn, MicroBatching(max_samples=2), sums=GradientSums(beside=True))
+    assert way.forward_backward(data, 0, data.size).zero_gradient_tokens > 0
+    asked = [name for name in trainer.asked if name in ("begin_sum", "forward", "forward_with_loss", "finish_backward")]
+    assert asked.count("begin_sum") == begins and asked[-1] == "forward"  # of rows apart
+    if begins:
+        at = asked.index("begin_sum")
+        assert asked[at + 1 : at + 3] == ["forward_with_loss", "finish_backward"]
+        assert set(asked[at + 3 :]) == {"forward"} and asked[:at].count("finish_backward") > 0
+
+
+def test_a_loss_that_is_wrong_about_its_gradient_does_not_spoil_a_sum_that_has_begun():
+    class Wrong(ClippedPGLossFn):
+        def zero_gradient_rows(self, data):
+            return torch.arange(data.size) < 4
+
+    data = RaggedBatch.of(training_data())
+    way = TrainingPass(
+        trainer_of(),
+        Wrong({"reference_policy_kl_penalty": 0.0}),
+        MicroBatching(max_samples=2),
+        sums=GradientSums(beside=True),
+    )
+    with pytest.raises(
+        ValueError, match="zero_gradient_rows of the loss names sample 0, whose micro-batch has a gradient"
+    ):
+        way.forward_backward(data, 0, data.size)

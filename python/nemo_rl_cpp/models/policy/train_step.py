@@ -150,6 +150,17 @@ class TrainingPass:
         """The same by this process alone; the slices of a model still work together."""
         return replace(self, ranks=Ranks(), blocks=None, sums=GradientSums())
 
+    @property
+    def own_blocks(self) -> int:
+        """How many of the blocks are this rank's."""
+        return 1 if self.blocks is None else self.blocks // self.ranks.size
+
+    def abandon_sum(self) -> None:
+        """A rank has failed, this one or another: this one takes part in the sum that others may have begun, whatever it gives.
+        Where each block has a sum of its own, `end_block` has done so."""
+        if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
+            self.trainer.abandon_sum()
+
     def forward_backward(
         self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
     ) -> GlobalBatchResult:
@@ -159,7 +170,15 @@ class TrainingPass:
             on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
             exactness: where to compare them with `generation_logprobs`; None: no comparison.
         """
-        return _GlobalBatch(self, data, begin, end, True, on_policy, exactness).run()
+        try:
+            batch = _GlobalBatch(self, data, begin, end, True, on_policy, exactness)
+        except Exception:
+            if self.sums.sharded and self.own_blocks > 1:
+                for _ in range(self.own_blocks):  # the others add each of theirs to this rank's
+                    self.trainer.end_block()
+            self.abandon_sum()
+            raise
+        return batch.run()
 
     def forward(
         self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
@@ -202,26 +221,30 @@ class _GlobalBatch:
                     failed = error
             if self.train and len(self.blocks) > 1 and (failed is None or sums.sharded):
                 self.way.trainer.end_block()
-        if failed is not None:  # the others have begun sums that need this rank's part, whatever it is
-            if len(self.blocks) == 1 or not sums.sharded:
-                self.way.trainer.abandon_sum()
+        if failed is not None:
+            self.way.abandon_sum()
             raise failed
         if self.way.scoring.filters:
             self.result.outputs = without_removed_tokens(self.result.outputs)[0]
         return self.result
 
     def _block(self, micro_batches: list[list[int]], sum_begins: bool) -> None:
-        """`sum_begins`: in its last backward."""
-        for i, rows in enumerate(micro_batches, 1):
-            if sum_begins and i == len(micro_batches):
+        """`sum_begins`: in its last backward, which a micro-batch of samples without a gradient has not."""
+        last = max((i for i, rows in enumerate(micro_batches) if not self._is_apart(rows)), default=-1)
+        for i, rows in enumerate(micro_batches):
+            if sum_begins and i == last:
                 self.way.trainer.begin_sum()
             self._micro_batch(rows)
+
+    def _is_apart(self, rows: list[int]) -> bool:
+        """Whether the loss has said that these samples have no gradient."""
+        return self.apart is not None and bool(self.apart[rows[0]])
 
     def _micro_batch(self, rows: list[int]) -> None:
         way, result = self.way, self.result
         packed_tokens = C.packed_tokens(self.batch, rows, way.batching.share_prefix)
         result.packed_tokens += packed_tokens
-        fused = self.token_loss is not None and (self.apart is None or not bool(self.apart[rows[0]]))
+        fused = self.token_loss is not None and not self._is_apart(rows)
         self._forward(rows, fused)
         micro = MicroBatch.of(self.data, rows)
         curr, removed = micro.padded(result.outputs), 0
@@ -272,6 +295,11 @@ class _GlobalBatch:
         return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.train)
 
     def _backward(self, micro: MicroBatch, loss: LossResult) -> None:
+        if self.way.sums.beside and self._is_apart(micro.rows):
+            raise ValueError(
+                f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "
+                "ranks has begun: leave such samples out of it"
+            )
         d_outputs = torch.zeros_like(self.result.outputs)
         micro.write(loss.grad, d_outputs, loss.first_column)
         d_unfiltered = None
@@ -403,36 +431,3 @@ def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
         raise NonFiniteError(
             f"the loss is {loss.value} in the micro-batch of samples {rows}; the weights were not updated"
         )
-
-
-def first_bad_gradient(trainer: C.Trainer, data: RaggedBatch, begin: int, end: int, run: Callable[..., object]) -> str:
-    """Where a gradient that is not finite comes from: " (it comes from sample 3, token 7)", or "" where no sample alone gives one.
-
-    Samples, then tokens, are tried by halves, `run(data, begin, end)` forward and backward each, since the sum over a batch does
-    not say it. The trainer's gradients are lost.
-    """
-
-    def is_bad(rows: range, mask: Tensor) -> bool:
-        trainer.zero_grad()
-        tried = data.copy()
-        tried.tokens["token_mask"] = mask
-        try:
-            run(tried, rows.start, rows.stop)
-        except NonFiniteError:
-            return True
-        return not trainer.grads_are_finite()
-
-    rows, mask = range(begin, end), data.tokens["token_mask"]
-    if not is_bad(rows, mask):
-        return ""
-    while len(rows) > 1:
-        half = rows[: len(rows) // 2]
-        rows = half if is_bad(half, mask) else rows[len(half) :]
-    start, stop = int(data.offsets[rows.start]), int(data.offsets[rows.stop])
-    tokens = start + wanted_tokens(data)[start:stop].nonzero().flatten()
-    while len(tokens) > 1:
-        half = tokens[: len(tokens) // 2]
-        only = torch.zeros_like(mask)
-        only[half] = mask[half]
-        tokens = half if is_bad(rows, only) else tokens[len(half) :]
-    return f" (it comes from sample {rows.start}, token {int(tokens[0]) - start})" if len(tokens) else ""

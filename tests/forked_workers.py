@@ -77,7 +77,10 @@ class Forker:
         try:
             socket.send_fds(self._socket, [len(asked).to_bytes(4, "big")], [pass_fds[0], 1, 2])
             self._socket.sendall(asked)
-            return Forked(int.from_bytes(self._socket.recv(4, socket.MSG_WAITALL), "big"))
+            answer = self._socket.recv(4, socket.MSG_WAITALL)
+            if len(answer) < 4:  # waitpid(0) would reap whatever child ends first
+                raise ChildProcessError("the process that forks workers has ended: this one was not started")
+            return Forked(int.from_bytes(answer, "big"))
         finally:
             prctl(SUBREAPER, 0)
 

@@ -84,6 +84,11 @@ class ClusterConfig(Section):
         )
 
     @property
+    def one_process_text(self) -> str:
+        """What makes a run with workers one of a single process, for messages."""
+        return "start one process" if self.executor == "auto" else "set it to auto"
+
+    @property
     def has_written_size(self) -> bool:
         """Whether as many devices are used as are written."""
         return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node

@@ -160,8 +160,9 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     rules_model.check_cluster(config.cluster, report)
     if config.cluster.has_workers:
         report.add(
-            "cluster.executor", f"{config.cluster.executor_text} is for training: an evaluation runs in one process; set it to auto"
-        )  # fmt: skip
+            "cluster.executor",
+            f"{config.cluster.executor_text} is for training: an evaluation runs in one process; {config.cluster.one_process_text}",
+        )
     rules_data.check_eval_data(config.data, config.env, report)
 
 

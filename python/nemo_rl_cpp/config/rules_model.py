@@ -115,9 +115,10 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
             "ray is not installed: pip install 'nemo_rl_cpp[ray]', or set it to processes (workers of this machine without Ray) or auto",
         )
     if cluster.has_workers and cluster.device != "cpu":
+        one_gpu = "start one process" if cluster.executor == "auto" else "executor=auto"
         report.add(
             "cluster.executor",
-            f"{cluster.executor_text} runs on the CPU only, and cluster.device is {cluster.device}: set cluster.device=cpu, or executor=auto for one GPU",
+            f"{cluster.executor_text} runs on the CPU only, and cluster.device is {cluster.device}: set cluster.device=cpu, or {one_gpu} for one GPU",
             "cluster.device",
         )
 
@@ -130,6 +131,23 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
             "is false, but gradients that are shared out (data_parallel_sharding_strategy optim_grads) are added while the backward goes on: "
             "set it to null or true, or data_parallel_sharding_strategy to optim",
             f"{name}.data_parallel_sharding_strategy",
+        )
+    exchange, key = (
+        model.megatron_cfg.distributed_data_parallel_config,
+        f"{name}.megatron_cfg.distributed_data_parallel_config",
+    )
+    asked = model.megatron_cfg.enabled and model.overlap_grad_reduce is None
+    if model.shards_gradients and asked and not exchange.overlap_grad_reduce:
+        sharing = (
+            f"{key}.use_custom_fsdp to false"
+            if model.data_parallel_sharding_strategy is None
+            else f"{name}.data_parallel_sharding_strategy to optim"
+        )
+        report.add(
+            f"{key}.overlap_grad_reduce",
+            "is false, but gradients that are shared out are added while the backward goes on: "
+            f"set it to true, or {sharing}",
+            f"{key}.use_custom_fsdp",
         )
     blocks = model.gradient_blocks
     if blocks is None:

@@ -138,7 +138,7 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
     if cluster.has_workers:
         report.add(
             "cluster.executor",
-            f"is {cluster.executor_text}, but vLLM gets its weights from one training process: set it to auto, or {key} to null",
+            f"is {cluster.executor_text}, but vLLM gets its weights from one training process: {cluster.one_process_text}, or set {key} to null",
             key,
         )
     if cluster.device != "cpu" and generation.vllm_cfg.server_url is None:

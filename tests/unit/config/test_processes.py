@@ -54,6 +54,21 @@ def test_gradients_that_are_shared_out_are_added_beside_the_backward():
         grpo(f"{STRATEGY}=optim_grads", "policy.overlap_grad_reduce=false")
 
 
+@pytest.mark.parametrize(
+    "sharing, advice",
+    [(FSDP, f"{DDP}.use_custom_fsdp to false"), ((*MEGATRON, f"{STRATEGY}=optim_grads"), f"{STRATEGY} to optim")],
+)
+def test_also_where_megatrons_key_says_when(sharing, advice):
+    with pytest.raises(ConfigError) as caught:
+        grpo(*sharing, f"{DDP}.overlap_grad_reduce=false")
+    assert f"{DDP}.overlap_grad_reduce is false" in str(caught.value) and f"set it to true, or {advice}" in str(
+        caught.value
+    )
+    assert grpo(
+        *sharing, f"{DDP}.overlap_grad_reduce=false", "policy.overlap_grad_reduce=true"
+    ).policy.overlaps_grad_reduce
+
+
 def gradients(*overrides):
     phases = forecast(grpo(*TWO, "policy.hf_config_overrides.num_hidden_layers=32", *overrides))
     return next(size for phase in phases for name, size in phase.parts if name == "policy gradients")
@@ -109,6 +124,16 @@ def test_auto_is_the_ranks_of_a_launcher(launcher):
 
 def test_what_needs_one_process_says_that_a_launcher_has_started_two(launcher):
     with pytest.raises(
-        ConfigError, match="auto under a launcher of 2 ranks is for training: an evaluation runs in one"
+        ConfigError,
+        match="auto under a launcher of 2 ranks is for training: an evaluation runs in one process; start one process",
     ):
         load_eval_config("evals/reverse_digits.yaml", [])
+    with pytest.raises(ConfigError, match="or start one process for one GPU"):
+        grpo("cluster.gpus_per_node=2", "cluster.device=cuda")
+    server = "policy.generation.vllm_cfg.server_url"
+    with pytest.raises(
+        ConfigError, match=f"gets its weights from one training process: start one process, or set {server} to null"
+    ):
+        grpo("cluster.gpus_per_node=2", "policy.generation.backend=vllm", f"{server}=http://127.0.0.1:8000")
+    with pytest.raises(ConfigError, match="an evaluation runs in one process; set it to auto"):
+        load_eval_config("evals/reverse_digits.yaml", ["cluster.executor=processes"])

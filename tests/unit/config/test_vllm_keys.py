@@ -88,7 +88,7 @@ def test_a_servers_address_asks_for_vllm_too():
         (["++policy.generation.vllm_cfg.env_vars.A=1"], "vllm_cfg.env_vars is said where the server is started"),
         (["policy.generation.kv_cache_gb=1"], "kv_cache_gb is said where the server is started"),
         (["policy.generation.vllm_cfg.enable_prefix_caching=false"], "enable_prefix_caching is said where the server is started"),
-        (["cluster.executor=processes", "cluster.gpus_per_node=2"], "set it to auto, or policy.generation.vllm_cfg.server_url to null"),
+        (["cluster.executor=processes", "cluster.gpus_per_node=2"], "set it to auto, or set policy.generation.vllm_cfg.server_url to null"),
         (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
         (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
     ],

@@ -200,6 +200,44 @@ def test_what_goes_wrong_is_an_error_in_time(mode, model):
     assert not [t for t in threading.enumerate() if t.name.startswith("vllm")]  # nobody waits for the server any more
 
 
+def test_a_pause_that_comes_too_late_is_taken_back(model):
+    with vllm_server_stand_in.serving("good", model[True]) as server:
+        policy = policy_of(True, {"server_url": server.url, "timeout_s": 1.0})
+        engine, update, resumed = engine_of(policy), server.update, threading.Event()
+
+        def slow(path, body):
+            answer = update(path, body)
+            if path == "/resume":
+                resumed.set()
+            elif path.startswith("/pause"):  # a request of somebody else does not end
+                resumed.wait(20)
+            return answer
+
+        server.update = slow
+        with pytest.raises(WorkerLostError, match="gave no sign of life for 1 s .*it was doing: a refit"):
+            engine.update_weights(policy.state_dict(), 1)
+        assert resumed.is_set() and not server.paused and engine.weight_version is None
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("error", [WorkerLostError, ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
+def test_a_server_goes_on_whatever_ends_a_refit_before_it_changes_anything(joined, monkeypatch, error):
+    server, policy, engine = joined
+
+    def fails(weights):
+        assert server.paused
+        raise error("before the update")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._road, "prepare", fails)
+        server.calls.clear()
+        with pytest.raises(error, match="before the update"):
+            engine.update_weights(policy.state_dict(), 7)
+    assert not server.paused and server.calls == ["/pause?mode=wait", "/resume"]
+    engine.update_weights(policy.state_dict(), 8)
+    assert engine.weight_version == 8
+
+
 def test_an_error_of_the_callers_callback_gives_the_requests_up(joined):
     server, _, engine = joined
     data = prompts()
@@ -297,6 +335,7 @@ def test_workers_that_do_not_come_are_an_error(by_nccl, monkeypatch):
     monkeypatch.setattr(server_weights, "connect", alone)
     with pytest.raises(WorkerLostError, match="did not meet the trainer: rank 0 of 3: meeting"):
         engine.update_weights(policy.state_dict(), 0)
+    assert not server.paused
 
 
 def test_nccl_greets_nobody_but_nccl():

@@ -150,12 +150,12 @@ class VllmServerGeneration(VllmEngine):
     # ---- weights
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> Moved:
-        """As `VllmEngine.update_weights`. Requests of others end first. Where it fails behind the check of the digest, the server stays
-        paused: it has some of the new weights."""
+        """As `VllmEngine.update_weights`. Requests of others end first. Where it fails before the update begins, the server goes on with
+        its old weights; later it stays paused, since it has some of the new ones."""
         began = time.perf_counter()
         self.weight_version = self._digest = None
-        self._call("POST", "/pause?mode=wait")
         with self._resumed_where_nothing_changed():
+            self._call("POST", "/pause?mode=wait")
             self._road.prepare(weights)
         self._call("POST", "/start_weight_update")
         sent = self._road.send(weights)
@@ -175,9 +175,10 @@ class VllmServerGeneration(VllmEngine):
 
     @contextlib.contextmanager
     def _resumed_where_nothing_changed(self) -> Iterator[None]:
+        """Whatever ends this: the server, which others may use, has its old weights. A pause that came too late may be one all the same."""
         try:
             yield
-        except VllmError:
+        except BaseException:
             with contextlib.suppress(VllmError, WorkerLostError):
                 self._call("POST", "/resume")
             raise

@@ -89,6 +89,7 @@ bool Gradients::are_finite() {
 void Gradients::zero() {
   if (sums_beside() && exchange_->is_running()) exchange_->finish();  // of a step that another rank has given up
   blocks_.clear();
+  if (shard_sum_.defined()) blocks_.give_back(std::move(shard_sum_));  // for the next sum: else there would be two
   if (together_.shard_gradients && flat().is_cpu()) return runtime::give_up(flat());
   runtime::clear(flat());
 }
@@ -178,7 +179,6 @@ void Gradients::add_all() {
   if (sums_beside()) {
     if (!together_.shard_gradients || exchange_->is_running() || blocks_.count() == 0) end_round();
     if (!together_.shard_gradients) return;
-    if (shard_sum_.defined()) blocks_.give_back(std::move(shard_sum_));
     shard_sum_ = blocks_.take();
     return;
   }

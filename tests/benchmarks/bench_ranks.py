@@ -37,7 +37,8 @@ def times(args) -> None:
             if turn > 0:
                 seconds[name].append(max(step for _, step, _ in told))
                 waiting[name].append(max(step for _, step, _ in told) - max(trained for trained, *_ in told))
-        print(f"round {turn}: norms {norms}")
+        if len(norms) != 1:
+            raise RuntimeError(f"the ways have other norms of the gradient: {norms}")
     for name in WAYS:
         ratios = [a / b for a, b in zip(seconds[name], seconds["after"])]
         print(

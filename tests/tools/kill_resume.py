@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = ("timing/", "performance/", "memory/", "refit/seconds", "refit/gb_per_s")
+TIMES = ("timing/", "performance/", "memory/", "train/refit/seconds", "train/refit/gb_per_s")
 
 
 def command(config: str, folder: Path, steps: int, overrides: list[str]) -> list[str]:

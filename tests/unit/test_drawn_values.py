@@ -194,7 +194,7 @@ def test_settings_of_train_grpo(train):
 def test_prompts_and_functions_of_train_grpo(train):
     others = set(inspect.signature(training.train_grpo).parameters) - set(SETTINGS) - {"overrides"}
     assert others == {
-        "prompts", "dataset", "validation", "reward_funcs", "reward_weights", "loss_fn", "adv_estimator", "callbacks", "resume",
+        "prompts", "dataset", "validation", "reward_funcs", "reward_weights", "loss_fn", "adv_estimator", "callbacks", "resume", "lora",
     }  # fmt: skip
     taken = dict.fromkeys(others, 0)
     for index, name in enumerate(sorted(others)):

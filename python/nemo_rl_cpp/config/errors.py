@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+LONGEST_NAME = 200  # characters of a key in a message
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake: where it was written ("grpo.yaml:12", "override 'a.b=c'", or ""), the dotted key, and what to do."""
@@ -16,6 +19,8 @@ class Problem:
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         name = self.key if self.key.isprintable() else self.key.encode("unicode_escape").decode()
+        if len(name) > LONGEST_NAME:  # nobody's key, but somebody's text in a key's place
+            name = f"{name[:LONGEST_NAME]}..."
         subject = f"{name} " if self.key else ""
         return f"{place}{subject}{self.message}"
 

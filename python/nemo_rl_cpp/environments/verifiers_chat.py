@@ -36,7 +36,15 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         self, ctx: ModelContext, trace: Trace, runtime: Runtime, endpoint: str, secret: str, mcp_urls: dict[str, str], data: TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:  # fmt: skip
-        """Asks once. What the endpoint refuses is verifiers' to judge, which has refused it."""
+        """Asks once. What the endpoint refuses is verifiers' to judge, which has refused it.
+
+        Raises ValueError for a task with tools.
+        """
+        if mcp_urls:
+            raise ValueError(
+                f"the agent nemo_rl_cpp_chat has no tools, but the task gives it {', '.join(mcp_urls)}: set env.verifiers.harness to "
+                "{id: null}, which has them"
+            )
         system, prompt = self.resolve_prompt(data)
         messages = [] if system is None else [{"role": "system", "content": system}]
         if isinstance(prompt, str):

@@ -265,7 +265,8 @@ def test_preflight_finds_what_the_files_tell(root, run_of_two_steps, name, paths
             "+data.train.num_digits=3",
         ]
     errors = [str(f) for f in preflight(config_of(root, run_of_two_steps, *overrides, **paths)) if f.level == "error"]
-    wanted = words.replace(": ", " ", 1)  # key and reason
+    key, _, reason = words.partition(": ")
+    wanted = f"{key} {reason.removeprefix(key.rpartition('.')[2] + ' ')}"  # the key once, and the reason
     assert any(re.match(wanted, text) and "run/checkpoints/step_2: set it back" in text for text in errors), errors
     assert [f for f in preflight(config_of(root, run_of_two_steps)) if f.level == "error" and "step_2" in str(f)] == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 LONGEST_NAME = 200  # characters of a key in a message
 
 

@@ -119,6 +119,11 @@ class Server:
             self.version = body["weight_version"]
         return {"message": "done"}
 
+    def count(self, change):
+        """Notes that so many more requests run."""
+        with self.lock:
+            self.running += change
+
     def events(self, body):
         """The events of a response, token by token."""
         parameters, response = SimpleNamespace(**body["sampling_params"]), []
@@ -194,11 +199,11 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(400, {"error": {"message": "token_ids: Field required", "code": 400}})
         elif self.path == "/inference/v1/generate":
             state.bodies.append(body)
-            state.running += 1
+            state.count(1)
             try:
                 self.stream(body)
             finally:
-                state.running -= 1
+                state.count(-1)
         elif state.mode == "no_dev":
             self.answer(404, {"detail": "Not Found"})
         elif self.path == "/collective_rpc":
@@ -234,12 +239,18 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"0\r\n\r\n")
 
 
+class Listening(ThreadingHTTPServer):
+    """As many connections may wait to be taken as a run opens at once, and more: the system breaks those beyond five by default."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+
 @contextlib.contextmanager
 def serving(mode, config, **facts):
     """A server for a model of this config.json; `facts` differ from those of a server that a run can use."""
     with stand_in_modules() as extension:
-        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        http.daemon_threads = True
+        http = Listening(("127.0.0.1", 0), Handler)
         http.state = Server(mode, config, extension, facts)
         http.state.url = f"http://127.0.0.1:{http.server_address[1]}"
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

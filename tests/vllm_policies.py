@@ -27,23 +27,6 @@ def engine_of(policy):
     return vllm_of(policy, policy.config, policy.tokenizer, seed=5)
 
 
-def prompts(count=6):
-    """Prompts of 2 to 8 tokens, each twice."""
-    random = torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, 9, (count,), generator=random).repeat_interleave(2)
-    ids = torch.randint(4, 14, (count, 8), generator=random).repeat_interleave(2, 0)
-    return {
-        "input_ids": ids, "input_lengths": lengths, "draw_ids": torch.arange(count).repeat_interleave(2),
-        "sample_index": torch.tensor([0, 1]).repeat(count), "stream": "train",
-    }  # fmt: skip
-
-
-def texts(out, data):
-    """The token ids of each response."""
-    ends = out["unpadded_sequence_lengths"].tolist()
-    return [row[begin:end].tolist() for row, begin, end in zip(out["output_ids"], data["input_lengths"].tolist(), ends)]
-
-
 def change(policy, seed):
     """Other weights, as training makes them."""
     policy.model.masters.add_(

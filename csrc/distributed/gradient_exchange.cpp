@@ -143,8 +143,7 @@ void GradientExchange::move(const Shard& bucket) {
       if (!rows_.defined()) rows_ = at::empty({ranks_->size() * most}, flat.options());
       const auto rows = rows_.narrow(0, 0, ranks_->size() * n).view({ranks_->size(), n});
       for (int r = 0; r < ranks_->size(); ++r) r == owner ? copy_to(rows[r], own) : ranks_->receive(rows[r], r, kPhase);
-      for (int step = 1; step < ranks_->size(); step *= 2)  // along the tree, as add_rows
-        for (int r = 0; r + step < ranks_->size(); r += 2 * step) add_to(rows[r], rows[r + step]);
+      along_tree(ranks_->size(), [&](std::int64_t a, std::int64_t b) { add_to(rows[a], rows[b]); });
       copy_to(round_.sum.narrow(0, rest.begin - shard.begin, n), rows[0]);
     }
   }

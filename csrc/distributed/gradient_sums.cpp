@@ -79,9 +79,7 @@ void BlockSums::clear() {
 }
 
 void add_rows(const at::Tensor& rows) {
-  BlockSums sums;  // a sum stands where its leftmost block did
-  for (std::int64_t r = 0; r < rows.size(0); ++r) sums.add(rows[r]);
-  sums.take();
+  along_tree(rows.size(0), [&](std::int64_t a, std::int64_t b) { rows[a].add_(rows[b]); });
 }
 
 Shard shard_of(std::int64_t total, int rank, int size, std::int64_t block) {

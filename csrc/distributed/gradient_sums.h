@@ -40,6 +40,13 @@ class BlockSums {
   std::int64_t count_ = 0;
 };
 
+/// add(a, b) for the sums row a += row b that add `count` rows along the tree, in their order; the sum ends in row 0.
+template <class F>
+void along_tree(std::int64_t count, const F& add) {
+  for (std::int64_t step = 1; step < count; step *= 2)
+    for (std::int64_t row = 0; row + step < count; row += 2 * step) add(row, row + step);
+}
+
 /// rows[0] becomes the sum of the rows [N, n] along the tree; the others are scratch.
 void add_rows(const at::Tensor& rows);
 

@@ -167,7 +167,7 @@ void Gradients::end_round() {
 }
 
 void Gradients::end_block() {
-  if (sums_beside() && together_.shard_gradients) return end_round();
+  if (together_.shard_gradients) return end_round();
   if (sums_beside() && exchange_->is_running()) return;  // the last block, whose sum add_all awaits
   add_shared();
   blocks_.add(flat());
@@ -193,7 +193,7 @@ void Gradients::add_all() {
 }
 
 at::Tensor Gradients::of_shard() const {
-  if (sums_beside() && together_.shard_gradients) return shard_sum_;
+  if (together_.shard_gradients) return shard_sum_;
   return flat_.narrow(0, shard().begin, shard().size());
 }
 

@@ -17,13 +17,8 @@ from multiprocessing.connection import Connection
 
 import torch
 from bench_training_step import LENGTHS, TOKENS, our_step
-from harness import tune_malloc
+from harness import peak_mb, tune_malloc
 from training_samples import Samples
-
-
-def peak_mb() -> float:
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
 
 
 def side(connection: Connection, folder: str, arguments: argparse.Namespace, adapters: bool) -> None:

@@ -31,6 +31,12 @@ class Times:
         return f"{self.median * 1e3:10.3f} ms  [{self.low * 1e3:.3f}, {self.high * 1e3:.3f}]"
 
 
+def peak_mb() -> float:
+    """The most memory that this process has had (ru_maxrss would start at the parent's)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+
+
 def wait_for_device() -> None:
     """Until everything that was launched is done; nothing to wait for where no GPU is used."""
     if torch.cuda.is_initialized():

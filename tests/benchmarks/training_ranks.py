@@ -1,9 +1,9 @@
 """What a process of bench_ranks.py does; a module, since workers load it by its name."""
 
 import time
-from pathlib import Path
 
 import torch
+from harness import peak_mb
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config
@@ -17,12 +17,6 @@ SMOLLM2 = {
 WAYS = {"after": (False, False), "beside": (True, False), "sharded": (True, True)}
 ADAMW = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
 """The weights stay, so that every step has the same gradient."""
-
-
-def peak_mb() -> float:
-    """The most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 class Bench:

@@ -45,12 +45,11 @@ from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.loggers.folders import get_experiment_dir
 from nemo_rl_cpp.loggers.logger import Logger
-from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
+from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue, value_class
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm, vllm_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
-from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.serving.attach import listener_of, serve_policy
 from nemo_rl_cpp.stages import stage
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.experience.batches import Rollouts
     from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
     from nemo_rl_cpp.models.value.interfaces import ValueInterface
+    from nemo_rl_cpp.models.value.lm_value import Value
 
 ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.ALGORITHM, "ppo": ppo.ALGORITHM}
 """By the name of their section of the configuration."""
@@ -329,13 +329,6 @@ def _hf_policy() -> type[Policy]:
     return HfPolicy
 
 
-def _hf_value() -> type[Value]:
-    """As above."""
-    from nemo_rl_cpp.models.value.hf_value import HfValue
-
-    return HfValue
-
-
 def make_value(
     config: PPOMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: RayVirtualCluster
 ) -> Value | DistributedValue | None:
@@ -349,8 +342,7 @@ def make_value(
         weights = warm_start_weights(loop.warm_start_value_checkpoint)
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     total_steps = loop.max_num_steps * loop.critic_epochs
-    one = _hf_value if config.value.backend == "hf" else lambda: Value
-    model = one() if cluster.in_process else DistributedValue
+    model = value_class(config.value) if cluster.in_process else DistributedValue
     return model(
         cluster=cluster, config=config.value, tokenizer=tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
         total_steps=total_steps,

@@ -15,6 +15,10 @@ _FOLDED = "how the engine is cut, not what it computes: folded onto one device, 
 _NO_QUANTISATION = "quantised generation is not supported, it changes results"
 
 
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
+"""Other names that vLLM takes for its types."""
+
+
 class VllmConfig(Section):
     """Settings of vLLM. With `python` or `server_url`, and backend vllm, vLLM itself generates (docs/vllm.md); else the trainer's own
     engine stands in for it, and reads max_model_len and enforce_eager."""
@@ -91,6 +95,11 @@ class VllmConfig(Section):
     reasoning_parser_plugin: str | None = no_effect(None)
     compilation_config: dict[str, object] | None = no_effect(None)
     zmq_refit_server_port: Int | None = no_effect(None)
+
+    def dtype_for(self, precision: str) -> str:
+        """The type that vLLM computes in, by its whole name, where the model has `precision`."""
+        wanted = precision if self.precision in (None, "auto") else self.precision
+        return _DTYPES.get(wanted, wanted)
 
 
 class ResourcesConfig(Section):

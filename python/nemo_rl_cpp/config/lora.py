@@ -73,10 +73,15 @@ def matches(pattern: str, module: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
 
 
+def module_of(layer: int, name: str) -> str:
+    """The whole name of one of MATRICES."""
+    return f"model.layers.{layer}.{MATRICES[name]}.{name}"
+
+
 def modules_of_layers(layers: int) -> Iterator[str]:
     """Every module that may have an adapter, in the order of a model's parameters."""
     for layer in range(layers):
-        yield from (f"model.layers.{layer}.{holder}.{name}" for name, holder in MATRICES.items())
+        yield from (module_of(layer, name) for name in MATRICES)
 
 
 def adapted_modules(lora: LoraConfig, layers: int) -> list[str]:
@@ -114,8 +119,13 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
         "q_proj": (query, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden), "o_proj": (hidden, query),
         "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
     }  # fmt: skip
-    modules = adapted_modules(lora, sizes.num_hidden_layers)
+    elements = {name: rows * columns for name, (rows, columns) in shapes.items()}
+    modules = set(adapted_modules(lora, sizes.num_hidden_layers))
     trained = sum(lora.dim * sum(shapes[module.rpartition(".")[2]]) for module in modules)
-    stored = {(module.rpartition(".mlp.")[0] or module.rpartition(".self_attn.")[0], group)
-              for module in modules for group in _SIDE_BY_SIDE if module.rpartition(".")[2] in group}  # fmt: skip
-    return AdapterSizes(trained, sum(shapes[name][0] * shapes[name][1] for _, group in stored for name in group))
+    kept = sum(
+        sum(elements[name] for name in group)
+        for layer in range(sizes.num_hidden_layers)
+        for group in _SIDE_BY_SIDE
+        if any(module_of(layer, name) in modules for name in group)
+    )
+    return AdapterSizes(trained, kept)

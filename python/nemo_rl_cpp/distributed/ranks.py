@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,12 +132,13 @@ class Ranks:
             raise ValueError(
                 f"gradient_blocks is {count}, which {self.size} processes cannot share equally: take another number of processes, or null"
             )
-        each = count // self.size
-        dealt = deal(data, begin, end, count, prompt_lengths(data)) if count > 1 else deal(data, begin, end, 1)
+        if count == 1:
+            return deal(data, begin, end, 1)
+        dealt = deal(data, begin, end, count, prompt_lengths(data))
         tokens = [int(data.lengths[rows].sum()) for rows in dealt]
         if max(tokens) * count > MOST_UNEVEN * sum(tokens):
             dealt = deal(data, begin, end, count)
-        return dealt[self.rank :: self.size] if in_turns else dealt[self.rank * each : (self.rank + 1) * each]
+        return _blocks_of(dealt, self.rank, self.size, in_turns)
 
     def whole(self, of_tokens: Tensor) -> Tensor:
         """[T] of which each rank has its own samples' part, and 0 elsewhere -> the whole, on every rank."""
@@ -230,14 +232,18 @@ def generated_by(
 ) -> list[list[int]]:
     """The rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt has one answer a row
     and the rows stay as they are, in global batches of so many."""
-    count = blocks or ranks
-    each = count // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
-        dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), count)
-        for place, rows in enumerate(dealt):
-            shares[place % ranks if in_turns else place // each] += rows
+        dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)
+        for rank, share in enumerate(shares):
+            share += chain.from_iterable(_blocks_of(dealt, rank, ranks, in_turns))
     return [sorted(rows) for rows in shares]
+
+
+def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
+    """The blocks of one rank, of which each has equally many."""
+    each = len(dealt) // ranks
+    return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 
 
 def connect(

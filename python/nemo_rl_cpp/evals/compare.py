@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from nemo_rl_cpp.evals.metrics import Interval
+from nemo_rl_cpp.evals.metrics import Interval, normal_interval
 from nemo_rl_cpp.evals.page import Prompt, cards, heading, prompts_of
 from nemo_rl_cpp.report.samples import clip, printable
 from nemo_rl_cpp.report.shell import PageSection, document
@@ -56,11 +55,7 @@ class Comparison:
     def difference(self) -> tuple[float, Interval | None]:
         """Second less first, and its 95 % interval: mean +- 1.96 s / sqrt(P) of the P prompts' differences. None for one prompt."""
         gaps = [b.mean - a.mean for a, b in zip(self.first, self.second)]
-        mean = statistics.fmean(gaps)
-        if len(gaps) < 2:
-            return mean, None
-        half = 1.959963984540054 * statistics.stdev(gaps) / math.sqrt(len(gaps))
-        return mean, Interval(mean - half, mean + half)
+        return statistics.fmean(gaps), normal_interval(gaps) if len(gaps) > 1 else None
 
     def changed(self, sign: int) -> list[tuple[Prompt, Prompt]]:
         """The prompts whose mean reward rose (sign 1) or fell (-1), the largest change first."""

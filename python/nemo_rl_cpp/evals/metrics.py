@@ -1,6 +1,7 @@
 """pass@k and cons@k: estimates from n responses of what k responses would achieve, and how sure a share is."""
 
 import math
+import statistics
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -60,7 +61,16 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson_interval(share: float, count: int, z: float = 1.959963984540054) -> Interval:
+_Z = 1.959963984540054  # 95 % of a normal distribution lie within so many deviations
+
+
+def normal_interval(values: Sequence[float]) -> Interval:
+    """95 % interval of the mean of at least two values: mean +- 1.96 s / sqrt(n), with s their spread."""
+    mean, half = math.fsum(values) / len(values), _Z * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean - half, mean + half)
+
+
+def wilson_interval(share: float, count: int, z: float = _Z) -> Interval:
     """95 % interval of a proportion `share` seen in `count` trials (Wilson, 1927):
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)

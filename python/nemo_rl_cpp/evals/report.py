@@ -2,12 +2,11 @@
 
 import json
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.evals.metrics import Interval, wilson_interval
+from nemo_rl_cpp.evals.metrics import Interval, normal_interval, wilson_interval
 from nemo_rl_cpp.evals.page import evaluation_page, page_of, prompts_of
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.report.page import duration
@@ -46,8 +45,8 @@ def interval_of_mean(scores: list[float]) -> Interval:
     mean = math.fsum(scores) / len(scores)
     if set(scores) <= {0.0, 1.0} or len(scores) < 2:
         return wilson_interval(mean, len(scores))
-    half = 1.959963984540054 * statistics.stdev(scores) / math.sqrt(len(scores))
-    return Interval(max(0.0, mean - half), min(1.0, mean + half))
+    low, high = normal_interval(scores)
+    return Interval(max(0.0, low), min(1.0, high))
 
 
 def metric_name(wanted: "EvalConfig") -> str:

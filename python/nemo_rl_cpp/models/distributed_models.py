@@ -74,8 +74,8 @@ def _policy_worker(config: PolicyConfig) -> type[Policy]:
     return HfPolicyWorker
 
 
-def _value_worker(config: ValueConfig) -> type[Value]:
-    """As above."""
+def value_class(config: ValueConfig) -> type[Value]:
+    """The class of a critic in one process; that on transformers is imported where it is asked for."""
     if config.backend != "hf":
         return Value
     from nemo_rl_cpp.models.value.hf_value import HfValue
@@ -231,7 +231,7 @@ class DistributedValue(DistributedModel, ValueInterface):
     def __init__(
         self, cluster: RayVirtualCluster, config: ValueConfig, tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
-        super().__init__(_value_worker(config), cluster, config, tokenizer, **options)
+        super().__init__(value_class(config), cluster, config, tokenizer, **options)
 
     def get_values(
         self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, nothing_adapted
+from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, module_of, nothing_adapted
 from nemo_rl_cpp.models.slices import Slices, named_whole, own_part
 
 if TYPE_CHECKING:
@@ -159,11 +159,7 @@ class Lora:
     def _short_modules(self) -> list[str]:
         """q_proj where every layer's is meant; else whole names."""
         modules = set(self.modules)
-        short = [
-            name
-            for name, holder in MATRICES.items()
-            if all(f"model.layers.{layer}.{holder}.{name}" in modules for layer in range(self.layers))
-        ]
+        short = [name for name in MATRICES if all(module_of(layer, name) in modules for layer in range(self.layers))]
         return short if len(short) * self.layers == len(modules) else list(self.modules)
 
     def _load(self, weights: Path, model: C.DecoderModel) -> None:

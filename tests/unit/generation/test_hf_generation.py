@@ -5,6 +5,7 @@ import torch
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.models.policy.lm_policy import Policy
+from paired_prompts import prompts, texts
 
 pytestmark = pytest.mark.slow  # transformers is imported
 pytest.importorskip("transformers")
@@ -36,24 +37,8 @@ def policy_of(kind, cls=None, **generation):
     return (cls or HfPolicy)(None, config, tiny_tokenizer(), seed=1)
 
 
-def prompts(count=6, seed=0):
-    """Prompts of 2 to 8 tokens, each twice."""
-    random = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, 9, (count,), generator=random).repeat_interleave(2)
-    ids = torch.randint(4, 14, (count, 8), generator=random).repeat_interleave(2, 0)
-    return {
-        "input_ids": ids, "input_lengths": lengths, "draw_ids": torch.arange(count).repeat_interleave(2),
-        "sample_index": torch.tensor([0, 1]).repeat(count), "stream": "train",
-    }  # fmt: skip
-
-
 def some(data, rows):
     return {name: value if isinstance(value, str) else value[rows] for name, value in data.items()}
-
-
-def texts(out, data):
-    ends = out["unpadded_sequence_lengths"].tolist()
-    return [row[begin:end].tolist() for row, begin, end in zip(out["output_ids"], data["input_lengths"].tolist(), ends)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,8 @@ from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.generation.vllm.process import VllmError, check_interpreter
 from nemo_rl_cpp.models.generation.vllm.shared_weights import WeightBuffer
 from nemo_rl_cpp.models.generation.vllm.worker_script import TESTED_VERSION, begin_digest
-from vllm_policies import MODEL, change, engine_of, prompts, texts
+from paired_prompts import prompts, texts
+from vllm_policies import MODEL, change, engine_of
 
 pytestmark = pytest.mark.slow  # processes that import torch
 REAL = os.environ.get("NEMO_RL_VLLM_PYTHON")

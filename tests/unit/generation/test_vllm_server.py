@@ -20,7 +20,8 @@ from nemo_rl_cpp.models.generation.vllm.process import VllmError
 from nemo_rl_cpp.models.generation.vllm.server_check import EXTENSION, PROTOCOL, check_server, server_command
 from nemo_rl_cpp.models.generation.vllm.server_generation import VllmServerGeneration
 from nemo_rl_cpp.models.generation.vllm.worker_script import begin_digest
-from vllm_policies import MODEL, change, engine_of, policy_of, prompts, texts
+from paired_prompts import prompts, texts
+from vllm_policies import MODEL, change, engine_of, policy_of
 
 UPDATE = [
     "/pause?mode=wait", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc",

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.config.policy import PolicyConfig
     from nemo_rl_cpp.models.json_values import JsonObject
 
-_SAME = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
 _ROWS = 256  # responses at the same time, where max_batch_size is null
@@ -34,8 +33,7 @@ def engine_arguments(policy: PolicyConfig, model: Model) -> dict[str, object]:
     generation = policy.generation
     vllm = generation.vllm_cfg
     rows = generation.max_batch_size or _ROWS
-    dtype = vllm.precision if vllm.precision not in (None, "auto") else policy.precision
-    dtype = _SAME.get(dtype, dtype)
+    dtype = vllm.dtype_for(policy.precision)
     arguments: dict[str, object] = {
         "model": model.folder, "dtype": dtype, "max_model_len": model.longest, "max_num_seqs": rows,
         "max_num_batched_tokens": max(generation.prefill_chunk_tokens, rows, model.longest),

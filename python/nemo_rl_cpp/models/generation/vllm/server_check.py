@@ -13,7 +13,7 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.models.generation.vllm import worker_script
 from nemo_rl_cpp.models.generation.vllm.process import HOW_TO
 from nemo_rl_cpp.models.generation.vllm.server_client import ServerClient, ServerStatusError
-from nemo_rl_cpp.models.generation.vllm.worker_script import TESTED_VERSION
+from nemo_rl_cpp.models.generation.vllm.worker_script import NCCL, PROTOCOL, SHARED_MEMORY, TESTED_VERSION
 from nemo_rl_cpp.models.sources import local_folder
 
 if TYPE_CHECKING:
@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 Refuse = Callable[[str], ValueError]
 KEY = "policy.generation.vllm_cfg.server_url"
 EXTENSION = Path(worker_script.__file__).parent / "server_extension"
-PROTOCOL = 1  # of the extension
-SHARED_MEMORY, NCCL = "nemo_rl_cpp_shared_memory", "nemo_rl_cpp_nccl"
 GENERATE = "/inference/v1/generate"
 _LEAST_BATCHED_TOKENS = 2048
 _JOINING = "saying what it is"
-_NAMES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
 
 
 def transfer_of(device: str) -> str:
@@ -42,10 +39,9 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
     """
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     vllm = policy.generation.vllm_cfg
-    dtype = policy.precision if vllm.precision in (None, "auto") else vllm.precision
     url_port = vllm.server_url.rpartition(":")[2].strip("/") if vllm.server_url else "8000"
     words = [
-        "python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(local_folder(policy.model_name) or policy.model_name), "--port", url_port if url_port.isdigit() else "8000", "--dtype", _NAMES.get(dtype, dtype),
+        "python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(local_folder(policy.model_name) or policy.model_name), "--port", url_port if url_port.isdigit() else "8000", "--dtype", vllm.dtype_for(policy.precision),
         "--max-model-len", str(longest), "--max-num-batched-tokens", str(max(longest, _LEAST_BATCHED_TOKENS)), "--enable-scale-out",
         "--worker-extension-cls", "nemo_rl_cpp_vllm.Weights", "--weight-transfer-config", json.dumps({"backend": transfer_of(device)}),
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
@@ -124,7 +120,7 @@ def _facts(client: ServerClient, refuse: Refuse) -> dict:
 
 def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse) -> None:
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
-    precision = policy.generation.vllm_cfg.precision
+    vllm = policy.generation.vllm_cfg
     if facts["transfer"] != transfer_of(device):
         raise refuse(f"whose weight transfer is {facts['transfer']}: a trainer on {device} needs {transfer_of(device)}")
     if facts["logprobs_mode"] != "processed_logprobs":
@@ -133,8 +129,10 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
         raise refuse("which computes prompts in parts: on CPUs vLLM cannot do that with a seed")
     if facts["max_model_len"] < longest:
         raise refuse(f"whose sequences have at most {facts['max_model_len']} tokens: this run needs {longest}")
-    if precision not in (None, "auto") and facts["dtype"] != _NAMES.get(precision, precision):
-        raise refuse(f"which computes in {facts['dtype']}, while policy.generation.vllm_cfg.precision is {precision}")
+    if facts["dtype"] != vllm.dtype_for(facts["dtype"]):
+        raise refuse(
+            f"which computes in {facts['dtype']}, while policy.generation.vllm_cfg.precision is {vllm.precision}"
+        )
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:

@@ -26,6 +26,12 @@ from array import array
 TESTED_VERSION = "0.32.0"
 """The one version of vLLM whose interfaces are used here, and with which the tests have run."""
 NAME = "shared_memory"  # of the weight transfer
+SHARED_MEMORY, NCCL = (
+    "nemo_rl_cpp_shared_memory",
+    "nemo_rl_cpp_nccl",
+)  # those of a server (server_extension/nemo_rl_cpp_vllm.py)
+PROTOCOL = 1
+"""Rises where a trainer and the extension of a server no longer understand one another."""
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"NRV1"
 _LARGEST = 1 << 31

@@ -19,8 +19,6 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SHARED_MEMORY, NCCL = "nemo_rl_cpp_shared_memory", "nemo_rl_cpp_nccl"
-
 
 def _beside(name: str):
     here = Path(__file__).resolve().parent
@@ -138,8 +136,8 @@ def register() -> None:
     """Makes the transfers known to vLLM."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(SHARED_MEMORY, __name__, "SharedMemoryOfATrainer")
-    WeightTransferEngineFactory.register_engine(NCCL, __name__, "NcclOfATrainer")
+    WeightTransferEngineFactory.register_engine(script.SHARED_MEMORY, __name__, "SharedMemoryOfATrainer")
+    WeightTransferEngineFactory.register_engine(script.NCCL, __name__, "NcclOfATrainer")
 
 
 class Weights:
@@ -152,7 +150,7 @@ class Weights:
 
         config, engine = self.vllm_config, self.weight_transfer_engine
         return {
-            "protocol": PROTOCOL, "vllm": vllm.__version__, "digest": getattr(engine, "digest", None),
+            "protocol": script.PROTOCOL, "vllm": vllm.__version__, "digest": getattr(engine, "digest", None),
             "transfer": None if config.weight_transfer_config is None else config.weight_transfer_config.backend,
             "is_cpu": current_platform.is_cpu(), "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode, "max_model_len": config.model_config.max_model_len,
@@ -160,8 +158,5 @@ class Weights:
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill), "vocab_size": config.model_config.get_vocab_size(),
         }  # fmt: skip
 
-
-PROTOCOL = 1
-"""Rises where trainer and extension no longer understand one another."""
 
 register()

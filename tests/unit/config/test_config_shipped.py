@@ -7,7 +7,6 @@ import pytest
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config import find_config, find_prompt, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.data import DATASET_REGISTRY
-from nemo_rl_cpp.config.document import _FIRST, _SYMPTOMS, document, document_without_effect
 from nemo_rl_cpp.config.env import ENV_REGISTRY, environment_sections
 from nemo_rl_cpp.config.loader import kind_of
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
@@ -146,24 +145,6 @@ def test_prompts_are_found_from_anywhere(monkeypatch, tmp_path):
     for name in ("examples/prompts/cot.txt", "examples/prompts/math.txt"):
         assert "{}" in find_prompt(name).read_text()
     assert find_prompt("examples/prompts/none.txt") is None
-
-
-@pytest.mark.parametrize(
-    "name, page, option",
-    [("configuration", document, ""), ("configuration-without-effect", document_without_effect, " --without-effect")],
-)
-def test_the_pages_about_configuration_are_current(name, page, option):
-    written = (ROOT / f"docs/{name}.md").read_text()
-    assert written == page(), f"run: python -m nemo_rl_cpp.config.document{option} > docs/{name}.md"
-
-
-def test_the_keys_to_change_first_do_something():
-    page = document()
-    assert len(_FIRST) == 15
-    for key in {key for key, _ in _FIRST} | {key for _, key, _ in _SYMPTOMS}:
-        section, _, name = key.rpartition(".")
-        rows = page.partition(f"### `{section}`\n")[2].partition("\n### ")[0]
-        assert f"| `{name}` |" in rows or f"### `{key}`\n" in page, key
 
 
 def test_guides_commands():

@@ -1,31 +1,28 @@
-"""Writes the pages about configuration from the schema.
-
-python -m nemo_rl_cpp.config.document > docs/configuration.md
-python -m nemo_rl_cpp.config.document --without-effect > docs/configuration-without-effect.md
-"""
+"""Writes docs/configuration.md and docs/configuration-without-effect.md from the schema: `python docs/site/configuration_pages.py --write`."""
 
 from __future__ import annotations
 
 import sys
 import types
 import typing
+from pathlib import Path
 
+from nemo_rl_cpp.config.aliases import SPELLINGS
+from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.data import dataset_keys
+from nemo_rl_cpp.config.env import environment_sections
+from nemo_rl_cpp.config.keys import fields_of, mark_of, section_at, section_type, status_of
+from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.config.messages import shown
+from nemo_rl_cpp.config.tables import OneOf
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from .aliases import SPELLINGS
-from .base import Section
-from .data import dataset_keys
-from .env import environment_sections
-from .keys import fields_of, mark_of, section_at, section_type, status_of
-from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
-from .messages import shown
-from .tables import OneOf
-
+_DOCS = Path(__file__).resolve().parents[1]
 _INTRODUCTION = """# Configuration
 
 With this page you write the YAML file of a run and find every key. The page is made from the schema
-(`python -m nemo_rl_cpp.config.document`).
+(`python docs/site/configuration_pages.py --write`).
 
 ## The keys to change first
 
@@ -96,7 +93,7 @@ out of range, and combinations that cannot work.
 @SPELLINGS@
 """
 
-_FIRST = (
+FIRST = (
     ("policy.model_name", "the model"),
     ("policy.tokenizer.chat_template", "how a prompt becomes a chat; `null` for plain text"),
     ("policy.max_total_sequence_length", "the most tokens of a prompt and its response"),
@@ -121,7 +118,7 @@ _FIRST = (
 )
 """The fifteen keys that a newcomer changes, and what each sets."""
 
-_SYMPTOMS = (
+SYMPTOMS = (
     ("the reward stays flat, and the gradient is not 0", "policy.optimizer.kwargs.lr", "up, by a factor of 2 to 3"),
     (
         "the reward rises, then falls; `train/approx_entropy` drops fast",
@@ -160,7 +157,7 @@ _SYMPTOMS = (
 _IDLE = """# Keys that change nothing
 
 NeMo RL has these keys, and they are accepted so that its files load. You need this page only if you wonder about such a key: [configuration](configuration.md)
-has the keys that do something. This page is made from the schema (`python -m nemo_rl_cpp.config.document --without-effect`).
+has the keys that do something. This page is made from the schema (`python docs/site/configuration_pages.py --write`).
 
 | mark | meaning |
 |---|---|
@@ -248,9 +245,9 @@ def _default_of(dotted: str) -> str:
 
 
 def _introduction() -> list[str]:
-    first = "\n".join(f"| `{key}` | {_default_of(key)} | {meaning} |" for key, meaning in _FIRST)
+    first = "\n".join(f"| `{key}` | {_default_of(key)} | {meaning} |" for key, meaning in FIRST)
     spellings = "\n".join(f"| `{spelling}` | `{canonical}` |" for spelling, canonical in SPELLINGS)
-    symptoms = "\n".join(f"| {seen} | `{key}` | {way} |" for seen, key, way in _SYMPTOMS)
+    symptoms = "\n".join(f"| {seen} | `{key}` | {way} |" for seen, key, way in SYMPTOMS)
     page = _INTRODUCTION.replace("@FIRST@", first).replace("@SPELLINGS@", spellings)
     return [page.replace("@SYMPTOMS@", symptoms)]
 
@@ -263,6 +260,10 @@ def document() -> str:
 def document_without_effect() -> str:
     """The page of the keys that change nothing."""
     return _joined([_IDLE, *_parts()[1]])
+
+
+PAGES = {_DOCS / "configuration.md": document, _DOCS / "configuration-without-effect.md": document_without_effect}
+"""Each page and what writes it."""
 
 
 def _joined(lines: list[str]) -> str:
@@ -318,4 +319,8 @@ def _datasets(lines: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(document_without_effect() if "--without-effect" in sys.argv else document(), end="")
+    for path, page in PAGES.items():
+        if "--write" in sys.argv:
+            path.write_text(page())
+        else:
+            print(page(), end="")

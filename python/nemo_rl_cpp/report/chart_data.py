@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.report.history import Curve, MetricHistory
-from nemo_rl_cpp.report.svg import downsample
+from nemo_rl_cpp.report.numbers import downsample
 
 MOST_POINTS = 500
 

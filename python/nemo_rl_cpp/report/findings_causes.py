@@ -2,7 +2,7 @@
 
 from nemo_rl_cpp.config.access import as_number
 from nemo_rl_cpp.report.history import MetricHistory
-from nemo_rl_cpp.report.svg import format_number as fmt
+from nemo_rl_cpp.report.numbers import format_number as fmt
 
 _NEARLY_ALL = 0.9
 

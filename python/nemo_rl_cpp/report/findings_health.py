@@ -6,7 +6,7 @@ import statistics
 from nemo_rl_cpp.report.finding import Finding, count, percent, rule
 from nemo_rl_cpp.report.findings_causes import cause_of_no_signal
 from nemo_rl_cpp.report.history import MetricHistory
-from nemo_rl_cpp.report.svg import format_number as fmt
+from nemo_rl_cpp.report.numbers import format_number as fmt
 
 ERROR = "train/token_mult_prob_error"
 NORM = "train/grad_norm"

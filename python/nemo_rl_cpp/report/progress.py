@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.report.numbers import format_number
 from nemo_rl_cpp.report.page import duration
-from nemo_rl_cpp.report.svg import format_number
 from nemo_rl_cpp.stages import stage
 from nemo_rl_cpp.telemetry.timer import TOTAL
 

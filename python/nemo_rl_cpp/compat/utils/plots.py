@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_rl_cpp.compat.utils.svg import Series, line_chart
 from nemo_rl_cpp.config.access import to_plain
-from nemo_rl_cpp.report.svg import Series, line_chart
 
 
 @dataclass(frozen=True)

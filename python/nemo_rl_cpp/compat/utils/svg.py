@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-MAX_POINTS = 400
+from nemo_rl_cpp.report.numbers import downsample, format_number
+
 _COLORS = ("#2f6fde", "#d9632b", "#1f9d6b", "#a24bc4", "#b98a00", "#cc3b5c", "#3a9fb5", "#7a6f5d")
 _STANDALONE_STYLE = (
     "<style>text{font:11px sans-serif;fill:#555}.title{font-size:14px;fill:#111}.grid{stroke:#ddd}.axis{stroke:#999}"
@@ -44,19 +45,6 @@ class Frame(NamedTuple):
         return self.bottom - (y - self.y0) / (self.y1 - self.y0) * (self.bottom - self.top)
 
 
-def format_number(value: float) -> str:
-    """A short text for an axis or a tile: 4 significant digits, k/M/G for large numbers."""
-    if not math.isfinite(value):
-        return "nan" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    if value != 0 and abs(value) < 1e-3:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.4g}"
-
-
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers within [low, high], about `count` of them."""
     span = high - low
@@ -67,20 +55,6 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
-
-
-def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
-    """At most about `limit` points that still show every spike: the lowest and the highest of each stretch."""
-    if len(xs) <= limit:
-        return list(xs), list(ys)
-    keep: set[int] = {0, len(xs) - 1}
-    size = len(xs) / (limit / 2)
-    for bucket in range(limit // 2):
-        members = [i for i in range(int(bucket * size), min(int((bucket + 1) * size), len(xs))) if math.isfinite(ys[i])]
-        if members:
-            keep |= {min(members, key=ys.__getitem__), max(members, key=ys.__getitem__)}
-    order = sorted(keep)
-    return [xs[i] for i in order], [ys[i] for i in order]
 
 
 def running_mean(ys: Sequence[float], window: int) -> list[float]:

@@ -83,8 +83,8 @@ class HFVerifyWorker(VerifierBase):
         if not ground_truth.strip():
             raise UnmatchableTruthError("the truth is empty")
         if math_verify_impl == "dapo_math_verify":
-            result = dapo_math_verifier.compute_score(response, ground_truth)
-            return float(result["score"]), result["pred"]
+            right, answer = dapo_math_verifier.judge(response, ground_truth)
+            return float(right), answer
         if math_verify_impl != "hf_math_verify":
             raise ValueError(f"math_verify_impl is {math_verify_impl!r}: use hf_math_verify or dapo_math_verify")
         return self._hf_verdict(response, ground_truth)

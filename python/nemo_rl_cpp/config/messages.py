@@ -11,9 +11,8 @@ from nemo_rl_cpp.argument_checks import in_a_line
 from .aliases import ALIASES
 from .base import Section
 from .data import dataset_keys
-from .dead_keys import dead_key
 from .env import environment_sections
-from .foreign_names import own_name
+from .foreign_names import dead_key, own_name
 from .keys import fields_of, own_keys, section_type
 from .written import quotes_advice
 

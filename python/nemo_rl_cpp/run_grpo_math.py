@@ -1,40 +1,10 @@
 """GRPO, DAPO and ProRLv2: `python -m nemo_rl_cpp.run_grpo_math --config FILE [--dry-run] [overrides]`."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.interrupts import program, raise_if_interrupted
+from nemo_rl_cpp.run_script import Script
 
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import GRPOMasterConfig
-
-DEFAULT_CONFIG = "configs/grpo_math_1B.yaml"
-
-
-def _start(config: GRPOMasterConfig) -> None:
-    from nemo_rl_cpp.algorithms.restarts import train  # torch loads here, after the configuration is known to be right
-
-    raise_if_interrupted()
-    train(config)
-
-
-def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG) -> int:
-    """Runs the command line `argv`; returns the exit status, see `config.run.run`."""
-    return program(lambda: _main(argv, default_config))
-
-
-def _main(argv: Sequence[str] | None, default_config: str) -> int:
-    from nemo_rl_cpp.config import load_grpo_config  # the schema takes a moment to load, in which Ctrl-C counts
-    from nemo_rl_cpp.config.run import run
-    from nemo_rl_cpp.distributed.launch import serving
-
-    return run(
-        serving(load_grpo_config), _start, argv, default_config, "Train a language model with GRPO, DAPO or ProRLv2."
-    )
-
+main = Script("grpo", "configs/grpo_math_1B.yaml", "Train a language model with GRPO, DAPO or ProRLv2.").main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,9 +27,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from nemo_rl_cpp.config import ConfigError, find_config, load_eval_config, load_grpo_config, load_ppo_config
+    from nemo_rl_cpp.config import ConfigError, find_config
     from nemo_rl_cpp.config.exactness import exactness_text
-    from nemo_rl_cpp.config.loader import kind_of
+    from nemo_rl_cpp.config.loader import LOADERS, kind_of
     from nemo_rl_cpp.config.run import print_findings, print_mistakes
     from nemo_rl_cpp.dotted_names import search_for_modules
     from nemo_rl_cpp.preflight import preflight
@@ -37,11 +37,10 @@ def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if message := unknown_option(overrides):
         print(f"error: {message}", file=sys.stderr)
         return 2
-    loaders = {"grpo": load_grpo_config, "ppo": load_ppo_config, "eval": load_eval_config}
     try:
         search_for_modules(Path.cwd(), find_config(arguments.config).resolve().parent)
         kind = arguments.kind or kind_of(arguments.config)
-        config = loaders[kind](arguments.config, overrides)
+        config = LOADERS[kind](arguments.config, overrides)
     except ConfigError as error:
         print_mistakes(error)
         return 2

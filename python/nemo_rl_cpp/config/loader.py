@@ -66,6 +66,10 @@ def load_eval_config(
     return _load(path, overrides, EvalMasterConfig, values, places)
 
 
+LOADERS = {"grpo": load_grpo_config, "ppo": load_ppo_config, "eval": load_eval_config}
+"""Kind of a configuration -> what loads it."""
+
+
 def _load(
     path: str | os.PathLike[str],
     overrides: Sequence[str],

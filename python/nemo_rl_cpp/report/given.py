@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import ConfigError
-from nemo_rl_cpp.config.loader import kind_of, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.loader import LOADERS, kind_of
 from nemo_rl_cpp.config.locate import config_folders, find_config
 from nemo_rl_cpp.config.master import MasterConfig
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import flatten_dict
-
-_LOADERS = {"grpo": load_grpo_config, "ppo": load_ppo_config, "eval": load_eval_config}
 
 
 class GivenKey(NamedTuple):
@@ -100,6 +98,6 @@ def _chain_length(name: str) -> int:
 
 def _flat_base(name: str) -> dict[str, object]:
     try:
-        return flatten_dict(written(_LOADERS[kind_of(name)](name)), expand_lists=False)
+        return flatten_dict(written(LOADERS[kind_of(name)](name)), expand_lists=False)
     except (ConfigError, OSError):
         return {}  # it needs a variable of the environment, for example

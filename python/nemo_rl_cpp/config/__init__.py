@@ -1,8 +1,10 @@
 """Configuration of runs: YAML with inheritance, overrides and interpolation, checked against a schema. No torch."""
 
+from nemo_rl_cpp.files.prompt_files import find_prompt
+
 from .errors import ConfigError, Problem
 from .loader import load_eval_config, load_grpo_config, load_ppo_config
-from .locate import find_config, find_prompt
+from .locate import find_config
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
 
 __all__ = [

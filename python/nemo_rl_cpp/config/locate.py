@@ -67,14 +67,3 @@ def _not_found(given: str, relative: Path) -> str:
     near += [name for name in known if Path(name).name == relative.name and name not in near]
     hint = f"did you mean {' or '.join(near)}?" if near else f"shipped are {', '.join(known)}"
     return f"the configuration file {given} does not exist, neither here nor among the shipped ones; {hint}"
-
-
-def find_prompt(path: str | os.PathLike[str]) -> Path | None:
-    """A prompt file as given, in the source tree, or in the package (`examples/prompts/` is `prompts/` there)."""
-    given = Path(path).expanduser()
-    candidates = [given]
-    if not given.is_absolute():
-        root = source_tree()
-        candidates += [root / given] if root else []
-        candidates += [PACKAGE / given, PACKAGE / "prompts" / given.name]
-    return next((candidate for candidate in candidates if candidate.is_file()), None)

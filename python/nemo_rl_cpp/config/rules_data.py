@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 
+from nemo_rl_cpp.files.prompt_files import find_prompt
+
 from .data import (
     DATASET_ALIASES,
     DATASET_REGISTRY,
@@ -18,7 +20,6 @@ from .data import (
 )
 from .env import EnvConfigs, GuessNumberEnvConfig
 from .errors import Report
-from .locate import find_prompt
 
 
 def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 
+from nemo_rl_cpp.files.prompt_files import find_prompt
+
 from . import rules_engine, rules_hf, rules_lora, rules_vllm
 from .cluster import ClusterConfig
 from .errors import Report
 from .generation import GenerationConfig
-from .locate import find_prompt
 from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig
 
 

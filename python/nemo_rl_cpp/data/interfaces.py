@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 
-from nemo_rl_cpp.data.prompt_files import find_file
+from nemo_rl_cpp.files.prompt_files import find_file
 
 if TYPE_CHECKING:
     import torch

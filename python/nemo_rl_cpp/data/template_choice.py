@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, ChatTemplateError, uses_messages
-from nemo_rl_cpp.data.prompt_files import find_file
+from nemo_rl_cpp.files.prompt_files import find_file
 
 _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt", ".json", ".tpl", ".tmpl")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.datasets.files import READERS, read_file, read_folder
 from nemo_rl_cpp.data.datasets.list_dataset import ChainedDataset, ListDataset
-from nemo_rl_cpp.data.prompt_files import MissingFileError
+from nemo_rl_cpp.files.prompt_files import MissingFileError
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from pathlib import Path
 import nemo_rl_cpp
 import pytest
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
-from nemo_rl_cpp.data.prompt_files import find_file
+from nemo_rl_cpp.files.prompt_files import find_file
 
 
 def test_shipped_prompts_are_found_from_anywhere(tmp_path, monkeypatch):
@@ -24,7 +24,7 @@ def test_the_package_alone_serves_the_prompts(tmp_path, monkeypatch):
     """As in an installed wheel, where there is no source tree."""
     import shutil
 
-    from nemo_rl_cpp.data import prompt_files
+    from nemo_rl_cpp.files import prompt_files
 
     package = tmp_path / "site-packages/nemo_rl_cpp"
     shutil.copytree(Path(nemo_rl_cpp.__file__).parent / "prompts", package / "prompts")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nemo_rl_cpp.data.datasets.response_datasets.generated import HELD_OUT, GeneratedDataset
 from nemo_rl_cpp.data.interfaces import Row
 from nemo_rl_cpp.data.random_order import Draws, is_held_out
@@ -30,22 +32,14 @@ class PythonFunctionsDataset(GeneratedDataset):
 
     task_name = "python_functions"
 
-    def __init__(
-        self,
-        num_shots: int = 3,
-        num_samples: int | None = None,
-        split: str = "train",
-        split_validation_size: float = 0,
-        seed: int = 42,
-        **kwargs: object,
-    ):
+    def __init__(self, num_shots: int = 3, **kwargs: Any):
         if num_shots < 0:
             raise ValueError(f"data: python_functions needs num_shots >= 0, got {num_shots}")
         self.num_shots = num_shots
         self.functions = {
             side: [f for f in _functions() if is_held_out(f"python {f[0]}", HELD_OUT) == side] for side in (False, True)
         }
-        self.build(split, num_samples, split_validation_size, seed)
+        super().__init__(**kwargs)
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         questions, shown = self.functions[held_out], self.functions[False]

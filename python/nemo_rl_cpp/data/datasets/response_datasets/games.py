@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nemo_rl_cpp.data.datasets.response_datasets.generated import GeneratedDataset
 from nemo_rl_cpp.data.interfaces import Row
 
@@ -21,11 +23,7 @@ class GuessNumberDataset(GeneratedDataset):
         max_number: int = 7,
         prompt: str = "I am thinking of a number from {low} to {high}.\nGuess:",
         stop_strings: list[str] | None = None,
-        num_samples: int | None = None,
-        split: str = "train",
-        split_validation_size: float = 0,
-        seed: int = 42,
-        **kwargs: object,
+        **kwargs: Any,
     ):
         if not 0 <= min_number < max_number:
             raise ValueError(
@@ -34,7 +32,7 @@ class GuessNumberDataset(GeneratedDataset):
         self.secrets = range(min_number, max_number + 1)
         self.prompt = prompt.replace("{low}", str(min_number)).replace("{high}", str(max_number))
         self.stop_strings = stop_strings
-        self.build(split, num_samples, split_validation_size, seed)
+        super().__init__(**kwargs)
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         rows = []

@@ -6,6 +6,8 @@ disjoint whatever seeds, sizes and sections a configuration uses. `seed` decides
 
 from __future__ import annotations
 
+from typing import Any
+
 from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
@@ -22,7 +24,14 @@ class GeneratedDataset(RawDataset):
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
 
-    def build(self, split: str, num_samples: int | None, split_validation_size: float, seed: int) -> None:
+    def __init__(
+        self,
+        num_samples: int | None = None,
+        split: str = "train",
+        split_validation_size: float = 0,
+        seed: int = 42,
+        **kwargs: object,
+    ):
         if split not in ("train", "validation"):
             raise ValueError(f"data: split must be 'train' or 'validation' for {self.task_name}, got {split!r}")
         if num_samples is not None and num_samples < 1:
@@ -75,16 +84,7 @@ class ArithmeticDataset(GeneratedDataset):
 
     task_name = "arithmetic"
 
-    def __init__(
-        self,
-        max_number: int = 50,
-        num_shots: int = 3,
-        num_samples: int | None = None,
-        split: str = "train",
-        split_validation_size: float = 0,
-        seed: int = 42,
-        **kwargs: object,
-    ):
+    def __init__(self, max_number: int = 50, num_shots: int = 3, **kwargs: Any):
         if max_number < 4 or num_shots < 0:
             raise ValueError(
                 f"data: arithmetic needs max_number >= 4 and num_shots >= 0, got {max_number} and {num_shots}"
@@ -92,7 +92,7 @@ class ArithmeticDataset(GeneratedDataset):
         self.num_shots = num_shots
         pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
         self.pairs = {side: [p for p in pairs if self._held_out(p) == side] for side in (False, True)}
-        self.build(split, num_samples, split_validation_size, seed)
+        super().__init__(**kwargs)
 
     @staticmethod
     def _held_out(pair: tuple[int, int]) -> bool:
@@ -117,22 +117,14 @@ class ReverseDigitsDataset(GeneratedDataset):
 
     task_name = "reverse_digits"
 
-    def __init__(
-        self,
-        num_digits: int = 3,
-        num_samples: int | None = None,
-        split: str = "train",
-        split_validation_size: float = 0,
-        seed: int = 42,
-        **kwargs: object,
-    ):
+    def __init__(self, num_digits: int = 3, **kwargs: Any):
         if not 1 <= num_digits <= 5:
             raise ValueError(f"data: num_digits must be 1 to 5, got {num_digits}")
         words = [f"{n:0{num_digits}d}" for n in range(10**num_digits)]
         self.words = {
             side: [w for w in words if is_held_out(f"reverse {w}", HELD_OUT) == side] for side in (False, True)
         }
-        self.build(split, num_samples, split_validation_size, seed)
+        super().__init__(**kwargs)
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         words = self.words[held_out]
@@ -153,10 +145,7 @@ class ReasoningGymDataset(GeneratedDataset):
         task_options: dict[str, object] | None = None,
         num_shots: int = 3,
         num_samples: int = 1000,
-        split: str = "train",
-        split_validation_size: float = 0,
-        seed: int = 42,
-        **kwargs: object,
+        **kwargs: Any,
     ):
         try:
             import reasoning_gym
@@ -176,7 +165,7 @@ class ReasoningGymDataset(GeneratedDataset):
         self.task, self.num_shots = task, num_shots
         self._options = dict(task_options or {})
         self._create = reasoning_gym.create_dataset
-        self.build(split, num_samples, split_validation_size, seed)
+        super().__init__(num_samples, **kwargs)
 
     def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, str | None]]:
         """Up to `count` different questions of one side; fewer when the task has no more."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, KeysView, Mapping
+from functools import reduce
+from operator import or_
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, stop_text_fault
 
@@ -23,7 +28,8 @@ class Section(BaseModel, metaclass=_Made):
     """One mapping of the configuration, read as `section.key` or, as in NeMo RL's scripts, `section["key"]`.
 
     Unknown keys are errors. A key marked by `only` takes no value but the listed ones, because the feature behind it is
-    not supported; a key marked by `no_effect` is known and makes no difference here. Made in Python or assigned to, a
+    not supported; a key marked by `no_effect` is known and makes no difference here. Those of NeMo RL stand in idle_keys.toml,
+    by the name of the section's class. Made in Python or assigned to, a
     section holds the values that it was given: a text is not read as a number, nor a number as a text. Raises ConfigError.
     """
 
@@ -37,6 +43,14 @@ class Section(BaseModel, metaclass=_Made):
         validate_default=False,
         defer_build=True,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: object) -> None:
+        """Gives the section its keys of idle_keys.toml, and those of the sections that it derives from, behind its own."""
+        for base in reversed(cls.__mro__):
+            for name, info in _idle_keys(base.__name__).items():
+                if base is cls or name not in cls.model_fields:
+                    cls.model_fields[name] = info
 
     @property
     def is_active(self) -> bool:
@@ -168,3 +182,23 @@ def only(*allowed: object, why: str, **options: Any) -> Any:
 def no_effect(default: object, why: str = "makes no difference here", **options: Any) -> Any:
     """A key of NeMo RL that is accepted with any value of its type."""
     return key(default, why, json_schema_extra={"no_effect": True}, **options)
+
+
+_TYPES = {
+    "any": object, "bool": bool, "count": Positive, "integer": Int, "integers": list[Int], "list": list, "mapping": dict[str, object],
+    "null": None, "number": Real, "share": Fraction, "text": str, "texts": list[str],
+}  # fmt: skip
+_IDLE_KEYS = tomllib.loads(Path(__file__).with_name("idle_keys.toml").read_text(encoding="utf-8"))
+
+
+def _idle_keys(section: str) -> dict[str, FieldInfo]:
+    """The keys that the table has for a class of this name."""
+    return {name: _idle_key(**row) for name, row in _IDLE_KEYS.get(section, {}).items()}
+
+
+def _idle_key(
+    type: str, default: object = None, refused: bool = False, why: str = "makes no difference here", **options: str
+) -> FieldInfo:
+    kinds = reduce(or_, [_TYPES[name] for name in type.split(" or ")])
+    field = only(default, why=why, **options) if refused else no_effect(default, why, **options)
+    return FieldInfo.from_annotated_attribute(kinds, field)

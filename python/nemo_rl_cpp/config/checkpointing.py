@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from .base import Positive, Section, key, no_effect, only
+from .base import Positive, Section, key
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"{_PART}(/{_PART})?")
@@ -55,14 +55,3 @@ class CheckpointingConfig(Section):
     ft_keep_latest_k: Positive | None = key(None, "further keep the newest k")
     ft_save_period: Positive | None = key(None, "steps between additional saves")
     model_save_format: Literal["safetensors"] | None = key("safetensors", "safetensors (null means the same)")
-    save_consolidated: bool = no_effect(False, "checkpoints are always whole Hugging Face folders")
-    pretrained_checkpoint: object = only(None, why="start from another checkpoint by policy.model_name")
-    model_cache_dir: str | None = no_effect(None)
-    model_repo_id: str | None = no_effect(None)
-    is_peft: bool = no_effect(False, "with LoRA a checkpoint holds the adapter and the merged weights in any case")
-    peft_config: object = only(None, why="LoRA is set by policy.dtensor_cfg.lora_cfg")
-    is_async: bool = no_effect(False)
-    save_data_plane: bool = no_effect(True)
-    resume_if_exists: bool = only(
-        True, why="a run goes on from the newest checkpoint of checkpoint_dir; name another folder to start anew"
-    )

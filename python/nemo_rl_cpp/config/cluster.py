@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Count, Int, Positive, Section, key, no_effect
+from .base import Count, Positive, Section, key
 from .launcher import launched_ranks
 
 
@@ -50,9 +50,6 @@ class ClusterConfig(Section):
     communication_timeout_s: Annotated[float, Field(gt=0)] = key(
         1800.0, "seconds that one message between worker processes may take, waiting for a slower one included"
     )
-    master_port_range_low: Int = no_effect(1400)
-    master_port_range_high: Int = no_effect(1999)
-    segment_size: Int | None = no_effect(None)
 
     @property
     def processes(self) -> int:

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Int, Positive, Section, key, only, section
+from .base import Int, Positive, Section, key, section
 from .tables import Entry, Table
 
 
@@ -172,8 +172,6 @@ class DataConfig(Section):
         None,
         "with use_multiple_dataloader: function module.name that gives the next prompts; null: each loader in turn",
     )
-    prompt_file: str | None = only(None, why="it is read in data.default and in each data set")
-    system_prompt_file: str | None = only(None, why="it is read in data.default and in each data set")
 
 
 _FILES = (".csv", ".json", ".jsonl", ".parquet", ".arrow")

@@ -33,7 +33,6 @@ class MathEnvConfig(VerifierPoolConfig):
 class MultiRewardEnvConfig(Section):
     """Correctness, an integer as answer and the format, each a part of the reward (for adv_estimator gdpo)."""
 
-    num_workers: Positive = no_effect(1, "scored in this process")
     math_verify_impl: Literal["hf_math_verify"] | None = no_effect(
         "hf_math_verify", "answers are compared letter for letter"
     )

@@ -6,20 +6,7 @@ from typing import Literal
 
 from pydantic import PrivateAttr
 
-from .base import (
-    Int,
-    Positive,
-    Real,
-    Section,
-    StopStrings,
-    StopTokenIds,
-    Temperature,
-    TopP,
-    key,
-    no_effect,
-    only,
-    section,
-)
+from .base import Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, section
 from .engines import ColocatedConfig, McoreGenerationConfig, RefitConfig, VllmConfig
 from .serving import HttpServerConfig
 
@@ -44,7 +31,6 @@ class GenerationConfig(Section):
     val_temperature: Temperature | None = key(None, "temperature in validation; null: temperature")
     val_top_p: TopP | None = key(None, "top_p in validation; null: top_p")
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
-    model_name: str | None = only(None, why="the policy itself generates: set policy.model_name")
     stop_token_ids: StopTokenIds | None = key(None, "tokens that end a response; null: the end tokens of the model")
     stop_strings: StopStrings | None = key(None, "texts that end a response; the response keeps them")
     expose_http_server: bool = key(
@@ -68,27 +54,15 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = section(VllmConfig, "vLLM's settings; of these max_model_len and enforce_eager are read")
     colocated: ColocatedConfig = section(ColocatedConfig, "whether generation shares the trainer's device")
     refit_cfg: RefitConfig = section(RefitConfig, "weight transfer of NeMo RL, not needed here")
-    sglang_cfg: dict[str, object] | None = no_effect(None, "SGLang's settings, not used here")
-    trtllm_kwargs: dict[str, object] = no_effect({})
-    trtllm_cfg: dict[str, object] | None = no_effect(None, "TensorRT-LLM's settings, not used here")
-    dynamo_cfg: dict[str, object] | None = no_effect(None, "Dynamo's settings, not used here")
     mcore_generation_config: McoreGenerationConfig = section(McoreGenerationConfig, "Megatron's engine, not used here")
     vllm_kwargs: dict[str, object] = key(
         {},
         "with vllm_cfg.python: further arguments of vllm.LLM; else not read, but what would change results is refused",
     )
-    port_range_low: Int = no_effect(3000)
-    port_range_high: Int = no_effect(4999)
-    refit_transport: str | None = no_effect(None, "weights are shared, nothing is transported")
-    quant_cfg: object = only(None, why="quantised generation is not supported, it changes results")
-    real_quant: bool = only(False, why="quantised generation is not supported, it changes results")
-    real_quant_export_cpu_offload: bool = no_effect(True)
     # set by the program, see models.generation.configure_generation_config
     _pad_token_id: int | None = PrivateAttr(None)
     _mtp_weights_from_refit: bool | None = PrivateAttr(None)
     _debug_payload_metrics: bool | None = PrivateAttr(None)
-    bad_words: list[str] | None = only(None, why="forbidden words are not supported")
-    use_async_rollouts: bool = no_effect(False)
 
     @property
     def runs_vllm(self) -> bool:
@@ -115,4 +89,3 @@ class EvalGenerationConfig(GenerationConfig):
     )
     num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
     temperature: Temperature = key(0.0, "sampling temperature; 0: greedy")
-    expose_http_server: bool = only(False, why="an evaluation serves nobody: nemo-rl-cpp serve does")

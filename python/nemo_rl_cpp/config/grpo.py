@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from .asynchronous import AsyncConfig, AsyncGRPOConfig
-from .base import Int, Real, Section, key, no_effect, only, section
+from .base import Real, Section, key, section
 from .estimators import GRPOEstimator
 from .length_penalty import LengthPenaltyConfig
 from .loop import LoopConfig
@@ -51,11 +51,6 @@ class GRPOConfig(LoopConfig):
     )
     adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig, "how rewards become advantages")
     async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig, "rollouts beside training; null: not")
-    calculate_advantages_on_gpu: bool = no_effect(False, "advantages are computed in C++")
-    invalid_tool_call_advantage: Real | None = only(None, why="NeMo Gym's tool calls are not supported")
-    malformed_thinking_advantage: Real | None = only(None, why="NeMo Gym's thinking checks are not supported")
-    deduplicate_multimodal_data: bool = only(False, why="images and sound are not supported")
-    debug_payload_metrics: bool = only(False, why="sizes of Ray messages are not measured")
 
     @property
     def beside_training(self) -> AsyncConfig:
@@ -73,23 +68,8 @@ class GRPOConfig(LoopConfig):
 class RewardPenaltyConfig(Section):
     """Penalties of NeMo Gym, which are not supported."""
 
-    penalize_duplicated_reasoning: bool = only(False, why="NeMo Gym's reward penalties are not supported")
-    penalize_empty_final_answer: bool = only(False, why="NeMo Gym's reward penalties are not supported")
-    penalize_unwanted_tokens: bool = only(False, why="NeMo Gym's reward penalties are not supported")
-    penalize_malformed_think_tag: bool = only(False, why="NeMo Gym's reward penalties are not supported")
-    token_ids: list[Int] | dict | None = no_effect(None)
-
 
 class DataPlaneConfig(Section):
     """Transfer queues between Ray workers; data stays in one process here."""
 
     model_config = ConfigDict(extra="allow")
-
-    enabled: bool = no_effect(False, "data stays in one process")
-    impl: str = no_effect("transfer_queue")
-    backend: str = no_effect("simple")
-    storage_capacity: Int = no_effect(1000000)
-    num_storage_units: Int = no_effect(2)
-    claim_meta_poll_interval_s: Real = no_effect(0.5)
-    global_segment_size: Int = no_effect(549755813888)
-    local_buffer_size: Int = no_effect(68719476736)

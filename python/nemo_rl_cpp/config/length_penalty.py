@@ -6,10 +6,9 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from .base import Fraction, NonNegative, Real, Section, key, no_effect, only, section
+from .base import Fraction, NonNegative, Real, Section, key, section
 
 CHANNELS = ("reasoning", "answer", "total")
-_NO_PROFILE = "lengths of earlier runs (profiled_output_lengths of a data set) are not read"
 
 
 class LengthPenaltyParams(Section):
@@ -18,9 +17,6 @@ class LengthPenaltyParams(Section):
 
     enabled: bool = key(True, "apply these")
     length_type: Literal["tokens", "chars"] = key("tokens", "unit of lengths")
-    top_percentile: Fraction = no_effect(
-        0.5, "rewards are 0 or 1, so bonuses and longest_* look at all right responses"
-    )
     reasoning_bonus: NonNegative = key(0.0, "to the right response with the shortest reasoning")
     answer_bonus: NonNegative = key(0.0, "to the one with the shortest answer")
     total_bonus: NonNegative = key(0.0, "to the shortest one")
@@ -41,9 +37,6 @@ class LengthPenaltyParams(Section):
     answer_zmad_penalty: NonNegative = key(0.0, "from each outlier")
     total_zmad_threshold: NonNegative = key(0.0, "the same of whole responses; 0: off")
     total_zmad_penalty: NonNegative = key(0.0, "from each outlier")
-    profiled_length_penalty: Real = only(0.0, why=_NO_PROFILE)
-    profiled_length_n_std: Real = no_effect(1.0, "see profiled_length_penalty")
-    profiled_length_min_samples: int = no_effect(2, "see profiled_length_penalty")
     pass_rate_length_penalty_weight: NonNegative = key(
         0.0,
         "from every right response this x the group's share of right ones x its length over the longest right one's",

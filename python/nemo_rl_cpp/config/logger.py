@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic.fields import FieldInfo
 
-from .base import Count, Real, Section, key, no_effect, section
+from .base import Count, Real, Section, key, section
 from .tables import Entry, Table
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ class WandbConfig(Section):
     )
     id: str | None = key(None, "identifier of a run to continue")
     resume: Literal["allow", "must", "never", "auto"] | None = key(None, "how that run continues")
-    log_nemo_gym_full_result_tables: bool = no_effect(False)
 
 
 class SwanlabConfig(Section):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .base import Fraction, Positive, Section, key, no_effect, only
+from .base import Positive, Section, key
 
 if TYPE_CHECKING:
     from .known_models import ModelSizes
@@ -46,18 +46,9 @@ class LoraConfig(Section):
     match_all_linear: bool = key(True, "adapt every matrix of every layer; head and embedding stay frozen")
     dim: Positive = key(8, "the adapters' rank")
     alpha: Positive = key(32, "an adapter is multiplied by alpha / dim")
-    dropout: Fraction = only(
-        0.0, why="what is trained is what generated, to the bit, so nothing is dropped out of adapters"
-    )
-    dropout_position: str = no_effect("post", "there is no dropout")
     lora_A_init: Literal["xavier", "kaiming", "uniform"] = key(
         "xavier",
         "how A is drawn from the run's seed: xavier (normal) or kaiming (uniform; NeMo RL's uniform is the same). B begins at 0",
-    )
-    use_triton: bool = no_effect(True)
-    restore_from: str | None = only(
-        None,
-        why="to begin with an adapter merge it into its model (merge_and_unload of peft) and name that by model_name",
     )
 
     @property

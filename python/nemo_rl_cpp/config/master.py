@@ -6,7 +6,7 @@ from pydantic import PrivateAttr
 
 from nemo_rl_cpp.dotted_names import is_own
 
-from .base import Section, key, only, section
+from .base import Section, key, section
 from .checkpointing import CheckpointingConfig
 from .cluster import ClusterConfig
 from .data import DataConfig, EvalDataConfig
@@ -60,11 +60,6 @@ class TrainMasterConfig(MasterConfig):
     cluster: ClusterConfig = section(ClusterConfig, "devices")
     reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
     data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
-    async_rl: object = only(None, why="training while generating (SingleController) is not supported")
-    rollout_checkpointing: object = only(None, why="it belongs to training while generating, which is not supported")
-    rollout_recovery: object = only(None, why="it belongs to training while generating, which is not supported")
-    token_capture: object = only(None, why="it belongs to NeMo Gym, which is not supported")
-    on_policy_distillation: object = only(None, why="distillation is not supported")
 
     @property
     def algorithm(self) -> str:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, model_validator
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
-from .base import Count, Fraction, NonNegative, Positive, Real, Section, key, no_effect, only
+from .base import Count, NonNegative, Positive, Real, Section, key
 
 SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # torch's names and defaults; None: must be given
     "LinearLR": {"start_factor": 1.0 / 3, "end_factor": 1.0, "total_iters": 5},
@@ -40,16 +40,8 @@ class OptimizerKwargs(Section):
         [0.9, 0.999], "decay of the first and second moment, each in [0, 1)", min_length=2, max_length=2
     )
     eps: NonNegative = key(1e-8, "added to the square root of the second moment")
-    amsgrad: bool = only(False, why="AMSGrad is not supported")
-    maximize: bool = only(False, why="the loss is minimised")
-    foreach: bool | None = no_effect(None, "the optimizer is one fused C++ kernel")
-    fused: bool | None = no_effect(None, "the optimizer is one fused C++ kernel")
-    capturable: bool = no_effect(False)
     exp_avg_dtype: MomentDtype = key("float32", "the first moment is kept in float32; nothing else is supported")
     exp_avg_sq_dtype: MomentDtype = key("float32", "the second moment is kept in float32; nothing else is supported")
-    master_weights: bool = no_effect(True, "bfloat16 models always have float32 master weights")
-    store_param_remainders: bool = no_effect(False, "master weights are whole")
-    differentiable: bool = no_effect(False)
 
 
 class OptimizerConfig(Section):
@@ -107,21 +99,10 @@ class MegatronOptimizerConfig(Section):
     adam_eps: NonNegative = key(1e-8, "added to the square root of the second moment")
     clip_grad: NonNegative | None = key(1.0, "bound of the gradient's global norm; 0 or null: none")
     params_dtype: Literal["float32"] = key("float32", "optimizer state is fp32")
-    bf16: bool = no_effect(True, "the precision is policy.precision")
-    fp16: bool = only(False, why="float16 is not supported; use policy.precision bfloat16 or float32")
-    sgd_momentum: Real = no_effect(0.9)
     exp_avg_dtype: MomentDtype = key("float32", "the first moment is kept in float32; nothing else is supported")
     exp_avg_sq_dtype: MomentDtype = key("float32", "the second moment is kept in float32; nothing else is supported")
     main_grads_dtype: MomentDtype = key("float32", "gradients are summed in float32; nothing else is supported")
     main_params_dtype: MomentDtype = key("float32", "master weights are float32; nothing else is supported")
-    store_param_remainders: bool = no_effect(False, "master weights are whole")
-    use_distributed_optimizer: bool = no_effect(True)
-    use_precision_aware_optimizer: bool = no_effect(True)
-    optimizer_cpu_offload: bool = no_effect(
-        False, "on a CPU everything lies in its memory anyway; an error with cluster.device cuda"
-    )
-    optimizer_offload_fraction: Fraction = no_effect(0.0)
-    overlap_cpu_optimizer_d2h_h2d: bool = no_effect(False)
 
 
 class MegatronSchedulerConfig(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from .backends import DTensorConfig, MegatronConfig
-from .base import Count, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from .base import Count, NonNegative, Positive, Section, key, section
 from .errors import ConfigError, Report
 from .generation import GenerationConfig
 from .lora import LoraConfig
@@ -68,7 +68,6 @@ class TokenizerConfig(Section):
         "default", "default: the tokenizer's; null: plain text; else a .jinja file or a template"
     )
     chat_template_kwargs: dict[str, object] | None = key(None, "arguments of the chat template")
-    use_fastokens: bool = no_effect(False)
 
 
 class DynamicBatchingConfig(Section):
@@ -100,18 +99,10 @@ class SequencePackingConfig(Section):
     microbatch_order: Literal["packer", "largest_first"] | None = key(
         "packer", "packer or null: bins by their first sequence; largest_first: bins with most tokens first"
     )
-    sequence_length_round: Positive = no_effect(64, "there is no padding")
-    fuse_loss: bool = no_effect(False, "the head and the loss are always one")
 
 
 class DraftConfig(Section):
     """Draft model of speculative decoding."""
-
-    enabled: bool = only(False, why="speculative decoding is not supported")
-    model_name: str | None = no_effect(None)
-    loss_weight: Real = no_effect(0.1)
-    num_layers: Int | None = no_effect(None)
-    aux_layer_indices: list[Int] | None = no_effect(None)
 
     @property
     def is_active(self) -> bool:
@@ -120,8 +111,6 @@ class DraftConfig(Section):
 
 class RouterReplayConfig(Section):
     """Replay of the routing of mixtures of experts."""
-
-    enabled: bool = only(False, why="there is no mixture of experts whose routing could be replayed")
 
     model_config = ConfigDict(extra="allow")
 
@@ -305,9 +294,6 @@ class PolicyConfig(TrainedModelConfig):
         "steps between two checks; in a check the first update makes its own forward pass, which is compared with generation's; "
         "0: check only in the first step of a run",
     )
-    generation_batch_size: Positive = no_effect(
-        32, "the engine batches by itself; see policy.generation.max_batch_size"
-    )
     logprob_chunk_size: Positive | None = key(
         None,
         "backend hf: of so many tokens float32 logits exist at a time; null: of as many as 64 MB hold. The native head never holds more than 224 MB of logits",
@@ -320,17 +306,9 @@ class PolicyConfig(TrainedModelConfig):
         "full",
         "what is sent to engines with workers of their own: full: all weights; delta: those that have changed since the last refit, for bfloat16 and small learning rates; the sender keeps the last weights for it. The engines have the same weights either way",
     )
-    offload_optimizer_for_logprob: bool = no_effect(False)
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")
-    reward_model_cfg: dict[str, object] | None = no_effect(None)
-    quant_cfg: object = only(None, why="quantised training is not supported, it changes results")
     router_replay: RouterReplayConfig | None = section(RouterReplayConfig, "replay of expert routing (not supported)")
-    shared_prefix_training: object = no_effect(
-        None, "the prompt of a group is always computed once, see share_prompt_prefix"
-    )
-    megatron_recipe: str | None = no_effect(None, "how Megatron builds the same model")
-    zero_train_gen_mismatch: object = no_effect(None, "generation and training are always the same computation")
 
     @classmethod
     def of(cls, config: PolicyConfig | Mapping[str, object]) -> PolicyConfig:

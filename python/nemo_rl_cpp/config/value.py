@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from .base import Positive, Section, key, no_effect, section
+from .base import Section, key, section
 from .policy import Backend, Precision, SequencePackingConfig, TokenizerConfig, TrainedModelConfig, fill
 
 
 class RewardModelConfig(Section):
     """NeMo RL's way to a scalar head; the native value model always has one."""
-
-    enabled: bool = no_effect(True)
-    reward_model_type: str = no_effect("regression")
 
 
 class ValuePackingConfig(SequencePackingConfig):
@@ -22,20 +19,15 @@ class ValuePackingConfig(SequencePackingConfig):
 class ValueTokenizerConfig(TokenizerConfig):
     """The tokenizer that is saved beside the critic. It reads what the policy's tokenizer wrote."""
 
-    chat_template: str | None = no_effect("default", "prompts are written by policy.tokenizer")
-    chat_template_kwargs: dict[str, object] | None = no_effect(None, "prompts are written by policy.tokenizer")
-
 
 class ValueConfig(TrainedModelConfig):
     """The critic: the policy's architecture with a scalar head. What is left out follows the policy."""
 
     backend: Backend | None = key(None, "native or hf, as policy.backend; null: policy.backend")
     tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
-    make_sequence_length_divisible_by: Positive = no_effect(1, "the batch is the policy's")
     precision: Precision | None = key(None, "float32 or bfloat16; null: policy.precision")
     sequence_packing: ValuePackingConfig = section(ValuePackingConfig, "micro-batches without padding")
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
-    generation: object = no_effect(None)
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
         """Takes what the file leaves out from the policy."""

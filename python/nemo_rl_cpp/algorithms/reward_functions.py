@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp.algorithms._config import as_model
-from nemo_rl_cpp.config.rewards import RewardShapingConfig
+from nemo_rl_cpp.config.loop import RewardShapingConfig
 
 BatchT = TypeVar("BatchT", bound=MutableMapping)
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from nemo_rl_cpp.algorithms._config import as_model
-from nemo_rl_cpp.config.rewards import RewardScalingConfig
+from nemo_rl_cpp.config.loop import RewardScalingConfig
 
 BatchT = TypeVar("BatchT", bound=MutableMapping)
 

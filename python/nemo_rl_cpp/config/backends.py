@@ -19,16 +19,13 @@ _TENSOR = "slices of each layer's heads, of its MLP and of the vocabulary, one a
 class DTensorConfig(Section):
     """The PyTorch backend of NeMo RL. When enabled, policy.optimizer, scheduler and max_grad_norm are effective."""
 
+    is_switched = True
     enabled: bool = key(True, "read optimizer, scheduler and max_grad_norm beside this section")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
     tensor_parallel_size: Positive = key(1, _TENSOR)
     context_parallel_size: Positive = key(1, _FOLDED)
     expert_parallel_size: Positive = key(1, _FOLDED)
     lora_cfg: LoraConfig = section(LoraConfig, "LoRA: low-rank adapters instead of all weights")
-
-    @property
-    def is_active(self) -> bool:
-        return self.enabled
 
 
 class MegatronCheckpointConfig(Section):
@@ -60,6 +57,7 @@ class Fp8Config(Section):
 class MegatronConfig(Section):
     """The Megatron backend of NeMo RL. When enabled, its optimizer and scheduler sections are effective."""
 
+    is_switched = True
     enabled: bool = key(False, "read optimizer, scheduler and clip_grad from this section")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
     tensor_model_parallel_size: Positive = key(1, _TENSOR)
@@ -81,10 +79,6 @@ class MegatronConfig(Section):
         True,
         "backend hf trains the router of a model with experts all the same, and says so; the native core has no experts",
     )
-
-    @property
-    def is_active(self) -> bool:
-        return self.enabled
 
 
 PARALLEL_SIZES = {

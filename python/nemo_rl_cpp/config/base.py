@@ -7,7 +7,7 @@ from collections.abc import Iterator, KeysView, Mapping
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -43,6 +43,8 @@ class Section(BaseModel, metaclass=_Made):
         validate_default=False,
         defer_build=True,
     )
+    is_switched: ClassVar[bool] = False
+    """Whether the section does nothing where its key `enabled` is false; unsupported features are then not looked for in it."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: object) -> None:
@@ -51,11 +53,6 @@ class Section(BaseModel, metaclass=_Made):
             for name, info in _idle_keys(base.__name__).items():
                 if base is cls or name not in cls.model_fields:
                     cls.model_fields[name] = info
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the section does anything; unsupported features are not looked for in one that is switched off."""
-        return True
 
     def __getitem__(self, key: str) -> Any:
         name = _field_name(type(self), key)

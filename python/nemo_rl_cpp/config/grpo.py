@@ -6,11 +6,22 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from .asynchronous import AsyncConfig, AsyncGRPOConfig
-from .base import Real, Section, key, section
+from .base import Count, Real, Section, key, section
 from .estimators import GRPOEstimator
 from .length_penalty import LengthPenaltyConfig
-from .loop import LoopConfig
+from .loop import AsyncConfig, LoopConfig
+
+
+class AsyncGRPOConfig(AsyncConfig):
+    """Rollouts beside the training of GRPO."""
+
+    max_generation_failures: Count = key(
+        0, "rounds of generation and scoring that may fail in a run; a failed one is done again"
+    )
+
+    @property
+    def failures_allowed(self) -> int:
+        return self.max_generation_failures
 
 
 class AdvEstimatorConfig(Section):

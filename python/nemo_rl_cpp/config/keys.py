@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from pydantic.fields import FieldInfo
@@ -38,15 +38,18 @@ def section_at(model: type[Section], dotted: str) -> type[Section] | None:
     return found
 
 
+def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted key, field info) of a section and of those within it."""
+    for name, info in fields_of(model):
+        yield f"{prefix}{name}", info
+        if (inner := section_type(info.annotation)) is not None:
+            yield from dotted_fields(inner, f"{prefix}{name}.")
+
+
 @cache
 def own_keys(model: type[Section]) -> frozenset[str]:
     """Every dotted key of a section, those of its sections included."""
-    found: set[str] = set()
-    for name, info in fields_of(model):
-        found.add(name)
-        if (inner := section_type(info.annotation)) is not None:
-            found.update(f"{name}.{key}" for key in own_keys(inner))
-    return frozenset(found)
+    return frozenset(key for key, _ in dotted_fields(model))
 
 
 def forget_keys() -> None:
@@ -77,3 +80,28 @@ def _choices(annotation: object) -> list[object]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType) and len(parts) == 1:
         return _choices(parts[0])
     return [None, None]
+
+
+def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
+    """The overrides, with `++` before each plain one that changes a free mapping or a key in it."""
+    free = free_mappings(model)
+
+    def added(override: str) -> str:
+        key = override.partition("=")[0].strip()
+        inside = any(key == mapping or key.startswith(f"{mapping}.") for mapping in free)
+        return f"++{override}" if inside and "=" in override else override
+
+    return [added(override) for override in overrides]
+
+
+@cache
+def free_mappings(model: type[Section]) -> frozenset[str]:
+    """Dotted keys of the mappings that take any key: the user's own, so an override may name one that no file sets, without
+    Hydra's `+`. Not `env`, whose sections are checked or belong to a file's environments."""
+    return frozenset(key for key, info in dotted_fields(model) if _is_mapping(info.annotation) and key != "env")
+
+
+def _is_mapping(annotation: object) -> bool:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return any(_is_mapping(part) for part in typing.get_args(annotation))
+    return annotation is dict or typing.get_origin(annotation) is dict

@@ -15,6 +15,7 @@ class LengthPenaltyParams(Section):
     """What is added to and taken from the rewards of a group. Reasoning is what stands before `</think>`, the answer what
     follows; total is both. Only responses with a reward above 0 are compared, and only groups with rewards of 0 and 1."""
 
+    is_switched = True
     enabled: bool = key(True, "apply these")
     length_type: Literal["tokens", "chars"] = key("tokens", "unit of lengths")
     reasoning_bonus: NonNegative = key(0.0, "to the right response with the shortest reasoning")
@@ -52,10 +53,6 @@ class LengthPenaltyParams(Section):
     )
     group_length_penalty_profile_gate_field: Literal["a", "b", "f"] = key("a", "which number of the band")
     group_length_penalty_profile_gate_positive_only: bool = key(True, "mean over right responses; false: over all")
-
-    @property
-    def is_active(self) -> bool:
-        return self.enabled
 
 
 class ProfileBandChannel(Section):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_cpp import _config
+from nemo_rl_cpp.errors import short_path
 
 from . import rules
 from .aliases import ALIASES
@@ -18,8 +18,8 @@ from .base import Section
 from .env import environment_sections
 from .environment import environment_values
 from .errors import ConfigError, Problem, Report
-from .free_keys import additions
 from .given_values import GivenValues
+from .keys import additions
 from .locate import find_config, parent_folders
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
 from .messages import dotted_key, known_keys, sentence, takes_own_keys, unknown_key
@@ -84,15 +84,19 @@ def _load(
         data, positions, problems = _config.load(str(file), every, ALIASES, set(known_keys(model)), parent_folders())
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", explained(str(error)))]) from None
-    if (other := of_another_kind(_sections(positions), _own_section(model))) is not None:
+    # an override of a section does not make a file another kind
+    sections = {key for key, where in positions.items() if "." not in key and not where.startswith("override ")}
+    own = next(name for name in KINDS if name in model.model_fields)
+    if (other := of_another_kind(sections, own)) is not None:
         raise ConfigError([Problem(positions[other[0]], *other)])
-    report = Report(positions, _short(file))
+    report = Report(positions, short_path(file.resolve()))
     report.problems += given.problems
     for kind, key, where, message in problems:
         where = given.place_of(where)
         text = unknown_key(key, model) if kind == "unknown_key" else message
         if kind == "unknown_key" and takes_own_keys(key, model):
-            text += f" (to add a key of your own write {_with_plus(where)})"
+            written = where.removeprefix("override '").removesuffix("'")
+            text += f" (to add a key of your own write +{written})"
         report.problems.append(Problem(where, key, text))
         if kind == "interpolation":
             _remove(data, tuple(key.split(".")))
@@ -125,31 +129,12 @@ def _texts(overrides: Sequence[str]) -> list[str]:
     return texts
 
 
-def _sections(positions: dict[str, str]) -> set[str]:
-    """The sections that files give; an override of one does not make a file another kind."""
-    return {key for key, where in positions.items() if "." not in key and not where.startswith("override ")}
-
-
-def _own_section(model: type[MasterConfig]) -> str:
-    return next(name for name in KINDS if name in model.model_fields)
-
-
-def _short(file: Path) -> str:
-    """The file as messages name it: relative to the working directory when it lies below it."""
-    full = file.resolve()
-    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
-
-
 def _not_given(data: object, prefix: str) -> list[str]:
     """Keys whose value is OmegaConf's mark of a mandatory value, `???`."""
     if data == "???":
         return [prefix]
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [key for name, value in inner for key in _not_given(value, f"{prefix}.{name}" if prefix else str(name))]
-
-
-def _with_plus(where: str) -> str:
-    return "+" + where.removeprefix("override '").removesuffix("'")
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
@@ -182,18 +167,15 @@ def _validate_part(
 
 
 def _repair(data: dict[str, object], error: ErrorDetails) -> None:
-    location = tuple(part for part in dotted_key(error["loc"]).split(".") if part)
-    if error["type"] == "missing":
-        _put(data, location, {} if location[-1] in ("policy", "generation", "data") else "?")
-    else:
+    """Takes what is wrong out of the data; what is missing is put there, so that the rest can be checked."""
+    *above, last = location = [part for part in dotted_key(error["loc"]).split(".") if part] or [""]
+    if error["type"] != "missing":
         _remove(data, location)
-
-
-def _put(data: dict[str, object], location: tuple[str, ...], value: object) -> None:
+        return
     node: dict | list = data
-    for part in location[:-1]:
+    for part in above:
         node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-    node[location[-1]] = value
+    node[last] = {} if last in ("policy", "generation", "data") else "?"
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
@@ -204,14 +186,10 @@ def _remove(node: object, location: Sequence[str]) -> None:
     inner = node[name]
     if isinstance(inner, dict) and rest:
         _remove(inner, rest)
-    elif isinstance(inner, list) and len(rest) > 1 and isinstance(item := _item(inner, rest[0]), dict):
-        _remove(item, rest[1:])
+    elif isinstance(inner, list) and len(rest) > 1 and rest[0].isdigit() and isinstance(inner[int(rest[0])], dict):
+        _remove(inner[int(rest[0])], rest[1:])
     else:
         del node[name]
-
-
-def _item(items: list[object], index: str) -> object:
-    return items[int(index)] if index.isdigit() and int(index) < len(items) else None
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:

@@ -30,6 +30,7 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 class LoraConfig(Section):
     """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained, and all weights stay as they are."""
 
+    is_switched = True
     enabled: bool = key(
         False,
         "train low-rank adapters instead of the weights, in a few bytes a parameter instead of 18 to 22; read with dtensor_cfg.enabled "
@@ -50,10 +51,6 @@ class LoraConfig(Section):
         "xavier",
         "how A is drawn from the run's seed: xavier (normal) or kaiming (uniform; NeMo RL's uniform is the same). B begins at 0",
     )
-
-    @property
-    def is_active(self) -> bool:
-        return self.enabled
 
 
 def matches(pattern: str, module: str) -> bool:

@@ -11,12 +11,11 @@ from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.sources import ModelFolderError
 
 from .generation import GenerationConfig
-from .gradient_memory import gradient_bytes
 from .known_models import ModelSizes, known_model
 from .lora import adapter_sizes
 from .machine import machine_memory
 from .master import TrainMasterConfig
-from .memory_hf import chunk_bytes, expert_sizes, tape_bytes
+from .memory_parts import chunk_bytes, expert_sizes, gradient_bytes, tape_bytes
 from .policy import PolicyConfig, TrainedModelConfig
 from .resources import engines_of, trainers_of
 

@@ -70,29 +70,28 @@ class TokenizerConfig(Section):
     chat_template_kwargs: dict[str, object] | None = key(None, "arguments of the chat template")
 
 
-class DynamicBatchingConfig(Section):
+class TokenBudget(Section):
+    """How many tokens a micro-batch holds."""
+
+    train_mb_tokens: Positive | None = key(
+        None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size"
+    )
+    logprob_mb_tokens: Positive | None = key(
+        None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
+    )
+
+
+class DynamicBatchingConfig(TokenBudget):
     """Micro-batches of similar lengths by a token budget; not together with sequence_packing."""
 
     enabled: bool = key(False, "sort by length and fill micro-batches to the budget")
-    train_mb_tokens: Positive | None = key(
-        None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size"
-    )
-    logprob_mb_tokens: Positive | None = key(
-        None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
-    )
     sequence_length_round: Positive = key(64, "a length counts as rounded up to a multiple of this")
 
 
-class SequencePackingConfig(Section):
+class SequencePackingConfig(TokenBudget):
     """Sequences laid end to end in one micro-batch by a token budget, without padding."""
 
     enabled: bool = key(True, "pack sequences")
-    train_mb_tokens: Positive | None = key(
-        None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size"
-    )
-    logprob_mb_tokens: Positive | None = key(
-        None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
-    )
     algorithm: PackingAlgorithm = key(
         "modified_first_fit_decreasing", "how sequences (with a shared prompt: groups of them) are put into bins"
     )
@@ -104,19 +103,14 @@ class SequencePackingConfig(Section):
 class DraftConfig(Section):
     """Draft model of speculative decoding."""
 
-    @property
-    def is_active(self) -> bool:
-        return self.enabled
+    is_switched = True
 
 
 class RouterReplayConfig(Section):
     """Replay of the routing of mixtures of experts."""
 
+    is_switched = True
     model_config = ConfigDict(extra="allow")
-
-    @property
-    def is_active(self) -> bool:
-        return self.enabled
 
 
 class HfConfig(Section):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from .asynchronous import AsyncConfig, AsyncPPOConfig
 from .base import Count, Fraction, Int, NonNegative, Positive, Section, key, section
 from .estimators import PPOEstimator
-from .loop import LoopConfig, other_default
+from .loop import AsyncConfig, LoopConfig, other_default
+
+
+class AsyncPPOConfig(AsyncConfig):
+    """Rollouts beside the training of PPO."""
 
 
 class GAEConfig(Section):

@@ -158,7 +158,7 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
     from .keys import mark_of
     from .messages import shown
 
-    if not section.is_active:
+    if section.is_switched and not section.enabled:
         return
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)

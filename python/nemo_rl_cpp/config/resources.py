@@ -46,9 +46,7 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
         )
     if not cluster.has_workers or cluster.executor == "auto":  # folded, and said
         return
-    if (cluster.num_nodes == 1 and _check_on_one_machine(config, report)) or (
-        cluster.num_nodes > 1 and _check_on_machines(config, report)
-    ):
+    if _leaves_nothing(config, report):
         report.add(
             _RESOURCES,
             f"takes {engines_of(config)} of the cluster's {cluster.processes} workers (num_nodes * gpus_per_node), which leaves none for "
@@ -71,34 +69,22 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
         )
 
 
-def _check_on_one_machine(config: TrainMasterConfig, report: Report) -> bool:
-    """Whether the sizes are there, but leave nothing for training."""
+def _leaves_nothing(config: TrainMasterConfig, report: Report) -> bool:
+    """Whether the sizes are there, but leave nothing for training. On one machine its workers are counted, on several whole ones."""
     resources, cluster = config.policy.generation.colocated.resources, config.cluster
-    if resources.gpus_per_node is None:
+    own, unit = ("gpus_per_node", "workers") if cluster.num_nodes == 1 else ("num_nodes", "nodes")
+    wanted, there = getattr(resources, own), getattr(cluster, own)
+    if wanted is None:
         report.add(
-            f"{_RESOURCES}.gpus_per_node",
-            f"is missing: of the {cluster.gpus_per_node} workers (cluster.gpus_per_node) say how many only generate",
+            f"{_RESOURCES}.{own}", f"is missing: of the {there} {unit} (cluster.{own}) say how many only generate"
         )
-    elif resources.num_nodes not in (None, 1):
+    elif cluster.num_nodes == 1 and resources.num_nodes not in (None, 1):
         report.add(
             f"{_RESOURCES}.num_nodes",
             f"is {resources.num_nodes}, and the cluster has one node: set it to 1 or null",
             "cluster.num_nodes",
         )
-    else:
-        return resources.gpus_per_node >= cluster.gpus_per_node
-    return False
-
-
-def _check_on_machines(config: TrainMasterConfig, report: Report) -> bool:
-    """Whether the sizes are there, but leave nothing for training."""
-    resources, cluster = config.policy.generation.colocated.resources, config.cluster
-    if resources.num_nodes is None:
-        report.add(
-            f"{_RESOURCES}.num_nodes",
-            f"is missing: of the {cluster.num_nodes} nodes (cluster.num_nodes) say how many only generate",
-        )
-    elif resources.gpus_per_node not in (None, cluster.gpus_per_node):
+    elif cluster.num_nodes > 1 and resources.gpus_per_node not in (None, cluster.gpus_per_node):
         report.add(
             f"{_RESOURCES}.gpus_per_node",
             f"is {resources.gpus_per_node}, but of several nodes generation takes whole ones, of {cluster.gpus_per_node} workers: set it to "
@@ -106,5 +92,5 @@ def _check_on_machines(config: TrainMasterConfig, report: Report) -> bool:
             "cluster.gpus_per_node",
         )
     else:
-        return resources.num_nodes >= cluster.num_nodes
+        return wanted >= there
     return False

@@ -18,11 +18,11 @@ from nemo_rl_cpp.config import (
 )
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.config.loop import RewardScalingConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.config.ppo import PPOConfig
 from nemo_rl_cpp.config.python_values import checked
-from nemo_rl_cpp.config.rewards import RewardScalingConfig
 
 TEXTS = [
     "\n",
@@ -237,8 +237,8 @@ def test_there_is_one_class_of_a_name():
     from nemo_rl_cpp.compat.models import value as value_model
     from nemo_rl_cpp.config import cluster, env, value
     from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, RewardPenaltyConfig
+    from nemo_rl_cpp.config.loop import RewardShapingConfig
     from nemo_rl_cpp.config.loss import MseValueLossConfig
-    from nemo_rl_cpp.config.rewards import RewardShapingConfig
 
     assert loss.ClippedPGLossConfig is ClippedPGLossConfig and loss.MseValueLossConfig is MseValueLossConfig
     assert reward_functions.RewardShapingConfig is grpo.RewardShapingConfig is RewardShapingConfig

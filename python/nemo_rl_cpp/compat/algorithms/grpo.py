@@ -31,8 +31,8 @@ from nemo_rl_cpp.compat.algorithms._run import validate as validated
 from nemo_rl_cpp.compat.weight_sync.factory import create_weight_synchronizer
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig, RewardPenaltyConfig
 from nemo_rl_cpp.config.logger import LoggerConfig as GRPOLoggerConfig
+from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
 from nemo_rl_cpp.config.python_values import checked
-from nemo_rl_cpp.config.rewards import RewardScalingConfig, RewardShapingConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.rollout_runner import join_of

@@ -1,4 +1,4 @@
-"""Sizes that matter for models of transformers alone: mixtures of experts, and what torch's tape keeps."""
+"""Parts of the forecast of memory: gradients, mixtures of experts, and what torch's tape keeps of a model of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.config.known_models import ModelSizes
+    from .known_models import ModelSizes
+    from .policy import TrainedModelConfig
 
 _CHUNK = 2**24
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -39,3 +40,16 @@ def tape_bytes(sizes: ModelSizes, width: int) -> int:
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     norms = 6 * sizes.hidden_size * width + (0 if width == 4 else 2 * sizes.hidden_size * 4)
     return norms + (3 * query + 2 * key_value + 4 * sizes.experts_per_token * sizes.intermediate_size) * width
+
+
+def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
+    """Bytes of gradients that one of so many processes holds while it adds its blocks along the tree."""
+    blocks = model.gradient_blocks or processes
+    sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
+    if processes == 1 or not model.shards_gradients or model.backend == "hf":
+        return sums
+    # shards of the sums, and the block at work: of one micro-batch the embedding, two layers and those on their way
+    by_tokens = model.sequence_packing.enabled or model.dynamic_batching.enabled
+    alone = not by_tokens and (model.train_global_batch_size or 0) <= blocks * (model.train_micro_batch_size or 0)
+    few = sizes.embedding_parameters + 4 * sizes.layer_parameters
+    return sums / processes + 4.0 * (min(parameters, few) if alone else parameters)

@@ -14,36 +14,7 @@ _EXAMPLES = """examples:
   bash: source <(nemo-rl-cpp completion bash)              # for good: put this line into ~/.bashrc
   zsh:  source <(nemo-rl-cpp completion zsh)               # for good: into ~/.zshrc, behind compinit
   fish: nemo-rl-cpp completion fish | source               # for good: > ~/.config/fish/completions/nemo-rl-cpp.fish"""
-# Bash takes "=" and ":" for ends of words, and hands quotes over as they were typed: it gives the line up to the cursor and its own
-# last word, which it replaces. Zsh and fish quote
-# what they insert themselves; fish hands the begun word over as it was typed.
-_BASH = """_nemo_rl_cpp() {
-  local word found
-  found=$(nemo-rl-cpp completion --words-bash "${COMP_LINE:0:COMP_POINT}" "|${COMP_WORDS[COMP_CWORD]}" 2>/dev/null) || return
-  COMPREPLY=()
-  while IFS= read -r word; do [ -n "$word" ] && COMPREPLY+=("$word"); done <<< "$found"
-  case ${COMPREPLY[0]} in *=|*.|*/) compopt -o nospace 2>/dev/null ;; esac
-}
-complete -F _nemo_rl_cpp nemo-rl-cpp
-"""
-_ZSH = """#compdef nemo-rl-cpp
-_nemo_rl_cpp() {
-  local -a found
-  found=("${(@f)$(nemo-rl-cpp completion --words ${(Q)words[1,CURRENT-1]} ${(Q)PREFIX} "|${(Q)PREFIX}" 2>/dev/null)}")
-  found=(${found:#})
-  local -a open=(${(M)found:#*[=/.]}) closed=(${found:#*[=/.]})
-  (( $#open )) && compadd -S '' -- $open
-  (( $#closed )) && compadd -- $closed
-}
-compdef _nemo_rl_cpp nemo-rl-cpp
-"""
-_FISH = """function __nemo_rl_cpp
-  set -l current (commandline -ct | string replace -r "^['\\"]" "" | string unescape)
-  nemo-rl-cpp completion --words (commandline -opc) "|$current" 2>/dev/null
-end
-complete -c nemo-rl-cpp -f -a '(__nemo_rl_cpp)'
-"""
-_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+_SCRIPTS = {shell: Path(__file__).parent / "completions" / f"nemo-rl-cpp.{shell}" for shell in ("bash", "zsh", "fish")}
 _OPTIONS = {
     "train": ["--config", "--dry-run", "--help"],
     "eval": ["--config", "--dry-run", "--help"],
@@ -68,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     parser = command_parser("completion", "Print the completion of a shell.", _EXAMPLES)
     parser.add_argument("shell", choices=tuple(_SCRIPTS))
-    print(_SCRIPTS[parser.parse_args(arguments).shell], end="")
+    print(_SCRIPTS[parser.parse_args(arguments).shell].read_text(encoding="utf-8"), end="")
     return 0
 
 
@@ -81,9 +52,15 @@ def candidates(line: Sequence[str], current: str) -> list[str]:
     if not words:
         return [name for name in [*COMMANDS, "--help", "--version"] if name.startswith(current)]
     command, before = words[0], words[-1]
-    if before in ("--config", "--model"):
-        names = _configs() if before == "--config" else ["smollm2-135m-instruct", *_model_names()]
-        return _fitting(names, current) + _files(current, (".yaml", ".yml") if before == "--config" else None)
+    if before == "--config":
+        from nemo_rl_cpp.config.locate import shipped_configs
+
+        return _fitting(shipped_configs(), current) + _files(current, (".yaml", ".yml"))
+    if before == "--model":
+        from nemo_rl_cpp.config.known_models import KNOWN_MODELS
+
+        names = ["smollm2-135m-instruct", *(model.name for model in KNOWN_MODELS)]
+        return _fitting(names, current) + _files(current, None)
     if before == "--precision":
         return _fitting(["bfloat16", "float32"], current)
     if before == "--kind":
@@ -153,18 +130,6 @@ def _quoted(word: str, quote: str) -> str:
 
 def _fitting(words: Sequence[str], current: str) -> list[str]:
     return list(dict.fromkeys(word for word in words if word.startswith(current)))
-
-
-def _configs() -> list[str]:
-    from nemo_rl_cpp.config.locate import shipped_configs
-
-    return shipped_configs()
-
-
-def _model_names() -> list[str]:
-    from nemo_rl_cpp.config.known_models import KNOWN_MODELS
-
-    return [model.name for model in KNOWN_MODELS]
 
 
 def _files(current: str, endings: tuple[str, ...] | None) -> list[str]:

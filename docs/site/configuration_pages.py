@@ -11,7 +11,7 @@ from nemo_rl_cpp.config.aliases import SPELLINGS
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.data import dataset_keys
 from nemo_rl_cpp.config.env import environment_sections
-from nemo_rl_cpp.config.keys import fields_of, mark_of, section_at, section_type, status_of
+from nemo_rl_cpp.config.keys import fields_of, mark_of, section_at, section_type
 from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.config.messages import shown
 from nemo_rl_cpp.config.tables import OneOf
@@ -210,6 +210,26 @@ def _row(name: str, info: FieldInfo) -> str:
         meaning = f"*one value*: {meaning}"
     cells = (f"`{name}`", _marked_type(info), _default(info), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def status_of(info: FieldInfo) -> str:
+    """What setting a key does: "effective", "without effect" (any value is accepted) or "refused" (one value is accepted)."""
+    mark = mark_of(info)
+    if "only" in mark or len(_choices(info.annotation)) == 1:
+        return "refused"
+    return "without effect" if mark.get("no_effect") else "effective"
+
+
+def _choices(annotation: object) -> list[object]:
+    """The values of a Literal, also of one that may be null; [None, None] for any other type."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _choices(typing.get_args(annotation)[0])
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType) and len(parts) == 1:
+        return _choices(parts[0])
+    return [None, None]
 
 
 def _is_idle(info: FieldInfo) -> bool:

@@ -62,26 +62,6 @@ def mark_of(info: FieldInfo) -> Mapping[str, object]:
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
-def status_of(info: FieldInfo) -> str:
-    """What setting a key does: "effective", "without effect" (any value is accepted) or "refused" (one value is accepted)."""
-    mark = mark_of(info)
-    if "only" in mark or len(_choices(info.annotation)) == 1:
-        return "refused"
-    return "without effect" if mark.get("no_effect") else "effective"
-
-
-def _choices(annotation: object) -> list[object]:
-    """The values of a Literal, also of one that may be null; [None, None] for any other type."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return list(typing.get_args(annotation))
-    if typing.get_origin(annotation) is typing.Annotated:
-        return _choices(typing.get_args(annotation)[0])
-    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType) and len(parts) == 1:
-        return _choices(parts[0])
-    return [None, None]
-
-
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
     """The overrides, with `++` before each plain one that changes a free mapping or a key in it."""
     free = free_mappings(model)

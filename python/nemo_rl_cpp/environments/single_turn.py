@@ -8,7 +8,6 @@ import torch
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, MetadataT
-from nemo_rl_cpp.environments.metrics import calculate_pass_rate_per_prompt
 
 NO_OBSERVATION = {"role": "environment", "content": ""}
 
@@ -37,6 +36,13 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
     """The observations "Environment: correct" or, for a score of 0, "Environment: incorrect"."""
     return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
+
+
+def calculate_pass_rate_per_prompt(prompts: torch.Tensor, is_correct: torch.Tensor) -> float:
+    """Share of the distinct prompts [B, S] that have at least one correct sample (is_correct [B] > 0)."""
+    unique, group = torch.unique(prompts, dim=0, return_inverse=True)
+    passed = torch.zeros(len(unique)).index_add_(0, group.flatten(), (is_correct > 0).float())
+    return (passed > 0).float().mean().item()
 
 
 class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):

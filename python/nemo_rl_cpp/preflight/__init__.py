@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from . import components, data, environments, folders, model, sizes, warm_start
+from . import components, data, environments, folders, model, sizes
 from .banner import banner_lines
 from .finding import Finding
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
 
 CHECKS: tuple[Callable[[WholeConfig], Iterable[Finding]], ...] = (
-    sizes.check, folders.check, model.check, environments.check, components.check, data.check, warm_start.check,
+    sizes.check, folders.check, model.check, environments.check, components.check, data.check,
 )  # fmt: skip
 
 

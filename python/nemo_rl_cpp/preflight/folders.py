@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
+from nemo_rl_cpp.config.master import PPOMasterConfig
 from nemo_rl_cpp.config.memory import checkpoint_bytes, size_text
 from nemo_rl_cpp.files.folder_lock import LOCK, held_by, holder_of
 from nemo_rl_cpp.models.hub_upload import LOG_IN, can_push
@@ -25,7 +26,8 @@ _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
-    """Findings about the folders that a run writes to."""
+    """Findings about the folders that a run writes to, and about that of the critic's weights with which a fresh PPO run begins."""
+    yield from _warm_start(config)
     if hasattr(config, "logger"):
         yield from _asked(_LOGS, config.logger.log_dir, lambda folder: _writable(folder, _LOGS))
     if not hasattr(config, "checkpointing") or not config.checkpointing.enabled:
@@ -117,3 +119,17 @@ def _resume(config: WholeConfig, folder: Path) -> Iterator[Finding]:
     for key, why in dict.fromkeys(refusals(saved, config)):
         why = why.removeprefix(f"{key.rpartition('.')[2]} ")  # which the finding's key says
         yield Finding("error", key, f"{why}, so this is another run than that of {short(saved.path)}: {WHAT_TO_DO}")
+
+
+def _warm_start(config: WholeConfig) -> Iterator[Finding]:
+    """An error where `ppo.warm_start_value_checkpoint` names no critic; no error for a run that resumes from its own checkpoint."""
+    checkpoint = config.ppo.warm_start_value_checkpoint if isinstance(config, PPOMasterConfig) else None
+    if checkpoint is None or (Path(checkpoint).expanduser() / "value" / "weights").is_dir():
+        return
+    if config.checkpointing.enabled and any(Path(config.checkpointing.checkpoint_dir).expanduser().glob("step_*")):
+        return
+    yield Finding(
+        "error",
+        "ppo.warm_start_value_checkpoint",
+        f"is {checkpoint}, which has no folder value/weights: name a folder step_N that a PPO run with a critic has saved, or write null",
+    )

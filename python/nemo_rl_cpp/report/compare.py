@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +13,9 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.report.findings_health import STEP_TIME, stage_shares
-from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.sections import timing_name
 from nemo_rl_cpp.report.shell import duration
-from nemo_rl_cpp.report.words import validation_word
 from nemo_rl_cpp.report.writer import FACTS
 
 _WHERE_ONLY = ("logger.", "checkpointing.checkpoint_dir")
@@ -83,27 +82,23 @@ class Comparison:
             Row("title", [str(run.facts.get("title") or "–") for run in self.runs]),
             Row("status", [str(run.facts.get("status") or "–") for run in self.runs]),
             Row("steps", [str(run.history.last_step) for run in self.runs]),
-            Row("reward", [_span(run.values("train/reward")) for run in self.runs]),
+            self._row("train/reward", "reward", lambda v: f"{v[0]:.3f} → {v[-1]:.3f} (best {max(v):.3f})"),
             Row(f"validation {self.word}, last", [_validation(run) for run in self.runs]),
-            Row(f"validation {self.word}, best", [_best(run.history, "validation/accuracy") for run in self.runs]),
-            Row(
-                "response length, last",
-                [_last(run.values("train/mean_gen_tokens_per_sample"), ".1f") for run in self.runs],
-            ),
-            Row("tokens a second", [_mean(run.values("performance/tokens_per_sec"), ",.0f") for run in self.runs]),
-            Row("seconds a step", [_mean(run.values(STEP_TIME), ".3g") for run in self.runs]),
-            Row(
-                "time in steps",
-                [duration(total) if (total := run.history.total(STEP_TIME)) else "–" for run in self.runs],
-            ),
-            Row("peak memory, GiB", [_most(run.values("memory/peak_rss_gb/run"), ".2f") for run in self.runs]),
-            Row(
-                "token_mult_prob_error, most",
-                [_most(run.values("train/token_mult_prob_error"), ".9g") for run in self.runs],
-            ),
-            Row("log-probability gap, most", [_most(run.values("train/max_logprob_gap"), ".3g") for run in self.runs]),
+            Row(f"validation {self.word}, best", [_best(run.history) for run in self.runs]),
+            self._row("train/mean_gen_tokens_per_sample", "response length, last", lambda v: f"{v[-1]:.1f}"),
+            self._row("performance/tokens_per_sec", "tokens a second", lambda v: f"{sum(v) / len(v):,.0f}"),
+            self._row(STEP_TIME, "seconds a step", lambda v: f"{sum(v) / len(v):.3g}"),
+            self._row(STEP_TIME, "time in steps", lambda v: duration(math.fsum(v)) if math.fsum(v) else "–"),
+            self._row("memory/peak_rss_gb/run", "peak memory, GiB", lambda v: f"{max(v):.2f}"),
+            self._row("train/token_mult_prob_error", "token_mult_prob_error, most", lambda v: f"{max(v):.9g}"),
+            self._row("train/max_logprob_gap", "log-probability gap, most", lambda v: f"{max(v):.3g}"),
         ]
         return [row for row in rows if any(value not in ("", "–") for value in row.values)]
+
+    def _row(self, metric: str, name: str, text: Callable[[list[float]], str]) -> Row:
+        """What a metric's values of each run come to; a dash where a run has none."""
+        every = [run.values(metric) for run in self.runs]
+        return Row(name, [text(values) if values else "–" for values in every])
 
     def timings(self) -> list[tuple[str, list[float]]]:
         """(stage, its seconds a step in each run), the longest first; stages below half a percent of every run are left out."""
@@ -238,28 +233,12 @@ def _validation(run: LoggedRun) -> str:
     return f"{end.mean:.3f}{interval}, step {end.step}"
 
 
-def _best(history: MetricHistory, name: str) -> str:
-    curve = history.curve(name).finite()
+def _best(history: MetricHistory) -> str:
+    curve = history.curve("validation/accuracy").finite()
     if not curve.values:
         return "–"
     best = max(curve.values)
     return f"{best:.3f}, step {curve.steps[curve.values.index(best)]}"
-
-
-def _span(values: Sequence[float]) -> str:
-    return f"{values[0]:.3f} → {values[-1]:.3f} (best {max(values):.3f})" if values else "–"
-
-
-def _last(values: Sequence[float], form: str) -> str:
-    return format(values[-1], form) if values else "–"
-
-
-def _mean(values: Sequence[float], form: str) -> str:
-    return format(sum(values) / len(values), form) if values else "–"
-
-
-def _most(values: Sequence[float], form: str) -> str:
-    return format(max(values), form) if values else "–"
 
 
 def _text(value: object) -> str:

@@ -1,7 +1,5 @@
 """What the numbers of a run say, in plain words."""
 
-from collections.abc import Iterator
-
 # the modules of the rules register them when they are imported
 from nemo_rl_cpp.report import findings_health, findings_learning  # noqa: F401
 from nemo_rl_cpp.report.finding import LEVELS, RULES, Finding, Rule
@@ -15,11 +13,5 @@ def rules() -> list[Rule]:
 
 def find(history: MetricHistory) -> list[Finding]:
     """Every finding that applies, the worst first."""
-    return sorted(_apply(history), key=lambda finding: LEVELS.index(finding.level))
-
-
-def _apply(history: MetricHistory) -> Iterator[Finding]:
-    for function in rules():
-        finding = function(history)
-        if finding is not None:
-            yield finding
+    found = [finding for rule in rules() if (finding := rule(history)) is not None]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))

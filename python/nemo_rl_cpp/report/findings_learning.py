@@ -4,9 +4,8 @@ import math
 
 from nemo_rl_cpp.report.finding import Finding, percent, rule
 from nemo_rl_cpp.report.findings_causes import cause_of_no_signal, context_advice, context_is_full, cut_costs_nothing
-from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.numbers import format_number as fmt
-from nemo_rl_cpp.report.words import validation_word
 
 REWARD = "train/reward"
 ACCURACY = "validation/accuracy"

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.report.history import MetricHistory
-from nemo_rl_cpp.report.words import validation_word
+from nemo_rl_cpp.report.history import MetricHistory, validation_word
 
 
 class Line(NamedTuple):

@@ -21,7 +21,7 @@ from nemo_rl_cpp.algorithms.run_data import make_data, make_tokenizer
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.fold import fold_text
-from nemo_rl_cpp.config.keys import fields_of, section_type, status_of
+from nemo_rl_cpp.config.keys import fields_of, section_type
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.environments.ray_environment import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
@@ -29,7 +29,7 @@ from nemo_rl_cpp.loggers.backends import TrackerLogger
 from nemo_rl_cpp.models.generation.vllm.server_check import client_of
 
 sys.path.insert(0, str(ROOT / "docs" / "site"))
-from configuration_pages import document, document_without_effect  # noqa: E402
+from configuration_pages import document, document_without_effect, status_of  # noqa: E402
 
 TRACKERS = ("wandb", "swanlab", "mlflow", "trackio")
 MASTERS = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig}

@@ -10,7 +10,7 @@ from nemo_rl_cpp.environments.math_environment import (
     MathEnvironment,
     MultilingualMultichoiceVerifyWorker,
 )
-from nemo_rl_cpp.environments.metrics import calculate_pass_rate_per_prompt
+from nemo_rl_cpp.environments.single_turn import calculate_pass_rate_per_prompt
 
 
 def says(*texts):

@@ -1,8 +1,7 @@
 import pytest
 from nemo_rl_cpp.report.findings_learning import validation_trend
-from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.panels import panels_of
-from nemo_rl_cpp.report.words import validation_word
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,6 @@ from nemo_rl_cpp.algorithms.advantage_estimator import (
 )
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
 
-__all__ = [
-    "ADVANTAGE_ESTIMATORS",
-    "AdvEstimatorConfig",
-    "GDPOAdvantageEstimator",
-    "GRPOAdvantageEstimator",
-    "GeneralizedAdvantageEstimator",
-    "OPDAdvantageEstimator",
-    "RawRewardAdvantageEstimator",
-    "ReinforcePlusPlusAdvantageEstimator",
-]
-
 
 class GeneralizedAdvantageEstimator(house.GeneralizedAdvantageEstimator):
     """GAE, see `nemo_rl_cpp.algorithms.advantage_estimator`."""

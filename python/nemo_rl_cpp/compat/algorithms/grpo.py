@@ -38,40 +38,6 @@ from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.rollout_runner import join_of
 from nemo_rl_cpp.experience.train_batch import add_token_loss_masks, sampled_by_policy
 
-__all__ = [
-    "AdvEstimatorConfig",
-    "AsyncGRPOConfig",
-    "GDPOAdvantageEstimator",
-    "GRPOAdvantageEstimator",
-    "GRPOConfig",
-    "GRPOLoggerConfig",
-    "GRPOSaveState",
-    "MasterConfig",
-    "OPDAdvantageEstimator",
-    "ReinforcePlusPlusAdvantageEstimator",
-    "RewardPenaltyConfig",
-    "RewardScalingConfig",
-    "RewardShapingConfig",
-    "_clip_grpo_advantages",
-    "_create_advantage_estimator",
-    "add_grpo_token_loss_masks_and_generation_logprobs",
-    "aggregate_rollout_metrics",
-    "apply_reward_shaping",
-    "async_grpo_train",
-    "calculate_baseline_and_std_per_prompt",
-    "compute_and_apply_seq_logprob_error_masking",
-    "dynamic_sampling",
-    "extract_initial_prompt_messages",
-    "grpo_train",
-    "main",
-    "refit_policy_generation",
-    "scale_rewards",
-    "set_seed",
-    "setup",
-    "shutdown_environments",
-    "validate",
-]
-
 
 def setup(
     master_config: MasterConfig,

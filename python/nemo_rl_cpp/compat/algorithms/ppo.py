@@ -18,25 +18,6 @@ from nemo_rl_cpp.config.ppo import AsyncPPOConfig, PPOConfig
 from nemo_rl_cpp.config.ppo import GAEConfig as AdvEstimatorConfig
 from nemo_rl_cpp.config.python_values import checked
 
-__all__ = [
-    "AdvEstimatorConfig",
-    "AsyncPPOConfig",
-    "GeneralizedAdvantageEstimator",
-    "MasterConfig",
-    "PPOConfig",
-    "PPOLoggerConfig",
-    "PPOSaveState",
-    "RawRewardAdvantageEstimator",
-    "_compute_critic_metrics",
-    "_create_advantage_estimator",
-    "async_ppo_train",
-    "dynamic_sampling",
-    "main",
-    "ppo_train",
-    "setup",
-    "validate",
-]
-
 
 def setup(
     master_config: MasterConfig,

@@ -2,5 +2,3 @@
 
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, shaping_warning
 from nemo_rl_cpp.config.loop import RewardShapingConfig
-
-__all__ = ["RewardShapingConfig", "apply_reward_shaping", "shaping_warning"]

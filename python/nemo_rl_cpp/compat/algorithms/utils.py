@@ -11,19 +11,6 @@ from nemo_rl_cpp.compat.algorithms.performance import print_performance_metrics
 from nemo_rl_cpp.data import tokenizer
 from nemo_rl_cpp.ops import calculate_kl
 
-__all__ = [
-    "calculate_baseline_and_std_per_prompt",
-    "calculate_kl",
-    "get_gdpo_reward_component_keys",
-    "get_tokenizer",
-    "mask_out_neg_inf_logprobs",
-    "masked_mean",
-    "masked_var",
-    "maybe_pad_last_batch",
-    "print_performance_metrics",
-    "set_seed",
-]
-
 
 def masked_mean(
     values: Tensor, mask: Tensor, dim: int | None = None, global_normalization_factor: Tensor | float | None = None

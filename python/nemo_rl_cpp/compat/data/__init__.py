@@ -3,5 +3,3 @@
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
 from nemo_rl_cpp.config.data import DatasetConfig as ResponseDatasetConfig
 from nemo_rl_cpp.config.data import EvalDataConfig as EvalDataConfigType
-
-__all__ = ["DataConfig", "EvalDataConfig", "EvalDataConfigType", "ResponseDatasetConfig"]

@@ -6,8 +6,6 @@ from nemo_rl_cpp.compat.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.data import collate_fn as house
 from nemo_rl_cpp.data.interfaces import DatumSpec
 
-__all__ = ["eval_collate_fn", "rl_collate_fn"]
-
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
     """A batch of prompts: `length`, `loss_multiplier` and `batch_max_length` as tensors [B], the rest as lists."""

@@ -14,19 +14,6 @@ from nemo_rl_cpp.data.interfaces import (
     TokenizerType,
 )
 
-__all__ = [
-    "DatumSpec",
-    "FlatMessagesType",
-    "LLMMessageLogType",
-    "PathLike",
-    "PreferenceDatumSpec",
-    "TaskDataPreProcessFnCallable",
-    "TaskDataProcessFnCallable",
-    "TaskDataSpec",
-    "TokenizerType",
-    "VLMMessageLogType",
-]
-
 VLMMessageLogType = LLMMessageLogType
 FlatMessagesType = dict[str, list[str] | torch.Tensor]
 """A conversation by key instead of by message: tensors joined, everything else as a list over messages."""

@@ -14,17 +14,6 @@ from nemo_rl_cpp.compat.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.prompt_place import fill_prompt
 
-__all__ = [
-    "add_loss_mask_to_message_log",
-    "batched_message_log_to_flat_message",
-    "get_first_index_that_differs",
-    "get_formatted_message_log",
-    "get_keys_from_message_log",
-    "message_log_shape",
-    "message_log_to_flat_messages",
-    "remap_dataset_keys",
-]
-
 
 def message_log_to_flat_messages(message_log: LLMMessageLogType) -> FlatMessagesType:
     """By key over the messages that have it: tensors concatenated along dim 0, everything else as a list.

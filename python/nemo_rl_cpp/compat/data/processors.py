@@ -15,19 +15,3 @@ from nemo_rl_cpp.data.processors import (
     register_processor,
     system_message,
 )
-
-__all__ = [
-    "Entry",
-    "FILLS_A_PLACE",
-    "PROCESSOR_REGISTRY",
-    "PROMPT_MAKERS",
-    "Prompt",
-    "PromptMaker",
-    "TokenizerLike",
-    "math_data_processor",
-    "math_hf_data_processor",
-    "multichoice_qa_processor",
-    "raw_completion_data_processor",
-    "register_processor",
-    "system_message",
-]

@@ -10,14 +10,6 @@ from nemo_rl_cpp.data.utils import (
     save_dataloader_state,
 )
 
-__all__ = [
-    "dataloader_state_file",
-    "get_train_dataset_name",
-    "load_dataloader_state",
-    "save_dataloader_state",
-    "setup_response_data",
-]
-
 
 def setup_response_data(
     tokenizer: Any,

@@ -17,8 +17,6 @@ from nemo_rl_cpp.compat.distributed.sharding import (
 from nemo_rl_cpp.distributed import batched_data_dict as house
 from nemo_rl_cpp.distributed.batched_data_dict import DictT, rows_of
 
-__all__ = ["BatchError", "BatchedDataDict", "DictT", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
-
 
 class BatchedDataDict(house.BatchedDataDict[DictT]):
     """A dictionary of rows that is sliced, sharded, joined and iterated over in micro-batches as one. A batch that the house

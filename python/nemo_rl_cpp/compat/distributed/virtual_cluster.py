@@ -6,8 +6,6 @@ from typing import Any
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import virtual_cluster as house
 
-__all__ = ["ClusterConfig", "RayVirtualCluster", "init_ray"]
-
 
 def init_ray(log_dir: str | None = None) -> None:
     """Starts what workers need to be started with. The in-process executor starts none, so there is nothing to do."""

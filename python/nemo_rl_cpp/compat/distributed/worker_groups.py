@@ -6,8 +6,6 @@ from typing import Any
 from nemo_rl_cpp.distributed import worker_groups as house
 from nemo_rl_cpp.distributed.futures import Future, get
 
-__all__ = ["RayWorkerBuilder", "RayWorkerGroup"]
-
 
 class RayWorkerBuilder:
     """Constructs a worker of `worker_class` with fixed arguments when a group starts."""

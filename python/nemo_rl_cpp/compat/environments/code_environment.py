@@ -2,5 +2,3 @@
 
 from nemo_rl_cpp.config.env import CodeEnvConfig
 from nemo_rl_cpp.environments.code_environment import CodeEnvironment, CodeEnvMetadata, extract_code
-
-__all__ = ["CodeEnvConfig", "CodeEnvMetadata", "CodeEnvironment", "extract_code"]

@@ -11,20 +11,6 @@ from nemo_rl_cpp.environments.dapo_math_verifier import (
     normalize_final_answer,
 )
 
-__all__ = [
-    "ANSWER_PATTERN",
-    "INVALID",
-    "REMOVED_EXPRESSIONS",
-    "SUBSTITUTIONS",
-    "compute_score",
-    "is_correct_minerva",
-    "is_correct_strict_box",
-    "last_boxed_only_string",
-    "normalize_final_answer",
-    "remove_boxed",
-    "verify",
-]
-
 _LOOKED_AT_STRICT = 100
 
 

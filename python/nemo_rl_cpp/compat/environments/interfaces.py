@@ -1,5 +1,3 @@
 """What the rollout asks of an environment."""
 
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, MetadataT, checked_return
-
-__all__ = ["EnvironmentInterface", "EnvironmentReturn", "MetadataT", "checked_return"]

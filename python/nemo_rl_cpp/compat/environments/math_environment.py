@@ -7,13 +7,3 @@ from nemo_rl_cpp.environments.verifiers import (
     HFVerifyWorker,
     MultilingualMultichoiceVerifyWorker,
 )
-
-__all__ = [
-    "BaseMathEnvironment",
-    "EnglishMultichoiceVerifyWorker",
-    "HFVerifyWorker",
-    "MathEnvConfig",
-    "MathEnvironment",
-    "MathEnvironmentMetadata",
-    "MultilingualMultichoiceVerifyWorker",
-]

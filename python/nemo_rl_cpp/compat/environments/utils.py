@@ -4,8 +4,6 @@ from typing import Any
 
 from nemo_rl_cpp.environments.utils import ENV_REGISTRY, create_env, register_env
 
-__all__ = ["ENV_REGISTRY", "chunk_list_to_workers", "create_env", "register_env"]
-
 
 def chunk_list_to_workers(to_chunk: list[Any], num_workers: int) -> list[list[Any]]:
     """Consecutive parts of ceil(n / num_workers) items, in order; the last may be shorter.

@@ -11,18 +11,6 @@ from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
 from nemo_rl_cpp.evals.eval import main, make_dataset, make_generation, run_env_eval, setup
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
 
-__all__ = [
-    "EvalConfig",
-    "MasterConfig",
-    "eval_cons_k",
-    "eval_pass_k",
-    "main",
-    "make_dataset",
-    "make_generation",
-    "run_env_eval",
-    "setup",
-]
-
 
 def eval_pass_k(rewards: Tensor, num_tests_per_prompt: int, k: int) -> float:
     """Sum over prompts of `pass_at_k`; `rewards` [prompts * num_tests_per_prompt] holds a prompt's responses side by side.

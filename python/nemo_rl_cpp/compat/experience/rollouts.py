@@ -8,16 +8,3 @@ from nemo_rl_cpp.compat.experience.async_rollouts import (
 )
 from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
 from nemo_rl_cpp.experience.turns import append_observation, attach_responses, calculate_rewards, generate_responses
-
-__all__ = [
-    "append_observation",
-    "async_generate_response_for_sample_turn",
-    "attach_responses",
-    "calculate_rewards",
-    "generate_responses",
-    "generate_responses_async",
-    "repeat_prompts",
-    "run_async_multi_turn_rollout",
-    "run_multi_turn_rollout",
-    "run_sample_multi_turn_rollout",
-]

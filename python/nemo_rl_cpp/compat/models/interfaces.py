@@ -12,15 +12,3 @@ from nemo_rl_cpp.compat.models.policy.interfaces import (
     ReferenceLogprobOutputSpec,
 )
 from nemo_rl_cpp.models.value.interfaces import ValueInterface, ValueOutputSpec
-
-__all__ = [
-    "ColocatablePolicyInterface",
-    "GenerationDatumSpec",
-    "GenerationInterface",
-    "GenerationOutputSpec",
-    "LogprobOutputSpec",
-    "PolicyInterface",
-    "ReferenceLogprobOutputSpec",
-    "ValueInterface",
-    "ValueOutputSpec",
-]

@@ -9,8 +9,6 @@ from typing import Any
 from nemo_rl_cpp.checkpoints import manager as house
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 
-__all__ = ["CheckpointManager", "CheckpointingConfig"]
-
 
 class CheckpointManager(house.CheckpointManager):
     """Checkpoints of a run, see `nemo_rl_cpp.checkpoints.manager.CheckpointManager`."""

@@ -17,18 +17,6 @@ from nemo_rl_cpp.argument_checks import in_a_line
 from nemo_rl_cpp.config.locate import parent_folders
 from nemo_rl_cpp.config.python_values import plain
 
-__all__ = [
-    "ConfigDict",
-    "OverridesError",
-    "load_config",
-    "load_config_with_inheritance",
-    "merge_with_override",
-    "parse_hydra_overrides",
-    "register_omegaconf_resolvers",
-    "resolve_config",
-    "resolve_path",
-]
-
 
 class OverridesError(Exception):
     """Overrides that cannot be parsed or applied; the message lists every one."""

@@ -24,27 +24,6 @@ from nemo_rl_cpp.loggers.interface import flatten_dict, scalar_of
 from nemo_rl_cpp.loggers.samples import print_message_log_samples
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
 
-__all__ = [
-    "GPUMonitoringConfig",
-    "Logger",
-    "LoggerConfig",
-    "LoggerInterface",
-    "MLflowLogger",
-    "RayGpuMonitorLogger",
-    "SummaryWriter",
-    "SwanlabLogger",
-    "TensorboardLogger",
-    "TrackioLogger",
-    "WandbLogger",
-    "_merge_generation_logger_workers",
-    "_summarize_list",
-    "flatten_dict",
-    "get_experiment_dir",
-    "get_next_experiment_dir",
-    "log_container_init_timing",
-    "print_message_log_samples",
-]
-
 
 class LoggerInterface(log_interface.LoggerInterface):
     """One place that metrics go to."""

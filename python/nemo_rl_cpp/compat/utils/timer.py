@@ -9,8 +9,6 @@ from typing import Any
 from nemo_rl_cpp.telemetry import timer as house
 from nemo_rl_cpp.telemetry.timer import TimeoutChecker, convert_to_seconds
 
-__all__ = ["ThreadSafeTimer", "TimeoutChecker", "Timer", "convert_to_seconds"]
-
 
 class Timer(house.Timer):
     """Measures named stages, see `nemo_rl_cpp.telemetry.timer.Timer`, and notes events."""

@@ -2,5 +2,3 @@
 
 from nemo_rl_cpp.compat.weight_sync.interfaces import WeightSynchronizer
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
-
-__all__ = ["WeightSynchronizer", "create_weight_synchronizer"]

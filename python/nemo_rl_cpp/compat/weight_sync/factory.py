@@ -10,8 +10,6 @@ from nemo_rl_cpp.weight_sync.collective import CollectiveWeights
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer as create
 from nemo_rl_cpp.weight_sync.shared import SharedWeights
 
-__all__ = ["create_weight_synchronizer"]
-
 
 class _NemoCalls(CheckedWeights, WeightSynchronizer):
     """NeMo RL's calls."""

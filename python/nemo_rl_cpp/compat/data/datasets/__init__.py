@@ -11,16 +11,3 @@ from nemo_rl_cpp.data.datasets.utils import (
     merge_datasets,
     update_single_dataset_config,
 )
-
-__all__ = [
-    "AllTaskProcessedDataset",
-    "ListDataset",
-    "RawDataset",
-    "assert_no_double_bos",
-    "extract_necessary_env_names",
-    "load_dataset_from_path",
-    "load_eval_dataset",
-    "load_response_dataset",
-    "merge_datasets",
-    "update_single_dataset_config",
-]

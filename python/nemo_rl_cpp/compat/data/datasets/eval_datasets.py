@@ -6,16 +6,6 @@ from nemo_rl_cpp.data.datasets.response_datasets.hub_math import MathDataset
 from nemo_rl_cpp.data.datasets.response_datasets.hub_multichoice import GPQADataset, MMLUDataset, MMLUProDataset
 from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset as LocalMathDataset
 
-__all__ = [
-    "AIMEDataset",
-    "GPQADataset",
-    "LocalMathDataset",
-    "MMLUDataset",
-    "MMLUProDataset",
-    "MathDataset",
-    "load_eval_dataset",
-]
-
 
 def _is_multimodal_dataset(dataset_name: str) -> bool:
     """Whether a data set holds images or sound: none does here."""

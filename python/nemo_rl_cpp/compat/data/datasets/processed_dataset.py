@@ -2,8 +2,6 @@
 
 from nemo_rl_cpp.data.datasets import processed_dataset as house
 
-__all__ = ["AllTaskProcessedDataset"]
-
 
 class AllTaskProcessedDataset(house.AllTaskProcessedDataset):
     """Rows by task, see `nemo_rl_cpp.data.datasets.AllTaskProcessedDataset`."""

@@ -11,15 +11,3 @@ from nemo_rl_cpp.compat.data.packing.algorithms import (
     get_packer,
 )
 from nemo_rl_cpp.compat.data.packing.metrics import PackingMetrics
-
-__all__ = [
-    "ConcatenativePacker",
-    "FirstFitDecreasingPacker",
-    "FirstFitPacker",
-    "FirstFitShufflePacker",
-    "ModifiedFirstFitDecreasingPacker",
-    "PackingAlgorithm",
-    "PackingMetrics",
-    "SequencePacker",
-    "get_packer",
-]

@@ -5,8 +5,6 @@ from typing import Any
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 
-__all__ = ["GenerationConfig", "configure_generation_config"]
-
 
 def configure_generation_config(
     config: GenerationConfig,

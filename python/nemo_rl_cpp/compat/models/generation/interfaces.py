@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
-__all__ = [
-    "ColocationConfig",
-    "GenerationConfig",
-    "GenerationDatumSpec",
-    "GenerationInterface",
-    "GenerationOutputSpec",
-    "GenerationSamplingParams",
-    "OptionalResourcesConfig",
-    "should_use_async_rollouts",
-    "verify_right_padding",
-]
-
 
 class GenerationOutputSpec(house.GenerationOutputSpec):
     """What `generate` gives; routes of experts come from engines of such models."""

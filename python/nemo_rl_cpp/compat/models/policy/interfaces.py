@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec
     from nemo_rl_cpp.telemetry.timer import Timer
 
-__all__ = [
-    "ColocatablePolicyInterface",
-    "LogprobOutputSpec",
-    "PolicyInterface",
-    "ReferenceLogprobOutputSpec",
-    "ScoreOutputSpec",
-    "TopkLogitsOutputSpec",
-]
-
 
 class ScoreOutputSpec(TypedDict):
     """scores: float32 [B]."""

@@ -4,8 +4,6 @@ from nemo_rl_cpp.compat.models.policy.interfaces import ColocatablePolicyInterfa
 from nemo_rl_cpp.compat.models.policy.single_process import SingleProcessPolicy
 from nemo_rl_cpp.models.policy import lm_policy as house
 
-__all__ = ["Policy"]
-
 
 class Policy(house.Policy, ColocatablePolicyInterface, SingleProcessPolicy):
     """A language model in training, see `nemo_rl_cpp.models.policy.lm_policy.Policy`."""

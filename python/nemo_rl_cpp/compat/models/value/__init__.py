@@ -7,8 +7,6 @@ from nemo_rl_cpp.config.value import ValueConfig
 
 _EXPORTS = {"Value": "lm_value", "ValueInterface": "interfaces", "ValueOutputSpec": "interfaces"}
 
-__all__ = ["Value", "ValueConfig", "ValueInterface", "ValueOutputSpec"]
-
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:

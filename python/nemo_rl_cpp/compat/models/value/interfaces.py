@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.telemetry.timer import Timer
 
 
-__all__ = ["ValueInterface", "ValueOutputSpec"]
-
-
 class ValueInterface(ABC):
     """A value model in training."""
 

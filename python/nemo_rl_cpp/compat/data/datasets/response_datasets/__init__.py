@@ -16,18 +16,3 @@ from nemo_rl_cpp.data.datasets.response_datasets.hub_math import (
     OpenMathInstruct2Dataset,
 )
 from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
-
-__all__ = [
-    "AIME2024Dataset",
-    "DAPOMath17KDataset",
-    "DAPOMathAIME2024Dataset",
-    "DATASET_REGISTRY",
-    "DeepScalerDataset",
-    "GSM8KDataset",
-    "OpenMathInstruct2Dataset",
-    "ResponseDataset",
-    "check_dataset_config",
-    "dataset_class",
-    "load_eval_dataset",
-    "load_response_dataset",
-]

@@ -30,23 +30,8 @@ class TopkLogitsOutputSpec(TypedDict):
     topk_indices: "torch.Tensor"
 
 
-class PolicyInterface(ABC):
-    """A model in training."""
-
-    @abstractmethod
-    def get_logprobs(
-        self, data: "BatchedDataDict[GenerationDatumSpec]", timer: "Timer | None" = None
-    ) -> "BatchedDataDict[LogprobOutputSpec]":
-        """Log-probabilities of the tokens of input_ids [B, S] under the current weights."""
-
-    @abstractmethod
-    def get_reference_policy_logprobs(
-        self,
-        data: "BatchedDataDict[GenerationDatumSpec]",
-        micro_batch_size: int | None = None,
-        timer: "Timer | None" = None,
-    ) -> "BatchedDataDict[ReferenceLogprobOutputSpec]":
-        """Log-probabilities under the reference weights."""
+class TrainedInterface(ABC):
+    """A model in training, whichever it is."""
 
     @abstractmethod
     def train(
@@ -71,11 +56,30 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Writes weights, optimizer state and tokenizer."""
+        """Writes weights and optimizer state; a policy its tokenizer, too."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Ends the policy's processes. Safe to call twice."""
+        """Ends the model's processes. Safe to call twice."""
+
+
+class PolicyInterface(TrainedInterface):
+    """A model in training."""
+
+    @abstractmethod
+    def get_logprobs(
+        self, data: "BatchedDataDict[GenerationDatumSpec]", timer: "Timer | None" = None
+    ) -> "BatchedDataDict[LogprobOutputSpec]":
+        """Log-probabilities of the tokens of input_ids [B, S] under the current weights."""
+
+    @abstractmethod
+    def get_reference_policy_logprobs(
+        self,
+        data: "BatchedDataDict[GenerationDatumSpec]",
+        micro_batch_size: int | None = None,
+        timer: "Timer | None" = None,
+    ) -> "BatchedDataDict[ReferenceLogprobOutputSpec]":
+        """Log-probabilities under the reference weights."""
 
     def get_topk_logits(
         self,

@@ -29,6 +29,21 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", action="version", version=f"nemo_rl_cpp {__version__}")
 
 
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """--model, of a command that loads one."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """--precision and --threads, of a command that computes with a model."""
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+
+
 def command_parser(name: str, description: str, examples: str) -> OneLineParser:
     """The parser of `nemo-rl-cpp NAME`, with --debug and --version and examples below its options."""
     parser = OneLineParser(

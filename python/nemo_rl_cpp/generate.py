@@ -7,13 +7,11 @@ python -m nemo_rl_cpp.generate --model smollm2-135m-instruct --chat "Why is the 
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -196,90 +194,5 @@ def _load(model: TextModel, folder: Path) -> None:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `generate`."""
-    parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)",
-    )
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
-    parser.add_argument("--system", help="with --chat: the system's message")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end behind this text (may be repeated)"
-    )
-    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
-
-
-def _what_it_took(done: GeneratedText, first: float | None, seconds: float) -> str:
-    parts = [f"{len(done.token_ids)} tokens, ended by {done.finish_reason}"]
-    if first is not None:
-        parts.append(f"first text after {first:.2f} s")
-        if len(done.token_ids) > 1:
-            parts.append(f"then {(len(done.token_ids) - 1) / (seconds - first):.0f} tokens/s")
-    return ", ".join(parts)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the text as it comes; what it took goes to standard error. Returns the exit status: 1 after a mistake, which is
-    told in one sentence, 130 after Ctrl-C."""
-    from nemo_rl_cpp.errors import guarded
-
-    return guarded(partial(_run, arguments), getattr(arguments, "debug", False), _own_options)
-
-
-def _own_options(text: str) -> str:
-    """A sentence that names keys of a configuration, in the words of this command."""
-    text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace(
-        "policy.model_name", "--model"
-    )
-    text = text.replace("the model is", "--model is")
-    return text.replace(", as configs/grpo_arithmetic_smollm2.yaml does,", "")
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    start = time.perf_counter()
-    first: list[float] = []
-
-    def show(piece: str) -> None:
-        if not first:
-            first.append(time.perf_counter())
-        print(piece, end="", flush=True)
-
-    if arguments.system is not None and not arguments.chat:
-        raise ValueError("--system goes with --chat")
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
-    generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
-    done = generator.generate(
-        [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
-        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
-        greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
-    )  # fmt: skip
-    print()
-    print(f"[{_what_it_took(done, first[0] - start if first else None, time.perf_counter() - start)}]", file=sys.stderr)
-    return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_rl_cpp.generate", description="Text from a model or a checkpoint."
-    )
-    add_arguments(parser)
-    parser.add_argument(
-        "--debug", action="store_true", help="print the traceback of an error too, not only where it is"
-    )
-    return run(parser.parse_args(argv))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(import_module("nemo_rl_cpp.commands.generate").main(sys.argv[1:]))

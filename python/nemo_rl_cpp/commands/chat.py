@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.command_line import command_parser, run_guarded
+from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser, run_guarded
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.generate import TextGenerator
@@ -30,18 +30,13 @@ HELP = """/help          these lines
 def main(arguments: Sequence[str]) -> int:
     """Talks until the input ends."""
     parser = command_parser("chat", "Talk to a model or to a checkpoint of a run.", _EXAMPLES)
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)",
-    )
+    add_model_option(parser)
     parser.add_argument("--system", help="the system's message")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer (default: 512)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (default: 0.7)")
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    add_engine_options(parser)
     known = parser.parse_args(arguments)
     return run_guarded(partial(_talk, known), known)
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.command_line import command_parser, plain_warnings
+from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser, plain_warnings
+from nemo_rl_cpp.errors import guarded
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.generate import GeneratedText
 
 _EXAMPLES = """examples:
   nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
@@ -14,15 +22,71 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes a text."""
-    from nemo_rl_cpp.generate import add_arguments, run
-
+    """Prints the text as it comes; what it took goes to standard error. Returns the exit status: 1 after a mistake, which is
+    told in one sentence, 130 after Ctrl-C."""
     parser = command_parser("generate", "Write text with a model or a checkpoint of a run.", _EXAMPLES)
-    add_arguments(parser)
+    parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
+    add_model_option(parser)
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
+    parser.add_argument("--system", help="with --chat: the system's message")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end behind this text (may be repeated)"
+    )
+    add_engine_options(parser)
     known, rest = parser.parse_known_args(arguments)
     if rest:
         words = " ".join(rest)
         print(f"error: unknown arguments: {words} (a prompt of several words goes into quotes)", file=sys.stderr)
         return 2
     with plain_warnings():
-        return run(known)
+        return guarded(partial(_run, known), known.debug, _own_options)
+
+
+def _own_options(text: str) -> str:
+    """A sentence that names keys of a configuration, in the words of this command."""
+    text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace(
+        "policy.model_name", "--model"
+    )
+    text = text.replace("the model is", "--model is")
+    return text.replace(", as configs/grpo_arithmetic_smollm2.yaml does,", "")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from nemo_rl_cpp.generate import TextGenerator
+
+    start = time.perf_counter()
+    first: list[float] = []
+
+    def show(piece: str) -> None:
+        if not first:
+            first.append(time.perf_counter())
+        print(piece, end="", flush=True)
+
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system goes with --chat")
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+    generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
+    done = generator.generate(
+        [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
+        greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
+    )  # fmt: skip
+    print()
+    print(f"[{_what_it_took(done, first[0] - start if first else None, time.perf_counter() - start)}]", file=sys.stderr)
+    return 0
+
+
+def _what_it_took(done: GeneratedText, first: float | None, seconds: float) -> str:
+    parts = [f"{len(done.token_ids)} tokens, ended by {done.finish_reason}"]
+    if first is not None:
+        parts.append(f"first text after {first:.2f} s")
+        if len(done.token_ids) > 1:
+            parts.append(f"then {(len(done.token_ids) - 1) / (seconds - first):.0f} tokens/s")
+    return ", ".join(parts)

@@ -10,6 +10,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.command_line import add_engine_options, add_model_option
+
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.engine_thread import EngineThread
     from nemo_rl_cpp.serving.http_server import HttpServer
@@ -21,19 +23,14 @@ _PACKAGES = ("starlette", "uvicorn")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `serve`."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)",
-    )
+    add_model_option(parser)
     parser.add_argument("--served-model-name", metavar="NAME", help="by which clients may call it too")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one, which is printed")
     parser.add_argument(
         "--api-key", help=f"that requests must carry as a bearer token (default: the variable {KEY_VARIABLE}, or none)"
     )
-    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    add_engine_options(parser)
     parser.add_argument("--seed", type=int, default=42, help="of requests that name a rollout and no seed")
     parser.add_argument(
         "--max-model-len", type=int, help="longest sequence (default: what the model and the cache allow)"

@@ -15,7 +15,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "source-map.md"
 FOLDERS = ("python/nemo_rl_cpp", "csrc", "configs", "examples", "docs", "tests", "cmake", ".ci")
 SKIPPED = {"__pycache__", "corpus"}  # the fuzzers' inputs have no headers
-KINDS = {".svg": "figure", ".png": "picture", ".css": "style sheet", ".js": "script", ".json": "data", ".txt": "text"}
+KINDS = {
+    ".svg": "figure",
+    ".png": "picture",
+    ".css": "style sheet",
+    ".js": "script",
+    ".html": "template",
+    ".json": "data",
+    ".txt": "text",
+}
 CODE = {".h": 0, ".cuh": 1, ".cpp": 2, ".cu": 3}  # a header speaks for the sources of its name
 COMMENT = re.compile(r"(?://|#)+ ?(.*)")
 INTRODUCTION = """# Source map

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.report.chart_data import metric_data
@@ -12,8 +11,8 @@ from nemo_rl_cpp.report.findings_health import STEP_TIME
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.numbers import format_number
 from nemo_rl_cpp.report.panels import Panel, panels_of
-from nemo_rl_cpp.report.sections import configuration_section, figure, mean_step_time, memory_section, time_spec
-from nemo_rl_cpp.report.shell import PageSection, document, duration
+from nemo_rl_cpp.report.sections import configuration_section, mean_step_time, memory_section, time_spec
+from nemo_rl_cpp.report.shell import PageSection, document, duration, parts
 
 __all__ = ["RunFacts", "duration", "render", "verdict"]
 
@@ -45,14 +44,14 @@ def render(history: MetricHistory, facts: RunFacts, now: float | None = None) ->
     if stack is not None:
         specs.append(stack)
         mean = f"{mean_step_time(history) or 0:.2f} s on average"
-        time_section = figure("Seconds per step", "", mean, len(specs) - 1, "full")
+        time_section = parts().figure("Seconds per step", "", mean, len(specs) - 1, "full")
     sections = [
-        PageSection("findings", "What the numbers say", _findings(found)),
+        PageSection("findings", "What the numbers say", parts().findings(found)),
         PageSection("curves", "Curves", curves_section(panels.moving, panels.flat, [history])),
-        PageSection("samples", "Samples", _SAMPLES if facts.samples else ""),
+        PageSection("samples", "Samples", parts().samples() if facts.samples else ""),
         PageSection("time", "Where the time goes", time_section),
         PageSection("memory", "Memory", memory_section(history)),
-        PageSection("metrics", "All metrics", METRICS if history.names() else ""),
+        PageSection("metrics", "All metrics", parts().metrics() if history.names() else ""),
         PageSection(
             "config", "Configuration", configuration_section(facts.config, facts.defaults, facts.given, facts.base)
         ),
@@ -61,8 +60,9 @@ def render(history: MetricHistory, facts: RunFacts, now: float | None = None) ->
     if facts.samples:
         data["data-samples"] = facts.samples
     done = f"{history.last_step}/{facts.total_steps} · " if facts.status == "running" and facts.total_steps else ""
-    environment = "".join(f" · {escape(str(key))} {escape(str(value))}" for key, value in facts.environment.items())
-    return document(done + facts.title, _header(history, facts, found), sections, data, facts.status, environment, now)
+    environment = "".join(f" · {key} {value}" for key, value in facts.environment.items())
+    header = parts().header(facts, history.last_step, verdict(history, facts, found), _tiles(history, facts))
+    return document(done + facts.title, header, sections, data, facts.status, environment, now)
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
@@ -95,24 +95,6 @@ def _span(values: Sequence[float]) -> str:
     return f"{values[0]:.3f} → {values[-1]:.3f} (best {max(values):.3f})"
 
 
-def _header(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
-    done = history.last_step
-    progress = ""
-    if facts.total_steps:
-        share = min(done / facts.total_steps, 1.0)
-        bar = f'<div style="width:{100 * share:.1f}%"></div>'
-        progress = f'<div class="progress" title="{done} of {facts.total_steps} steps">{bar}</div>'
-    tiles = "".join(
-        f'<div class="tile"><span>{escape(k)}</span><b>{escape(v)}</b><small>{escape(note)}</small></div>'
-        for k, v, note in _tiles(history, facts)
-    )
-    return (
-        f'<div class="top"><h1>{escape(facts.title)}</h1><span class="pill {escape(facts.status)}">{escape(facts.status)}</span>'
-        '<span class="age" id="age"></span><button id="live" hidden></button></div>'
-        f'<p class="verdict">{escape(verdict(history, facts, found))}</p>{progress}<div class="tiles">{tiles}</div>'
-    )
-
-
 def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]]:
     """(name, value, note) of what is told at a glance."""
 
@@ -139,55 +121,15 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]
     return tiles
 
 
-def _findings(found: list[Finding]) -> str:
-    if not found:
-        return '<p class="muted">Nothing to say yet: most findings need six steps or more.</p>'
-    items = "".join(
-        f'<li class="{f.level}"><b>{escape(f.title)}</b><p>{escape(f.advice)} <code>{escape(f.metric)}</code></p></li>'
-        for f in found
-    )
-    return f'<ul class="findings">{items}</ul>'
-
-
 def curves_section(moving: Sequence[Panel], flat: Sequence[Panel], histories: Sequence[MetricHistory]) -> str:
     """The charts, the flat ones behind a fold that names them with their values."""
-    if not moving and not flat:
-        return '<p class="muted">No values yet.</p>'
 
-    def card(index: int, panel: Panel) -> str:
-        last = [h.curve(panel.lines[0].metric).values for h in histories]
-        value = " · ".join(format_number(values[-1]) for values in last if values)
-        return figure(panel.title, panel.unit, value, index, "wide" if panel.wide else "")
+    def last(panel: Panel, of: Sequence[MetricHistory]) -> list[str]:
+        curves = [history.curve(panel.lines[0].metric).values for history in of]
+        return [format_number(values[-1]) for values in curves if values]
 
-    cards = "".join(card(index, panel) for index, panel in enumerate(moving))
-    folded = "".join(card(index, panel) for index, panel in enumerate(flat, start=len(moving)))
-    controls = (
-        '<div class="controls"><label><input type="checkbox" id="smooth" checked> running mean</label>'
-        '<button id="csv">all metrics as CSV</button><span class="muted">drag over a chart to zoom, double-click to see all</span></div>'
-    )
-    names = ", ".join(
-        f"{panel.title} {format_number(h.curve(panel.lines[0].metric).values[-1])}"
-        for panel in flat
-        for h in histories[:1]
-        if h.curve(panel.lines[0].metric).values
-    )
-    fold = (
-        f'<details id="flat"><summary>{len(flat)} flat curve{"s" if len(flat) > 1 else ""}: {escape(names)}</summary>'
-        f'<div class="grid">{folded}</div></details>'
-        if flat
-        else ""
-    )
-    return f'{controls}<div class="grid">{cards}</div>{fold}'
+    def cards(panels: Sequence[Panel], first: int) -> list[tuple[Panel, int, str]]:
+        return [(panel, index, " · ".join(last(panel, histories))) for index, panel in enumerate(panels, first)]
 
-
-METRICS = (
-    '<div class="controls"><input type="search" id="metric-search" placeholder="find a metric: reward, timing, critic ..." '
-    'aria-label="find a metric" autocomplete="off" spellcheck="false"><span class="muted" id="metric-count"></span></div>'
-    '<div class="scroll tall"><table id="metric-list"></table></div><div class="grid" id="metric-cards"></div>'
-)
-_SAMPLES = (
-    '<div class="controls"><label>step <select id="sample-step"></select></label><button id="prev">‹ earlier</button>'
-    '<button id="next">later ›</button><label>colour of tokens <select id="sample-color"><option value="lp">log-probability</option>'
-    '<option value="ratio">ratio of trainer to generator</option><option value="adv">advantage</option>'
-    '<option value="none">none</option></select></label><span id="sample-scale"></span></div><div id="sample-list"></div>'
-)
+    names = ", ".join(f"{panel.title} {value}" for panel in flat for value in last(panel, histories[:1]))
+    return parts().curves(cards(moving, 0), cards(flat, len(moving)), names)

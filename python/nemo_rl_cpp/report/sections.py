@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
 
 from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.report.findings_health import BETWEEN_STEPS, STEP_TIME, stage_shares
 from nemo_rl_cpp.report.history import MetricHistory
-from nemo_rl_cpp.report.shell import breakable
+from nemo_rl_cpp.report.shell import parts
 
 _STAGES = (
     "generation",
@@ -25,13 +24,6 @@ _STAGES = (
 _OTHER, _MORE = 9, (10, 11)
 """The colour of what is left, and those of large stages that have none of their own, by their names."""
 _SMALL, _LARGE = 0.005, 0.03
-_WHERE = "set in"  # left out on a phone
-
-
-def figure(title: str, unit: str, value: str, index: int, classes: str = "") -> str:
-    """A place for a chart; chart.js draws panel number `index` into it."""
-    head = f"<h3>{escape(title)} <small>{escape(unit)}</small><span>{escape(value)}</span></h3>"
-    return f'<figure class="card {classes}" data-panel="{index}">{head}<div class="plot"></div></figure>'
 
 
 def stage_colors(labels: Sequence[str]) -> dict[str, int]:
@@ -91,15 +83,8 @@ def memory_section(history: MetricHistory) -> str:
             if not name.endswith("/run") and (values := history.curve(name).finite().values)
         }
         if peaks and max(peaks.values()) > 0:
-            most = max(peaks.values())
-            rows = "".join(
-                f'<li><span>{breakable(name)}</span><i><b class="b0" style="width:{100 * peak / most:.1f}%"></b></i><em>{peak:.2f}</em></li>'
-                for name, peak in sorted(peaks.items(), key=lambda item: -item[1])
-            )
-            cards.append(
-                f'<figure class="card wide"><h3>{title} <small>GiB</small></h3><ul class="bars">{rows}</ul></figure>'
-            )
-    return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
+            cards.append((title, sorted(peaks.items(), key=lambda item: -item[1])))
+    return parts().memory(cards) if cards else ""
 
 
 def configuration_section(
@@ -108,40 +93,13 @@ def configuration_section(
     """What the user set; behind folds what else differs from the schema's defaults, and the whole. `given` None: not known."""
     if not config:
         return ""
-    parts = []
-    on_top = f" on top of <code>{escape(base)}</code>" if base else ""
-    if given:
-        rows = "".join(
-            f"<tr><td><code>{breakable(str(row['key']))}</code></td><td>{_text(row['value'])}</td>"
-            f'<td>{_text(row["before"])}</td><td class="minor">{escape(str(row["where"]))}</td></tr>'
-            for row in given
-        )
-        parts.append(f"<p>What was set for this run{on_top}:</p>")
-        parts.append(_table(("key", "value", "instead of", _WHERE), rows))
-    elif given is not None:
-        parts.append(f"<p>Nothing was changed{on_top}.</p>")
+    rows = given and [(str(r["key"]), _text(r["value"]), _text(r["before"]), str(r["where"])) for r in given]
     changed = differences(config, defaults) if defaults else []
-    if changed:
-        rows = "".join(
-            f"<tr><td><code>{breakable(k)}</code></td><td>{escape(a)}</td><td>{escape(b)}</td></tr>"
-            for k, a, b in changed
-        )
-        parts.append(
-            f'<details id="differing"><summary>{len(changed)} values differ from the defaults of the schema</summary>'
-            f"{_table(('key', 'value', 'default'), rows)}</details>"
-        )
-    text = escape(dump_yaml(dict(config)))
-    parts.append(f'<details id="whole"><summary>The whole configuration</summary><pre>{text}</pre></details>')
-    return "".join(parts)
-
-
-def _table(heads: Sequence[str], rows: str) -> str:
-    cells = "".join(f"<th{' class=minor' if head == _WHERE else ''}>{head}</th>" for head in heads)
-    return f'<div class="scroll"><table><tr>{cells}</tr>{rows}</table></div>'
+    return parts().configuration(rows, base, changed, dump_yaml(dict(config)))
 
 
 def _text(value: object) -> str:
-    return escape("–" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def differences(config: Mapping[str, object], defaults: Mapping[str, object]) -> list[tuple[str, str, str]]:

@@ -97,15 +97,12 @@ def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, 
                 f"{what} {in_a_line(name)} cannot be imported: {told or _syntax(error) or one_sentence(error)}"
             ) from error
     folders = ", ".join(dict.fromkeys(["the working folder", *_searched[1:]])) if _searched else "sys.path"
-    near = difflib.get_close_matches(parts[0], _modules_beside(), 1, 0.6)
+    beside = sorted({path.stem for folder in [*_searched, "."] for path in Path(folder).glob("*.py")})
+    near = difflib.get_close_matches(parts[0], beside, 1, 0.6)
     hint = f"; did you mean {near[0]}?" if near else f": put {parts[0]}.py into the working folder, or set PYTHONPATH"
     raise LoadingError(
         f"{what} {in_a_line(name)} cannot be imported: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}"
     )
-
-
-def _modules_beside() -> list[str]:
-    return sorted({path.stem for folder in [*_searched, "."] for path in Path(folder).glob("*.py")})
 
 
 def _syntax(error: BaseException) -> str | None:

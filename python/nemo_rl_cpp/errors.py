@@ -220,7 +220,7 @@ def _sentence(error: BaseException) -> str:
         )
     if isinstance(error, OSError) and error.strerror:
         return _os_sentence(error)
-    if isinstance(error, ModuleNotFoundError) and error.name and not _is_own_module(error.name):
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "nemo_rl_cpp":
         return _package_sentence(error.name, user_place(error))
     if _says_it_all(error) and str(error):
         return _flat(str(error))
@@ -243,10 +243,6 @@ def _package_sentence(name: str, place: Place | None) -> str:
 def install_command(package: str) -> str:
     """The command that installs the package that is imported under this name."""
     return f"pip install {_INSTALLED_AS.get(package, package)}"
-
-
-def _is_own_module(name: str) -> bool:
-    return name.partition(".")[0] == "nemo_rl_cpp"
 
 
 def _os_sentence(error: OSError) -> str:

@@ -66,11 +66,9 @@ def to_plain(value: object) -> Plain:
 
 def to_json(value: object) -> Plain:
     """`to_plain`, with non-finite floats as the strings "nan", "inf" and "-inf": JSON has no other spelling for them."""
-    return mapped(to_plain(value), _spelt)
-
-
-def _spelt(value: Plain) -> Plain:
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return mapped(
+        to_plain(value), lambda leaf: repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+    )
 
 
 def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:

@@ -144,12 +144,9 @@ class DatasetConfig(DatasetDefaults):
     seed: Int | None = key(None, "seed of the split or of generated data")
 
 
-def _form(value: object) -> str:
-    return "many" if isinstance(value, list) else "one"
-
-
 Datasets = Annotated[
-    Annotated[DatasetConfig, Tag("one")] | Annotated[list[DatasetConfig], Tag("many")], Discriminator(_form)
+    Annotated[DatasetConfig, Tag("one")] | Annotated[list[DatasetConfig], Tag("many")],
+    Discriminator(lambda value: "many" if isinstance(value, list) else "one"),
 ]
 
 

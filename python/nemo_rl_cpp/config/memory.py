@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from re import findall
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.sources import ModelFolderError
@@ -15,7 +15,7 @@ from .known_models import ModelSizes, known_model
 from .lora import adapter_sizes
 from .machine import machine_memory
 from .master import TrainMasterConfig
-from .memory_parts import chunk_bytes, expert_sizes, gradient_bytes, tape_bytes
+from .memory_parts import chunk_bytes, expert_sizes, gradient_bytes, is_count, tape_bytes
 from .policy import PolicyConfig, TrainedModelConfig
 from .resources import engines_of, trainers_of
 
@@ -49,7 +49,7 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     known |= overrides or {}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
-    sizes = {name: value for name in (*needed, *optional) if _is_size(value := known.get(name))}
+    sizes = {name: value for name in (*needed, *optional) if is_count(value := known.get(name))}
     if len(sizes) < len(needed) + len(optional):
         return None
     heads = sizes["num_attention_heads"]
@@ -78,10 +78,6 @@ def generation_bytes(model: PolicyConfig) -> float | None:
     if sizes is None:
         return None
     return float(sizes.parameters * _width(model)) + sum(size for _, size in _packed_weights(model, sizes))
-
-
-def _is_size(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def forecast(config: TrainMasterConfig) -> list[Phase] | None:
@@ -120,6 +116,8 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
             return count
         return slices["value" if part.startswith("value") else "policy"]
 
+    rollouts = config.loop.prompts_per_round * config.loop.num_generations_per_prompt
+
     def phase(name: str, *parts: tuple[str, float]) -> Phase:
         own = tuple((part, size * processes_with(part)) for part, size in (*resting, *parts))
         return Phase(name, own + apart)
@@ -127,8 +125,8 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     phases = [
         phase(
             "generation",
-            ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
-            ("logits", _batch(policy, config) * whole.vocab_size * 4.0),
+            ("KV cache", _kv_cache(policy, sizes, rollouts)),
+            ("logits", min(policy.generation.max_batch_size or rollouts, rollouts) * whole.vocab_size * 4.0),
             *_gathered(policy, sizes.parameters, count),
         ),
         phase(
@@ -217,14 +215,6 @@ def _resting(
         masters = ((f"{name} master weights", parameters * 4.0),)
     moments = _trained(model, parameters, sizes) * 8.0
     return ((f"{name} weights", float(parameters * width)), *masters, (f"{name} optimizer", moments))
-
-
-def _rollouts(config: TrainMasterConfig) -> int:
-    return config.loop.prompts_per_round * config.loop.num_generations_per_prompt
-
-
-def _batch(policy: PolicyConfig, config: TrainMasterConfig) -> int:
-    return min(policy.generation.max_batch_size or _rollouts(config), _rollouts(config))
 
 
 def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, rollouts: int) -> float:

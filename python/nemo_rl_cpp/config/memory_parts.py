@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from .known_models import ModelSizes
@@ -20,17 +20,18 @@ def chunk_bytes(logits: int) -> float:
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
     """What config.json says about experts, by the names of `ModelSizes`; empty where there are none."""
-    count = next((value for name in _EXPERTS if _is_count(value := known.get(name))), None)
+    count = next((value for name in _EXPERTS if is_count(value := known.get(name))), None)
     if count is None:
         return {}
     chosen = known.get("num_experts_per_tok")
-    found = {"experts": count, "experts_per_token": chosen if _is_count(chosen) else 1}
-    if _is_count(width := known.get("moe_intermediate_size")):
+    found = {"experts": count, "experts_per_token": chosen if is_count(chosen) else 1}
+    if is_count(width := known.get("moe_intermediate_size")):
         found["intermediate_size"] = width
     return found
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value of config.json is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -34,10 +34,6 @@ def _precision(value: object) -> object:
     return value
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, dict) else value
-
-
 PACKERS: Table[Entry] = Table(
     "packer",
     {
@@ -57,7 +53,7 @@ def _packing(value: object) -> object:
 
 PackingAlgorithm = Annotated[str, OneOf(lambda: list(PACKERS)), BeforeValidator(_packing)]
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
-Schedule = Annotated[list[SchedulerStage], BeforeValidator(_as_list)]
+Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value] if isinstance(value, dict) else value)]
 
 
 class TokenizerConfig(Section):

@@ -81,16 +81,14 @@ class StatefulDataLoader:
         self._epoch, self._cursor, self._resume = int(state["epoch"]), int(state["cursor"]), True
         self._newest += 1
 
-    def _order(self) -> list[int]:
-        rows = len(self.dataset)
-        return permutation(rows, self.seed, self._epoch) if self.shuffle else list(range(rows))
-
     def __iter__(self) -> Iterator[BatchedDataDict]:
         if not self._resume and self._cursor:
             self._epoch, self._cursor = self._epoch + 1, 0
         self._resume = False
         self._newest += 1
-        return self._batches(self._order(), self._cursor, self._newest)
+        rows = len(self.dataset)
+        order = permutation(rows, self.seed, self._epoch) if self.shuffle else list(range(rows))
+        return self._batches(order, self._cursor, self._newest)
 
     def _batches(self, order: list[int], start: int, number: int) -> Iterator[BatchedDataDict]:
         cuts = range(start, len(order), self.batch_size)

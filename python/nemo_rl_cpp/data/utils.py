@@ -162,19 +162,19 @@ def load_response_data(
                 if side == "train" and raw.val_dataset is not None:
                     val.add(raw, raw.val_dataset, environment)
                     say(inspect_rows(raw, raw.val_dataset, tokenizer, limits, f"{where} (held out)", scored))
-        dataset = _train_side(train, tokenizer, max_length, bool(config.get("use_multiple_dataloader", False)))
-        val_rows = [rows for several in val.datasets.values() for rows in several]
+        train_rows, val_rows = (
+            [rows for several in side.datasets.values() for rows in several] for side in (train, val)
+        )
+        dataset: Datasets = (
+            {name: train.processed(rows, tokenizer, max_length) for name, rows in train.datasets.items()}
+            if config.get("use_multiple_dataloader")
+            else train.processed(train_rows, tokenizer, max_length)
+        )
         val_dataset = val.processed(val_rows, tokenizer, max_length) if val_rows else None
     except BaseException:
         _shut_down(environments)
         raise
     return ResponseData(dataset, val_dataset, train.environments, val.environments)
-
-
-def _train_side(train: _Tasks, tokenizer: TokenizerType, max_length: int | None, by_task: bool) -> Datasets:
-    if by_task:
-        return {name: train.processed(rows, tokenizer, max_length) for name, rows in train.datasets.items()}
-    return train.processed([rows for several in train.datasets.values() for rows in several], tokenizer, max_length)
 
 
 def _create_environments(

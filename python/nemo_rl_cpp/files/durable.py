@@ -94,7 +94,8 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
 
     The manifest comes last, so a folder that has a valid one is whole. `facts` are stored in it. Returns the manifest.
     """
-    paths = sorted(_files(root))
+    paths = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
+    paths = [path for path in paths if path != root / MANIFEST]
     with ThreadPoolExecutor(max_workers=1) as disk:  # it writes while this thread computes
         synced = [disk.submit(fsync_path, path) for path in paths]
         files: dict[str, Plain] = {
@@ -205,11 +206,6 @@ def disk_trouble(error: BaseException | None) -> str | None:
             return os.strerror(number)
         error = error.__cause__ or error.__context__
     return None
-
-
-def _files(root: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(root):
-        yield from (Path(folder) / name for name in names if not (name == MANIFEST and Path(folder) == root))
 
 
 def _digest(files: Plain) -> str:

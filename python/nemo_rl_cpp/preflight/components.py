@@ -112,11 +112,7 @@ def _constructor_of(found: type) -> Callable[..., object]:
     """The `__init__` that somebody wrote; a Protocol's own takes anything, and object's nothing."""
     owners = (base for base in found.__mro__ if "__init__" in vars(base) and not getattr(base, "_is_protocol", False))
     owner = next((base for base in owners if getattr(vars(base)["__init__"], "__module__", "") != "typing"), object)
-    return _no_init if owner is object else vars(owner)["__init__"]
-
-
-def _no_init(self: object) -> None:
-    """Stands for a constructor without arguments."""
+    return (lambda self: None) if owner is object else vars(owner)["__init__"]
 
 
 def _method_of(found: object, interface: Interface) -> Callable[..., object] | None:
@@ -162,11 +158,8 @@ def make_component(
         kwargs = {}
     method = _method_of(found, interface)
     assert method is not None
-    return Made(found, functools.partial(_call, method, dict(kwargs)))
-
-
-def _call(method: Callable[..., object], kwargs: dict[str, object], **inputs: object) -> object:
-    return method(**_taken(method, inputs), **kwargs)
+    fixed = dict(kwargs)
+    return Made(found, lambda **inputs: method(**_taken(method, inputs), **fixed))
 
 
 def _taken(function: Callable[..., object], inputs: Mapping[str, object]) -> dict[str, object]:

@@ -60,16 +60,12 @@ class AllTaskProcessedDataset:
             self._take_defaults(table[task_name][0])
         return table[task_name]
 
-    def _preprocessor(self, entry: Row) -> Preprocessor | None:
-        table = self.task_data_preprocessors
-        if isinstance(table, Mapping):
-            return table.get(entry.get("task_name"))
-        return table
-
     def __getitem__(self, idx: int) -> DatumSpec:
         entry = self.dataset[idx]
         spec, process = self._processor(entry)
-        preprocess = self._preprocessor(entry)
+        preprocess = self.task_data_preprocessors
+        if isinstance(preprocess, Mapping):
+            preprocess = preprocess.get(entry.get("task_name"))
         if preprocess is not None:
             entry = preprocess(entry)
         datum = process(entry, spec, self.tokenizer, self.max_seq_length, idx)

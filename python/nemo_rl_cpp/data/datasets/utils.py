@@ -55,7 +55,10 @@ def load_dataset_from_path(
             if not (path / data_subset).is_dir():
                 raise ValueError(f"data: the folder {str(path)!r} has no folder for the subset {data_subset!r}")
             path = path / data_subset
-        return _from_disk(path, data_split) if _is_saved(path) else read_folder(path, data_split)
+        saved = any(
+            (path / name).is_file() for name in ("dataset_dict.json", "state.json")
+        )  # by `datasets.save_to_disk`
+        return _from_disk(path, data_split) if saved else read_folder(path, data_split)
     if is_local(data_path):
         raise ValueError(
             f"data: data_path {str(data_path)!r} must be a file ending in {', '.join(READERS)}, a folder of such files or "
@@ -70,11 +73,6 @@ def is_local(data_path: str) -> bool:
     return (
         path.suffix.lower() in READERS or path.exists() or path.is_absolute() or str(data_path).startswith((".", "~"))
     )
-
-
-def _is_saved(path: Path) -> bool:
-    """Whether `datasets.save_to_disk` wrote a folder."""
-    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
 def _from_disk(path: Path, split: str | None) -> Dataset:

@@ -165,16 +165,13 @@ def _common_once_kb(pids: list[int], limit_kb: float) -> float:
     """Pages of no file, each counted once. The processes stand still meanwhile, and go on only when that is within the limit."""
     for pid in pids:
         _signal(pid, signal.SIGSTOP)
-    size = sum(_proportional_kb(pid) for at, pid in enumerate(pids) if not _shares_memory(pid, pids[:at]))
+    # between a `vfork` and the `exec` that follows a process has the memory of another one
+    distinct = [pid for at, pid in enumerate(pids) if not any(kernel.have_one_memory(pid, one) for one in pids[:at])]
+    size = sum(map(_proportional_kb, distinct))
     if size <= limit_kb:
         for pid in pids:
             _signal(pid, signal.SIGCONT)
     return size
-
-
-def _shares_memory(pid: int, others: list[int]) -> bool:
-    """Whether its memory is that of another process as a whole: so it is between a `vfork` and the `exec` that follows."""
-    return any(kernel.have_one_memory(pid, other) for other in others)
 
 
 def _signal(pid: int, number: int) -> None:

@@ -1,5 +1,6 @@
 """What callers give to the Python entries: models, folders, numbers, each as it must be or a ValueError of one sentence. No torch."""
 
+import difflib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,12 @@ def in_a_line(value: object, longest: int = 60) -> str:
     except Exception:  # noqa: BLE001 - of an object of the caller's, which may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """`did you mean NAME?` with the nearest of the known names; `otherwise` where none is near."""
+    near = difflib.get_close_matches(name, list(known), 1, cutoff)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 SMALLEST, LARGEST = 1e-38, 1e38

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 
 from nemo_rl_cpp import __version__
+from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.command_line import own_the_process
 from nemo_rl_cpp.interrupts import program
 
@@ -62,9 +62,8 @@ def _main(argv: Sequence[str] | None) -> int:
         print(help_text(), file=sys.stderr)
         return 2
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
         kind = "option" if name.startswith("-") else "command"
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
         print(f"error: unknown {kind} {name}; {hint}", file=sys.stderr)
         return 2
     if argv is None:

@@ -3,7 +3,6 @@ the user's own module may."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.errors import in_user_code, one_sentence
 
 _searched: list[str] = []  # folders that `search_for_modules` was given last
@@ -98,8 +97,8 @@ def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, 
             ) from error
     folders = ", ".join(dict.fromkeys(["the working folder", *_searched[1:]])) if _searched else "sys.path"
     beside = sorted({path.stem for folder in [*_searched, "."] for path in Path(folder).glob("*.py")})
-    near = difflib.get_close_matches(parts[0], beside, 1, 0.6)
-    hint = f"; did you mean {near[0]}?" if near else f": put {parts[0]}.py into the working folder, or set PYTHONPATH"
+    near = did_you_mean(parts[0], beside)
+    hint = f"; {near}" if near else f": put {parts[0]}.py into the working folder, or set PYTHONPATH"
     raise LoadingError(
         f"{what} {in_a_line(name)} cannot be imported: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}"
     )
@@ -115,9 +114,8 @@ def _no_attribute(name: str, what: str, owner: object, attribute: str) -> str:
     module = getattr(owner, "__name__", str(owner))
     names = [own for own in vars(owner) if not own.startswith("_")] if hasattr(owner, "__dict__") else []
     own = [n for n in names if getattr(getattr(owner, n), "__module__", None) == module] or names
-    near = difflib.get_close_matches(attribute, names, 1, 0.6)
-    hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(own[:10]) or 'nothing'}"
-    return f"{what} {in_a_line(name)}: {module} has no {attribute}{hint}"
+    hint = did_you_mean(attribute, names, f"it has {', '.join(own[:10]) or 'nothing'}")
+    return f"{what} {in_a_line(name)}: {module} has no {attribute}; {hint}"
 
 
 def takes(function: Callable[..., object], *arguments: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -13,7 +12,7 @@ from nemo_rl_cpp.api.model import DEFAULT_NEW_TOKENS, LoadedModel, eval_config, 
 from nemo_rl_cpp.api.prompting import dataset_of
 from nemo_rl_cpp.api.result import TrainResult
 from nemo_rl_cpp.api.rows import rows_of
-from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.master import EvalMasterConfig
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
@@ -118,12 +117,8 @@ _KEYS = {
 def _config(model: object, given: dict[str, object], max_is_given: bool) -> EvalMasterConfig:
     unknown = next((name for name in given if name not in _KEYS), None)
     if unknown is not None:
-        near = difflib.get_close_matches(unknown, [*_KEYS, "prompts", "reward_funcs", "reward_weights"], 1, 0.6)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"evaluate takes {', '.join(_KEYS)}, prompts, reward_funcs and reward_weights"
-        )
+        takes = f"evaluate takes {', '.join(_KEYS)}, prompts, reward_funcs and reward_weights"
+        hint = did_you_mean(unknown, [*_KEYS, "prompts", "reward_funcs", "reward_weights"], takes)
         raise ValueError(f"{unknown} is unknown; {hint}")
     if isinstance(given["n"], int) and given["n"] > 1 and not given.get("temperature"):
         raise ValueError(f"n={given['n']} greedy answers to a prompt would be equal: give temperature=1.0, or n=1")

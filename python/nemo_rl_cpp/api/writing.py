@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl_cpp.api.prompting import Prompt, prompt_message
-from nemo_rl_cpp.argument_checks import in_a_line, stop_texts, whole_number
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line, stop_texts, whole_number
 from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.rollouts import generate_responses
@@ -113,9 +112,9 @@ class Writer:
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
-        near = difflib.get_close_matches(unknown, ["n", "greedy", "seed", *_OPTIONS], 1, 0.6)
-        meant = _OF_TRANSFORMERS.get(unknown) or (near[0] if near else None)
-        hint = f"did you mean {meant}?" if meant else f"generate takes n, greedy, seed, {', '.join(_OPTIONS)}"
+        takes = f"generate takes n, greedy, seed, {', '.join(_OPTIONS)}"
+        meant = _OF_TRANSFORMERS.get(unknown)
+        hint = f"did you mean {meant}?" if meant else did_you_mean(unknown, ["n", "greedy", "seed", *_OPTIONS], takes)
         raise ValueError(f"{unknown} is unknown; {hint}")
     if not isinstance(greedy, (bool, type(None))):
         raise ValueError(f"greedy must be True or False, not {in_a_line(greedy)}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
 from pydantic_core import ErrorDetails
 
-from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 
 from .aliases import ALIASES
 from .base import Section
@@ -57,15 +55,13 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     here = sorted(
         key.removeprefix(prefix) for key in every if key.startswith(prefix) and "." not in key.removeprefix(prefix)
     )
-    near = difflib.get_close_matches(name, here, 1, 0.55)
-    if near:
-        return f"is unknown; did you mean {near[0]}?"
+    if near := did_you_mean(name, here, cutoff=0.55):
+        return f"is unknown; {near}"
     same = sorted((key for key in every if key.rpartition(".")[2] == name), key=lambda key: (key.count("."), key))
     if same:
         return f"is unknown here; did you mean {same[0]}?"
-    far = difflib.get_close_matches(dotted, sorted(key for key in every if not dotted.startswith(key + ".")), 1, 0.8)
-    if far:
-        return f"is unknown; did you mean {far[0]}?"
+    if far := did_you_mean(dotted, (key for key in every if not dotted.startswith(key + ".")), cutoff=0.8):
+        return f"is unknown; {far}"
     known = parent or ("the file" if "cluster" in model.model_fields else "the section")
     if not here and takes_own_keys(dotted, model):
         return "is unknown"
@@ -121,10 +117,9 @@ def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str 
 
 def _choice(expected: str, value: object) -> str:
     allowed = [part.strip("' ") for part in expected.replace(" or ", ", ").split(",")]
-    near = difflib.get_close_matches(str(value), allowed, 1, 0.6)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = did_you_mean(str(value), allowed)
     what = f"one of {', '.join(allowed)}" if len(allowed) > 1 else f"{allowed[0]} (nothing else is supported)"
-    return f"must be {what}, not {shown(value)}{hint}"
+    return f"must be {what}, not {shown(value)}{near and f'; {near}'}"
 
 
 _BOUNDS = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
+from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
 from .data import (
@@ -92,9 +91,8 @@ def _is_known(name: str, dotted: str, report: Report) -> bool:
     if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
         return True
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]
-    same = [known for known in names if known.lower() == name.lower()]
-    near = same or difflib.get_close_matches(name, names, 1, 0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DATASET_REGISTRY)}"
+    meant = next((known for known in names if known.lower() == name.lower()), name)
+    hint = did_you_mean(meant, names, f"known are {', '.join(DATASET_REGISTRY)}", 0.5)
     report.add(
         f"{dotted}.dataset_name",
         f"{name} is unknown; {hint} (a data set of the hub is read by dataset_name: ResponseDataset with data_path: OWNER/NAME, "
@@ -119,8 +117,7 @@ def _check_extra_keys(dataset: DatasetDefaults, dotted: str, allowed: tuple[str,
         if key == "_override_":
             report.add(f"{dotted}.{key}", "works in a section at the top of the file only, not deeper")
             continue
-        near = difflib.get_close_matches(key, known, 1, 0.6)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        hint = did_you_mean(key, known, f"known are {', '.join(known)}")
         report.add(f"{dotted}.{key}", f"is unknown; {hint}")
 
 
@@ -151,6 +148,5 @@ def check_env(env: EnvConfigs, report: Report) -> None:
 def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:
     if name is None or name in env:
         return
-    near = difflib.get_close_matches(name, env, 1, 0.5)
-    hint = f"did you mean {near[0]}?" if near else f"env has {', '.join(env) or 'no entry'}"
+    hint = did_you_mean(name, env, f"env has {', '.join(env) or 'no entry'}", 0.5)
     report.add(f"{dotted}.env_name", f"{name} has no section env.{name}; {hint}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.argument_checks import did_you_mean
 
 from .lora import FROZEN, MATRICES, adapted_modules, matches, modules_of_layers
 
@@ -79,6 +80,5 @@ def _fault(pattern: str, key: str) -> str | None:
         return None
     if any(matches(pattern, module) for module in FROZEN):
         return None if key == "exclude_modules" else f"names {pattern}: head and embedding stay frozen; leave it out"
-    near = difflib.get_close_matches(pattern, MATRICES, 1, 0.6)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return f"names {pattern}, which no matrix is called{meant} (there are {', '.join(MATRICES)}; * stands for any text)"
+    near = did_you_mean(pattern, MATRICES)
+    return f"names {pattern}, which no matrix is called{near and f'; {near}'} (there are {', '.join(MATRICES)}; * stands for any text)"

@@ -3,13 +3,12 @@ sentence. Nothing here needs torch; the user's own module may."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.env import ENV_REGISTRY, EnvironmentEntry
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, takes
 
@@ -26,10 +25,9 @@ def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV
     if name in registry:
         return registry[name]["actor_class_fqn"]
     if "." not in name:
-        near = difflib.get_close_matches(name, registry, 1, 0.6)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = did_you_mean(name, registry)
         raise LoadingError(
-            f"no environment is called {name!r}{hint} (known: {', '.join(sorted(registry))}; register_env or a dotted class name adds one)"
+            f"no environment is called {name!r}{near and f'; {near}'} (known: {', '.join(sorted(registry))}; register_env or a dotted class name adds one)"
         )
     return name
 

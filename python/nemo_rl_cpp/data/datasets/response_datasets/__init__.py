@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 
+from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetConfig, DatasetEntry, is_class_name
 from nemo_rl_cpp.data.config_access import to_plain
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
@@ -31,9 +31,9 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
         return DATASET_REGISTRY[dataset_name]
     if is_class_name(dataset_name):
         return own_dataset_class(dataset_name)
-    near = difflib.get_close_matches(dataset_name, DATASET_REGISTRY, n=1)
+    near = did_you_mean(dataset_name, DATASET_REGISTRY)
     raise ValueError(
-        f"data: Unsupported dataset_name={dataset_name!r}{f'; did you mean {near[0]}?' if near else ''} Known are "
+        f"data: Unsupported dataset_name={dataset_name!r}{near and f'; {near}'} Known are "
         f"{', '.join(DATASET_REGISTRY)}; set dataset_name to ResponseDataset for a local file or a data set of the hub"
     )
 
@@ -63,10 +63,10 @@ def check_dataset_config(data_config: dict[str, object], further: frozenset[str]
     known = _accepted(cls) | _FOR_EVERY_DATASET | further
     for key in data_config:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = did_you_mean(key, known)
             raise ValueError(
                 f"data: {key} is unknown for dataset_name {data_config['dataset_name']}"
-                f"{f'; did you mean {near[0]}?' if near else ''} Known are {', '.join(sorted(known))}"
+                f"{near and f'; {near}'} Known are {', '.join(sorted(known))}"
             )
     return cls
 

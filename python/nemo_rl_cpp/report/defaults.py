@@ -20,22 +20,24 @@ def schema_defaults(config: object) -> dict[str, object]:
     positions = getattr(config, "positions", None)
     if positions:
         for key, value in flatten_dict(written(config), expand_lists=False).items():
-            if not _is_written(key, positions):
+            if not written_by(key, positions):
                 _put(defaults, key.split("."), value)
     return defaults
 
 
-def _is_written(key: str, written: Collection[str]) -> bool:
-    """Whether somebody wrote the key itself, something below it, or a whole value that it is a part of."""
-    if key in written or _any_below(key, written):
-        return True
+def written_by(key: str, positions: Collection[str]) -> list[str]:
+    """The keys by whose lines somebody wrote this one: itself, those below it, or the whole value that it is a part of."""
+    if key in positions:
+        return [key]
+    if below := _below(key, positions):
+        return below
     parts = key.split(".")
-    ancestor = next((a for n in range(len(parts) - 1, 0, -1) if (a := ".".join(parts[:n])) in written), None)
-    return ancestor is not None and not _any_below(ancestor, written)
+    whole = next((a for n in range(len(parts) - 1, 0, -1) if (a := ".".join(parts[:n])) in positions), None)
+    return [] if whole is None or _below(whole, positions) else [whole]
 
 
-def _any_below(key: str, written: Collection[str]) -> bool:
-    return any(other.startswith((f"{key}.", f"{key}[")) for other in written)
+def _below(key: str, positions: Collection[str]) -> list[str]:
+    return [other for other in positions if other.startswith((f"{key}.", f"{key}["))]
 
 
 def _defaults(model: BaseModel) -> dict[str, object]:

@@ -12,6 +12,7 @@ from nemo_rl_cpp.config.locate import config_folders, find_config
 from nemo_rl_cpp.config.master import MasterConfig
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import flatten_dict
+from nemo_rl_cpp.report.defaults import written_by
 
 
 class GivenKey(NamedTuple):
@@ -41,7 +42,8 @@ def given_keys(config: object, defaults: Mapping[str, object]) -> Given | None:
     keys = [
         GivenKey(key, value, before.get(key), place)
         for key, value in flatten_dict(written(config), expand_lists=False).items()
-        if (place := _place(key, own, config.positions)) is not None and before.get(key) != value
+        if (place := next((own[by] for by in written_by(key, config.positions) if by in own), None)) is not None
+        and before.get(key) != value
     ]
     return Given(keys, base)
 
@@ -61,22 +63,6 @@ def _shipped_name(file: str) -> str | None:
     for folder in config_folders():
         if path.is_relative_to(folder.resolve()):
             return str(path.relative_to(folder.resolve()))
-    return None
-
-
-def _place(key: str, own: Mapping[str, str], positions: Mapping[str, str]) -> str | None:
-    """Where the user set the key, a part of it, or the whole that it lies in."""
-    if key in positions:
-        return own.get(key)
-    inside = next((place for other, place in own.items() if other.startswith((f"{key}.", f"{key}["))), None)
-    if inside is not None:
-        return inside
-    parts = key.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        above = ".".join(parts[:count])
-        if above in positions:
-            whole = not any(other.startswith((f"{above}.", f"{above}[")) for other in positions)
-            return own.get(above) if whole else None
     return None
 
 

@@ -1,7 +1,5 @@
 """Reward functions, a loss and an advantage estimator as arguments of a call."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How good a model is on prompts with a reward: `nemo_rl_cpp.evaluate`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape

@@ -1,7 +1,5 @@
 """Rows of a call as a data set: prompts tokenised, each with room to answer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

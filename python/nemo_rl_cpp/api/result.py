@@ -1,25 +1,20 @@
 """What a training from Python returns."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.api.prompting import Prompt
 from nemo_rl_cpp.api.writing import Writer
 from nemo_rl_cpp.argument_checks import folder_path
 from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
+from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.hub_upload import HubClient, push_to_hub
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import TrainMasterConfig
-    from nemo_rl_cpp.data.tokenizer import Tokenizer
-    from nemo_rl_cpp.models.generation.native import NativeGeneration
-    from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 
 @dataclass(repr=False)

@@ -1,18 +1,13 @@
 """`nemo-rl-cpp chat`: a conversation with a model or a checkpoint, in the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser, run_guarded
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.generate import TextGenerator
+from nemo_rl_cpp.generate import TextGenerator
 
 _EXAMPLES = """examples:
   nemo-rl-cpp chat --model smollm2-135m-instruct

@@ -1,7 +1,5 @@
 """`nemo-rl-cpp completion`: completion for bash, zsh and fish. The shells ask this module for the words that fit."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

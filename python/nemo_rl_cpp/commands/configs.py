@@ -1,7 +1,5 @@
 """`nemo-rl-cpp configs`: the shipped configurations, each with what it is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`nemo-rl-cpp doctor`: what this machine and this installation are, and whether three tiny steps train exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple

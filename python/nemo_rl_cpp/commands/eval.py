@@ -1,7 +1,5 @@
 """`nemo-rl-cpp eval`: an evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,19 +1,14 @@
 """`nemo-rl-cpp generate`: text from a model or a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser, plain_warnings
 from nemo_rl_cpp.errors import guarded
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.generate import GeneratedText
+from nemo_rl_cpp.generate import GeneratedText
 
 _EXAMPLES = """examples:
   nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="

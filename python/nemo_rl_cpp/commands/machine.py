@@ -1,7 +1,5 @@
 """What `nemo-rl-cpp doctor` tells: the machine, the versions, the optional packages."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """`nemo-rl-cpp report`: report.html of a log folder, written again."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

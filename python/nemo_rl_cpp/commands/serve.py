@@ -1,7 +1,5 @@
 """`nemo-rl-cpp serve`: a model or a checkpoint behind HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

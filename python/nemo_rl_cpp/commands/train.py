@@ -1,7 +1,5 @@
 """`nemo-rl-cpp train`: the run script of the configuration's kind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from nemo_rl_cpp.command_line import OneLineParser

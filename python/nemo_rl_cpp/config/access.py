@@ -1,18 +1,15 @@
 """Reads configurations that may be mappings or pydantic models, and turns values into plain JSON ones."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, overload
+from typing import cast, overload
+
+from pydantic import BaseModel
 
 from nemo_rl_cpp.files.yaml_text import Plain
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 _MISSING = object()
 

@@ -1,7 +1,5 @@
 """Keys that NeMo RL calls by two names: both are accepted, in files and overrides; different values are an error."""
 
-from __future__ import annotations
-
 from .backends import DTensorConfig
 
 SPELLINGS: list[tuple[str, str]] = [

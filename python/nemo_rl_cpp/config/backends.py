@@ -4,8 +4,6 @@ The native trainer stands in for both. Which one is enabled decides where optimi
 activation checkpointing and parallel sizes are read from; the rest makes no difference here.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from .base import Positive, Section, key, section

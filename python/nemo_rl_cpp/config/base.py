@@ -1,7 +1,5 @@
 """What every section shares: attribute and key access, number types, and the marks that a key may carry."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator, KeysView, Mapping
 from functools import reduce

@@ -1,7 +1,5 @@
 """The `checkpointing` section."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The `cluster` section."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

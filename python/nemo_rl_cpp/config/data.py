@@ -1,7 +1,5 @@
 """The `data` section: data sets, prompts and processors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath

@@ -1,7 +1,5 @@
 """Sections of `policy.generation` that steer NeMo RL's engines and its weight transfer; the native engine reads few of their keys."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import ConfigDict, Field

@@ -1,7 +1,5 @@
 """The `env` section: one entry an environment, by the name that `data.*.env_name` uses."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Required, TypedDict
 
 from .base import Int, Positive, Real, Section, StopStrings, key, no_effect

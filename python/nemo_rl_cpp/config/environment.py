@@ -1,7 +1,5 @@
 """Which values of a configuration come from environment variables: they may be secrets and are never written down."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

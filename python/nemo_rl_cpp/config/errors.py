@@ -1,7 +1,5 @@
 """All mistakes of a configuration at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 LONGEST_NAME = 200  # characters of a key in a message

@@ -1,7 +1,5 @@
 """The table of advantage estimators, from which the values of `grpo.adv_estimator.name` and `ppo.adv_estimator.name` follow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

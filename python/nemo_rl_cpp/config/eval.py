@@ -1,7 +1,5 @@
 """The `eval` section and the whole configuration of an evaluation."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from .base import Int, Positive, Section, key

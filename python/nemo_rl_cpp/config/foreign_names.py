@@ -1,7 +1,5 @@
 """What keys of other trainers are called here, and which keys of NeMo RL's recipes nothing reads: the tables of foreign_names.toml."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The `policy.generation` section (`generation` in an evaluation). The sections of other engines are in engines.py."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import PrivateAttr

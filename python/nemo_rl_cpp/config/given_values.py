@@ -1,7 +1,5 @@
 """Python values for dotted keys, laid over a file. A value never becomes text that YAML's or Hydra's grammar reads again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache

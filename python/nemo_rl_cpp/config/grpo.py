@@ -1,7 +1,5 @@
 """The `grpo` section."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import ConfigDict

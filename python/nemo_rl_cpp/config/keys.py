@@ -1,7 +1,5 @@
 """The keys of a section, as pydantic holds them."""
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence

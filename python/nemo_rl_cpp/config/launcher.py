@@ -1,7 +1,5 @@
 """How many ranks `torchrun` or `srun` has started, as the environment variables of this process say."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import NamedTuple

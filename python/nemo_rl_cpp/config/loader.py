@@ -1,7 +1,5 @@
 """Loads a configuration: C++ reads, merges and resolves; the schema checks; every mistake is reported at once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import TypeVar

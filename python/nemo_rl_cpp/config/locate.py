@@ -1,7 +1,5 @@
 """Finds configuration and prompt files: as given, in the source tree, or in the installed package."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the sections `grpo` and `ppo` share: the training loop."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

@@ -1,15 +1,11 @@
 """`lora_cfg`: which matrices of a model get low-rank adapters, by the names of Hugging Face's modules."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from .base import Positive, Section, key
-
-if TYPE_CHECKING:
-    from .known_models import ModelSizes
+from .known_models import ModelSizes
 
 MATRICES = {
     "q_proj": "self_attn",

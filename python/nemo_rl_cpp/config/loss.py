@@ -1,7 +1,5 @@
 """The `loss_fn` and `value_loss_fn` sections."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import PrivateAttr

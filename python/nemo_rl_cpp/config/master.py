@@ -1,7 +1,5 @@
 """The whole configuration of a GRPO run, a PPO run and an evaluation."""
 
-from __future__ import annotations
-
 from pydantic import PrivateAttr
 
 from nemo_rl_cpp.dotted_names import is_own

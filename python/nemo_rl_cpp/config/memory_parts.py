@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
+from .known_models import ModelSizes
+
 if TYPE_CHECKING:
-    from .known_models import ModelSizes
     from .policy import TrainedModelConfig
 
 _CHUNK = 2**24

@@ -1,7 +1,5 @@
 """Turns what pydantic finds into sentences: what was given, what is expected, which key was probably meant."""
 
-from __future__ import annotations
-
 from pydantic_core import ErrorDetails
 
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line

@@ -1,7 +1,5 @@
 """The `ppo` section."""
 
-from __future__ import annotations
-
 from .base import Count, Fraction, Int, NonNegative, Positive, Section, key, section
 from .estimators import PPOEstimator
 from .loop import AsyncConfig, LoopConfig, other_default

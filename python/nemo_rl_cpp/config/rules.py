@@ -1,7 +1,5 @@
 """Rules that tie several keys together. Each reports a key, what is wrong, and what to change."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 

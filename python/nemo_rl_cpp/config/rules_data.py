@@ -1,7 +1,5 @@
 """Rules of data sets, prompts and environments."""
 
-from __future__ import annotations
-
 from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.files.prompt_files import find_prompt
 

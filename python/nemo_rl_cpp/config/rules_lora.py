@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.argument_checks import did_you_mean
 
+from .errors import Report
 from .lora import FROZEN, MATRICES, adapted_modules, matches, modules_of_layers
 
 if TYPE_CHECKING:
-    from .errors import Report
     from .lora import LoraConfig
     from .policy import TrainedModelConfig
 

@@ -1,7 +1,5 @@
 """Rules of the policy loss."""
 
-from __future__ import annotations
-
 from nemo_rl_cpp.dotted_names import is_own
 
 from .errors import Report

@@ -1,7 +1,5 @@
 """Rules of the models: backends, batching, optimizer, generation, devices."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from nemo_rl_cpp.files.prompt_files import find_prompt

@@ -1,16 +1,15 @@
 """What the run scripts share: read the command line, check the configuration, show it, start the loop."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, own_the_process, plain_warnings, unknown_option
 from nemo_rl_cpp.config.access import written
+from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.errors import guarded
 from nemo_rl_cpp.files.yaml_text import dump_yaml
@@ -24,9 +23,6 @@ from .fold import keys_without_effect_text
 from .locate import find_config, shipped_configs
 from .master import EvalMasterConfig
 from .memory import forecast_text
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import WholeConfig
 
 C = TypeVar("C", bound="WholeConfig")
 _EVAL_KEYS = (

@@ -1,7 +1,5 @@
 """A section of the configuration from what a caller of a class has: the section, a mapping, a dataclass, any object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 

@@ -6,11 +6,12 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.config.errors import Report
+
 from .base import Int, Positive, Real, Section, key
 from .data import DatasetDefaults, datasets_of
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.config.errors import Report
     from nemo_rl_cpp.config.master import TrainMasterConfig
 
 EXPOSED = "policy.generation.expose_http_server"

@@ -4,8 +4,6 @@ A table is the one place that says what a name stands for. The values that the s
 docs/configuration.md follow from it, also for an entry that a program adds while it runs.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

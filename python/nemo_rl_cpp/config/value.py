@@ -1,7 +1,5 @@
 """The `value` section: PPO's critic."""
 
-from __future__ import annotations
-
 from .base import Section, key, section
 from .policy import Backend, Precision, SequencePackingConfig, TokenizerConfig, TrainedModelConfig, fill
 

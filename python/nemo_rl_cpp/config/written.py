@@ -1,7 +1,5 @@
 """What stands in a file or on the command line, for messages: a value as it was written, a tab, the kind of a file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -9,18 +9,13 @@ Ends: the `eos_token_id` of generation_config.json, a number or a list; without 
 the tokenizer's end token.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.tokenizer_files import read_json
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
 
 GENERATION_CONFIG = "generation_config.json"
 _FROM_CONFIG = (

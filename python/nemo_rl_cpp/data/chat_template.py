@@ -4,8 +4,6 @@ They come with model folders, that is from strangers, so they run in a sandbox (
 time: a template can read the messages and build text, and nothing else.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime

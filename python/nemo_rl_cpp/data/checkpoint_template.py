@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.data.boundaries import passes_text_through
+from nemo_rl_cpp.data.tokenizer import Templates, Tokenizer
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.policy import TokenizerConfig
-    from nemo_rl_cpp.data.tokenizer import Templates, Tokenizer
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:

@@ -1,15 +1,9 @@
 """Lists of DatumSpec to batches."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
 from nemo_rl_cpp.data.interfaces import DatumSpec
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:

@@ -1,7 +1,5 @@
 """Reads configuration sections that may be dictionaries or typed models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A conversation is a list of messages {"role", "content"}. One rule for data sets
 without an argument for the place raise ValueError without one; whoever knows the file and the row puts them before it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.data.collate_fn import rl_collate_fn
 from nemo_rl_cpp.data.config_access import get_field
+from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
 from nemo_rl_cpp.data.random_order import permutation
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.data import DataConfig
-    from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
 class StatefulDataLoader:

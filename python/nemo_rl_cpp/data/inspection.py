@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
 from nemo_rl_cpp.data.processors import PROMPT_MAKERS, Prompt, multichoice_qa_processor
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.datasets import RawDataset
-    from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
 
 _MOST_ROWS = 1000
 _MOST_CHARACTERS = 2_000_000

@@ -4,8 +4,6 @@ Each takes (datum_dict, task_data_spec, tokenizer, max_seq_length, idx) and give
 `register_processor` adds one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

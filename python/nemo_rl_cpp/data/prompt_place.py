@@ -5,8 +5,6 @@ In every other file all braces stand for themselves but the place, and `\boxed{}
 another `{}` stands by itself. What is not clear is refused.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

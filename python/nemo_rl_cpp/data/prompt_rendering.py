@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
+from nemo_rl_cpp.data.interfaces import TokenizerType
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-
     Messages = Sequence[Mapping[str, object]]
     Tools = Sequence[Mapping[str, object]] | None
 

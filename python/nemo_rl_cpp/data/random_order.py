@@ -3,8 +3,6 @@
 Built on Philox's raw 64-bit numbers, whose values numpy guarantees; its higher-level methods may change.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What `policy.tokenizer.chat_template` means: a template, a file of one, or one of the tokenizer's by its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ jinja keeps a template from Python's inside. What it does not limit is the size 
 before it is made (`data/template_sizes.py`), and refused where it, or the sum of all, is beyond what any prompt has.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from functools import wraps

@@ -1,7 +1,5 @@
 """How large the values are that an operation of a chat template would make: estimates from above, in characters or items."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A time limit for code of strangers that runs in this process, on any thread."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import threading

@@ -1,7 +1,5 @@
 """A character tokenizer of 16 tokens, for models that are trained from nothing in seconds."""
 
-from __future__ import annotations
-
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_cpp.data.interfaces import TokenizerType
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-    from nemo_rl_cpp.data.interfaces import TokenizerType
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

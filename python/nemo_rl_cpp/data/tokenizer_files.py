@@ -1,7 +1,5 @@
 """The files beside tokenizer.json that say which tokens a tokenizer has: read with transformers' precedence, and written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path

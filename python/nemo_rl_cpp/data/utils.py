@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl_cpp.config.data import defaults_for
+from nemo_rl_cpp.config.data import DataConfig, defaults_for
 from nemo_rl_cpp.data.config_access import get_field, to_plain
 from nemo_rl_cpp.data.datasets import (
     AllTaskProcessedDataset,
@@ -21,12 +21,11 @@ from nemo_rl_cpp.data.datasets import (
 from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
 from nemo_rl_cpp.data.datasets.utils import sections_of
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
+from nemo_rl_cpp.data.interfaces import Indexed, Row, TaskDataSpec, TokenizerType
+from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
+from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.config.data import DataConfig
-    from nemo_rl_cpp.data.interfaces import Indexed, Row, TaskDataSpec, TokenizerType
-    from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
-    from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
     from nemo_rl_cpp.environments.interfaces import Environment
     from nemo_rl_cpp.environments.ray_environment import ActorSettings
 

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.loading import import_object
 from nemo_rl_cpp.environments.reward_values import finite_number
 from nemo_rl_cpp.errors import one_sentence, user_code
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import LLMMessageLogType
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 

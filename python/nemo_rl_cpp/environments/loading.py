@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.env import ENV_REGISTRY, EnvironmentEntry
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, takes
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.datasets import RawDataset
-    from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
 
 INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 DATASET_BASE = "nemo_rl_cpp.data.datasets.RawDataset"

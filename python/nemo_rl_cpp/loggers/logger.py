@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from nemo_rl_cpp.config.access import to_json, to_plain, written
 from nemo_rl_cpp.config.base import Settings
@@ -14,13 +14,11 @@ from nemo_rl_cpp.config.sections import check_keys, read_section
 from nemo_rl_cpp.files.durable import disk_trouble, own_copy
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.loggers.backends import WandbLogger
 from nemo_rl_cpp.loggers.files import JsonlLogger
 from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
 from nemo_rl_cpp.loggers.ledger import LogLedger
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.loggers.backends import WandbLogger
 
 
 class Logger(LoggerInterface):

@@ -4,17 +4,13 @@
 configuration that yields `Finding`s; each file of this package holds the checks of one subject. No check loads weights or torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.config.master import WholeConfig
 
 from . import components, data, environments, folders, model, sizes
 from .banner import banner_lines
 from .finding import Finding
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import WholeConfig
 
 CHECKS: tuple[Callable[[WholeConfig], Iterable[Finding]], ...] = (
     sizes.check, folders.check, model.check, environments.check, components.check, data.check,

@@ -10,26 +10,21 @@ GRPO smollm2-135m-instruct
   data      arithmetic, 2,091 rows; validation: arithmetic, 256 rows
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
+from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
 from nemo_rl_cpp.config.known_models import known_model
 from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, adapter_sizes
+from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.memory import fit_text, forecast, forecast_summary, model_sizes, size_text, with_known_sizes
+from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
 from nemo_rl_cpp.threads import cores, threads_at_start
 
 from .data import data_sections, made_up_quickly
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
-    from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
-    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 _MOST_BYTES = 64 * 2**20
 """Of a file whose lines are counted for the banner: a fraction of a second."""

@@ -1,19 +1,15 @@
 """Checks of losses and advantage estimators of the user's: they are imported, and asked for what a run needs of them."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from nemo_rl_cpp.argument_checks import described, in_a_line
+from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, is_dotted
 
 from .finding import Finding
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import WholeConfig
 
 
 class Interface(NamedTuple):

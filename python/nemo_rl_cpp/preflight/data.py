@@ -1,19 +1,15 @@
 """Checks of data sets, prompts and truths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
+from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.config.policy import TokenizerConfig
+from nemo_rl_cpp.data.tokenizer import Tokenizer
 
 from .finding import Finding
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
-    from nemo_rl_cpp.config.master import WholeConfig
-    from nemo_rl_cpp.config.policy import TokenizerConfig
-    from nemo_rl_cpp.data.tokenizer import Tokenizer
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
 _MOST_FILES = 1000

@@ -3,13 +3,11 @@
 What is the user's own may import torch, which takes its time; environments of this package are not imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.data import DatasetConfig, datasets_of
 from nemo_rl_cpp.config.env import ENV_REGISTRY
+from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.environments.loading import (
     LoadingError,
     check_reward_section,
@@ -21,9 +19,6 @@ from nemo_rl_cpp.environments.loading import (
 from nemo_rl_cpp.errors import install_command
 
 from .finding import Finding
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import WholeConfig
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:

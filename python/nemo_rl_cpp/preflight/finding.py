@@ -1,7 +1,5 @@
 """One thing that a check found."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,26 +1,20 @@
 """Checks of the folders that a run writes to: can they be written, is there room for a save, does another run use them, and
 do their checkpoints belong to this run?"""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
-from nemo_rl_cpp.config.master import PPOMasterConfig
+from nemo_rl_cpp.config.master import PPOMasterConfig, WholeConfig
 from nemo_rl_cpp.config.memory import checkpoint_bytes, size_text
 from nemo_rl_cpp.files.folder_lock import LOCK, held_by, holder_of
 from nemo_rl_cpp.models.hub_upload import LOG_IN, can_push
 
 from .finding import Finding
 from .resumed import WHAT_TO_DO, read_saved, refusals, short
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import WholeConfig
 
 _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 

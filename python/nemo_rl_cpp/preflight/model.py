@@ -4,14 +4,14 @@ They read what the run will read (config.json, the headers of the weights, the t
 that a hub has to send first is checked by the run itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl_cpp.config.lora import adapted_modules, nothing_adapted
+from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.config.memory import model_sizes
+from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.resources import trainers_of
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.models.hf_config import check_length, read_config_file
@@ -28,10 +28,6 @@ from nemo_rl_cpp.models.sources import (
 from nemo_rl_cpp.models.weight_files import weight_files
 
 from .finding import Finding
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import WholeConfig
-    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent at most
 

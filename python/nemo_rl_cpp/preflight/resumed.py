@@ -4,29 +4,25 @@ No torch and no weights: `preflight` asks before the start, and the run itself a
 (`algorithms/resume.py`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.access import written
+from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.config.messages import shown
+from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, read_text
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.models.hf_config import native_config, read_config, read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import WholeConfig
-    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 IDENTITY = Path("trainer_state") / "identity.json"
 _OWN_LINE = re.compile(

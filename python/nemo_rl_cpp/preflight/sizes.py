@@ -1,21 +1,16 @@
 """Reports the sizes and engines that a file was written for, and checks whether this machine's memory is enough."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.fold import fold_text, note_as_said
 from nemo_rl_cpp.config.machine import machine_memory, swap_memory
+from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, size_text, with_known_sizes
 
 from .finding import Finding
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import WholeConfig
 
 _DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last is that of WSL
 _EXPERTS = re.compile(

@@ -1,7 +1,5 @@
 """Numbers as a page shows them: short, and few enough to be drawn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,26 +1,21 @@
 """The server of a run: made of its policy and its section `policy.generation`."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
+from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.serving.command import check_installed
 from nemo_rl_cpp.serving.engine_thread import EngineThread, engine_maker, longest_in_cache
 from nemo_rl_cpp.serving.generation import ServedGeneration, trained_sampling
 from nemo_rl_cpp.serving.model import Limits, ServedModel
 from nemo_rl_cpp.serving.requests import Sampling
 from nemo_rl_cpp.serving.rollouts import Rollouts
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.policy import PolicyConfig
-    from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 
 def serve_policy(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.prompt_rendering import render_prompt
 from nemo_rl_cpp.serving.tool_calls import MARK
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.serving.bodies import ChatMessage
 
 _PLACE = "9001place1009"  # digits and letters, which templates let through

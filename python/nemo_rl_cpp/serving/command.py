@@ -11,9 +11,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.command_line import add_engine_options, add_model_option
+from nemo_rl_cpp.serving.engine_thread import EngineThread
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.serving.engine_thread import EngineThread
     from nemo_rl_cpp.serving.http_server import HttpServer
 
 KEY_VARIABLE = "NEMO_RL_CPP_API_KEY"

@@ -1,23 +1,17 @@
 """The HTTP server: uvicorn on h11, in a thread or in the foreground, with deadlines for what clients leave unfinished."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nemo_rl_cpp.serving.app import make_app
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    from nemo_rl_cpp.serving.model import ServedModel
+from nemo_rl_cpp.serving.model import ServedModel
 
 _START_SECONDS = 15.0
 _END_SECONDS = 5.0

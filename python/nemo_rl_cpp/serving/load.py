@@ -1,7 +1,5 @@
 """A model from a folder, ready to be served."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import dataclass, replace

@@ -1,13 +1,8 @@
 """From tokens as they come to text as clients read it: whole characters, and nothing from a stop string on."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from tokenizers.decoders import DecodeStream
 
-if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.data.interfaces import TokenizerType
 
 
 class TextStream:

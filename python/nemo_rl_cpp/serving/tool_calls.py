@@ -1,7 +1,5 @@
 """Tool calls in what a model writes, in the form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

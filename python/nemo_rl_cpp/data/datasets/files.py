@@ -1,7 +1,5 @@
 """Rows of local files and folders: JSON, CSV, text, Parquet and Arrow."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """A data set that tokenises its rows, each by the processor of its task."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.config.data import DatasetConfig
 from nemo_rl_cpp.data.config_access import get_field
+from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
 from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl_cpp.data.processors import FILLS_A_PLACE, PROCESSOR_REGISTRY
 from nemo_rl_cpp.data.prompt_place import split_prompt
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from nemo_rl_cpp.config.data import DatasetConfig
-    from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
 
 
 class RawDataset:

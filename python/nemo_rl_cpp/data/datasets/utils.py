@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.datasets.files import READERS, read_file, read_folder
 from nemo_rl_cpp.data.datasets.list_dataset import ChainedDataset, ListDataset
+from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
 from nemo_rl_cpp.files.prompt_files import MissingFileError
 
 if TYPE_CHECKING:
     import torch
     from datasets import Dataset
-
-    from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
 
     Section = dict[str, object]  # one data set of a configuration, as plain data
 

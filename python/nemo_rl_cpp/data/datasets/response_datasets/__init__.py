@@ -1,7 +1,5 @@
 """Data sets by the names that configurations use."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 

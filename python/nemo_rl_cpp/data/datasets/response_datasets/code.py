@@ -1,7 +1,5 @@
 """A generated data set of programs to write: one-line functions with tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nemo_rl_cpp.data.datasets.response_datasets.generated import HELD_OUT, GeneratedDataset

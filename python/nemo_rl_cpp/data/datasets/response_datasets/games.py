@@ -1,7 +1,5 @@
 """A generated data set of games. Each row is the start of one game."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nemo_rl_cpp.data.datasets.response_datasets.generated import GeneratedDataset

@@ -4,8 +4,6 @@ Which side of the split a question is on depends on the question alone (`is_held
 disjoint whatever seeds, sizes and sections a configuration uses. `seed` decides the order and the examples shown.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from nemo_rl_cpp.data.datasets.list_dataset import ListDataset

@@ -1,7 +1,5 @@
 """Mathematics data sets of the hub, by the names that configurations use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypedDict
 

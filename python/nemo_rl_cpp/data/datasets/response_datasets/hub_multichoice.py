@@ -1,7 +1,5 @@
 """Multiple-choice data sets of the hub, by the names that configurations use. `verifier_type: english_multichoice` scores them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import TypedDict

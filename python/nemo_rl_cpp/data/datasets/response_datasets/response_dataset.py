@@ -1,7 +1,5 @@
 """Question-and-answer pairs from a file or the hub."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import TypeVar

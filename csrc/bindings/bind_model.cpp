@@ -129,6 +129,15 @@ void bind_trainer(py::module_& m) {
           },
           py::arg("d_out"), py::arg("d_unfiltered") = py::none(), release_gil())
       .def("finish_backward", py::overload_cast<>(&Trainer::backward), release_gil())
+      .def(
+          "move_kept",
+          [](Trainer& self, const RowBatch& batch,
+             const std::vector<std::tuple<std::vector<std::int64_t>, int, int>>& moves) {
+            std::vector<trainer::KeptMove> all;
+            for (const auto& [rows, from, to] : moves) all.push_back({rows, from, to});
+            self.move_kept(batch, all);
+          },
+          py::arg("batch"), py::arg("moves"), release_gil())
       .def("zero_grad", &Trainer::zero_grad, release_gil())
       .def(
           "step",

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "distributed/communicator.h"
 #include "distributed/gradient_sums.h"
 
 namespace nemo_rl::distributed {

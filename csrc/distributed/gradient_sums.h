@@ -8,8 +8,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "distributed/communicator.h"
-
 namespace nemo_rl::distributed {
 
 /// Adds blocks of one process, each as large as the others, as they come.
@@ -57,10 +55,5 @@ struct Shard {
 };
 /// Shards of equal size but for the last ones; all begin at multiples of `block` elements.
 Shard shard_of(std::int64_t total, int rank, int size, std::int64_t block);
-
-/// `flat` of this rank, in its own shard, becomes the sum of all ranks' along the tree. Elsewhere it keeps what it was.
-void reduce_scatter(Communicator& ranks, const at::Tensor& flat, std::int64_t block, const char* phase);
-/// Every rank's shard of `flat` becomes the one of the rank that is responsible for it.
-void all_gather_shards(Communicator& ranks, const at::Tensor& flat, std::int64_t block, const char* phase);
 
 }  // namespace nemo_rl::distributed

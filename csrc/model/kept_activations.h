@@ -50,6 +50,8 @@ class KeptActivations {
   void put(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes);
   /// Reads the same rows back into `a`. Every node must be a kept one.
   void get(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes) const;
+  /// All that is kept of one token: `bytes_per_token()` bytes.
+  std::byte* row(Node node) const { return place(node, 0); }
 
  private:
   static constexpr std::int64_t kSlabRows = 64;

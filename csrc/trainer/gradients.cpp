@@ -15,6 +15,7 @@ Gradients::Gradients(model::DecoderModel& model, TrainedTogether together)
   NRL_CHECK_ARG(!together_.shard_gradients || together_.ranks == nullptr || together_.beside != nullptr,
                 "sharded gradients are added beside the backward, which needs a communicator of its own");
   if (together_.ranks == nullptr) together_.shard_gradients = false;  // nobody to share them with
+  if (together_.ranks != nullptr) shards_.emplace(together_.ranks);
   if (together_.ranks == nullptr || together_.beside == nullptr) return;
   const auto& layout = model_.trained_layout();
   const auto layers = static_cast<std::size_t>(model_.config().num_layers);
@@ -147,7 +148,9 @@ void Gradients::begin_round(bool with_flat) {
     if (with_flat) {
       round.terms.push_back(flat());
     } else {
-      blocks_.give_back(flat());
+      flat();
+      blocks_.give_back(std::move(flat_));  // and nobody else has it: the sum may fail
+      views_.reset();
     }
     round.sum = round.terms.front().narrow(0, shard().begin, shard().size());
   }
@@ -188,8 +191,7 @@ void Gradients::add_all() {
   } else {
     add_shared();
   }
-  if (together_.ranks != nullptr)
-    distributed::reduce_scatter(*together_.ranks, flat_, ops::kFlatBlock, "adding the gradients of all ranks");
+  if (shards_) shards_->reduce_scatter(flat_, ops::kFlatBlock, "adding the gradients of all ranks");
 }
 
 at::Tensor Gradients::of_shard() const {
@@ -221,13 +223,13 @@ double Gradients::norm() {
 }
 
 /// Of this slice: as l2_norm of it, to the bit.
-double Gradients::slice_norm() const {
-  if (together_.ranks == nullptr) return flat_norm();
+double Gradients::slice_norm() {
+  if (!shards_) return flat_norm();
   const auto own = ops::block_squares(of_shard());
   const auto blocks = (model_.trained_layout().total + ops::kFlatBlock - 1) / ops::kFlatBlock;
   const auto all = at::zeros({blocks}, at::kDouble);
   all.narrow(0, (shard().begin + ops::kFlatBlock - 1) / ops::kFlatBlock, own.numel()).copy_(own);
-  distributed::all_gather_shards(*together_.ranks, all, /*block=*/1, "the gradient norm");
+  shards_->all_gather(all, /*block=*/1, "the gradient norm");
   return ops::norm_of_blocks(all);
 }
 

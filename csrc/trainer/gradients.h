@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "distributed/gradient_exchange.h"
+#include "distributed/shards.h"
 #include "model/decoder_model.h"
 
 namespace nemo_rl::trainer {
@@ -24,6 +25,8 @@ class Gradients {
   /// `model` outlives this.
   Gradients(model::DecoderModel& model, TrainedTogether together);
 
+  /// The way to the other ranks; nullptr where there are none.
+  distributed::Shards* shards() { return shards_ ? &*shards_ : nullptr; }
   /// What of the flat buffers this process updates.
   distributed::Shard shard() const;
   /// The buffer that a backward adds to [total], created at the first use, and its parts.
@@ -57,12 +60,13 @@ class Gradients {
   void add_shared_of(std::size_t layer);
   void begin_round(bool with_flat);
   void end_round();
-  double slice_norm() const;
+  double slice_norm();
 
   model::DecoderModel& model_;
   TrainedTogether together_;
   at::Tensor flat_;
   std::optional<model::GradientViews> views_;
+  std::optional<distributed::Shards> shards_;  ///< where there are other ranks
   distributed::BlockSums blocks_;  ///< of this rank; with sharded gradients shards of the sums over all ranks
   at::Tensor shard_sum_;           ///< with sharded gradients
   std::vector<std::int64_t> layer_begin_;

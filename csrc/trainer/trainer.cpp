@@ -53,12 +53,11 @@ void check_result(const at::Tensor& out, const RowBatch& batch, at::ScalarType d
 
 Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together)
     : model_(std::move(model)),
-      ranks_(together.ranks),
       gradients_(*model_, std::move(together)),
       head_(model::VocabSlice(model_->config(), model_->peers())) {
-  NRL_CHECK_ARG(ranks_ == nullptr || model_->device().is_cpu(),
+  NRL_CHECK_ARG(gradients_.shards() == nullptr || model_->device().is_cpu(),
                 "several processes train one model on the CPU only, not on ", model_->device().str());
-  if (ranks_ != nullptr) model_->keep_master_shard(shard().begin, shard().end);
+  if (gradients_.shards() != nullptr) model_->keep_master_shard(shard().begin, shard().end);
 }
 
 void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples,
@@ -87,6 +86,10 @@ void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t
     h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, wanted, nothing, workspace);
     std::iota(wanted.begin(), wanted.end(), 0);  // h_ holds these rows alone
   }
+}
+
+void Trainer::move_kept(const RowBatch& batch, const std::vector<KeptMove>& moves) {
+  if (auto* const ranks = gradients_.shards()) trainer::move_kept(*ranks, model_->kept(), batch, moves);
 }
 
 /// Where generation left the rows of packed_; empty unless all are there.
@@ -266,8 +269,8 @@ void Trainer::update(const ops::AdamWSettings& settings, double scale) {
   const auto compute =
       model_->has_separate_masters() ? std::optional<at::Tensor>(own(model_->compute())) : std::nullopt;
   ops::adamw_step(masters, gradients_.of_shard(), exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
-  if (ranks_ != nullptr)
-    distributed::all_gather_shards(*ranks_, model_->updated(), ops::kFlatBlock, "the new weights of all ranks");
+  if (auto* const ranks = gradients_.shards())
+    ranks->all_gather(model_->updated(), ops::kFlatBlock, "the new weights of all ranks");
   if (model_->adapters() != nullptr) model_->masters_changed();
 }
 

@@ -8,6 +8,7 @@
 #include "model/decoder_model.h"
 #include "ops/adamw.h"
 #include "trainer/gradients.h"
+#include "trainer/kept_moves.h"
 #include "trainer/packed_batch.h"
 #include "trainer/token_loss.h"
 
@@ -56,6 +57,9 @@ class Trainer {
   /// After a forward with a loss.
   void backward();
 
+  /// Before the passes over rows that other ranks have generated; see trainer/kept_moves.h.
+  void move_kept(const RowBatch& batch, const std::vector<KeptMove>& moves);
+
   void zero_grad();
   /// The next backward is the last one of this global batch (with sharded gradients: of this block), so sums over all
   /// ranks may begin in it. That backward may not come: they are formed later then. Nothing to do where sums wait for
@@ -93,7 +97,6 @@ class Trainer {
   std::vector<model::KeptActivations::Node> kept_nodes() const;
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
-  std::shared_ptr<distributed::Communicator> ranks_;
   Gradients gradients_;
   at::Tensor exp_avg_, exp_avg_sq_;
   std::int64_t optimizer_steps_ = 0, reused_tokens_ = 0;

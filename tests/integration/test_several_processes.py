@@ -12,6 +12,8 @@ import torch
 from nemo_rl_cpp.algorithms import restarts
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.models.distributed_models import plain_batch
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -86,6 +88,29 @@ def test_without_blocks_only_the_rounding_differs(tmp_path):
     a, b = (load_file(path / "policy" / "weights" / "model.safetensors") for path in (one, three))
     first, second = (torch.cat([tensors[name].flatten().double() for name in sorted(a)]) for tensors in (a, b))
     assert float((first - second).norm() / first.norm()) < 1e-6 and not torch.equal(first, second)
+
+
+def test_samples_that_change_their_rank_bring_their_activations(tmp_path):
+    """So that every update but the first is spared its forward pass, and has the bits of one with it."""
+    moves, digests = [], []
+    for kept in ("null", "0"):
+        with tiny.make(
+            tmp_path / kept, *tiny.SMALL, *workers(2), "grpo.max_num_steps=5", f"policy.kept_activations_gb={kept}"
+        ) as run:
+            train = run.policy.train
+
+            def watched(batch, loss_fn, **given):
+                data = plain_batch(batch)
+                moves.append(Ranks(0, 2).even_block(data, 0, data.size, loss_fn.zero_gradient_rows(data))[1])
+                return train(batch, loss_fn, **given)
+
+            run.policy.train = watched
+            run.train()
+            assert [row["reused_forward_share"] for row in run.history] == (
+                [0, 1, 1, 1, 1] if kept == "null" else [0] * 5
+            )
+            digests.append([row["weights/digest"] for row in run.history])
+    assert any(moves[1:5]) and digests[0] == digests[1]
 
 
 def test_a_checkpoint_is_anybodys(tmp_path):

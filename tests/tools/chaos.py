@@ -3,12 +3,14 @@
     python tests/tools/chaos.py --each 20
     python tests/tools/chaos.py --each 5 --victims "rank 1" --config configs/ppo_tiny.yaml
     python tests/tools/chaos.py --each 5 --victims environment
+    python tests/tools/chaos.py --each 20 --side-by-side 2
 
 Victims are rank 0, rank 1, the worker of an engine with weights of its own (with `--engines 0` there is none, and ranks generate), the
 run's own process ("driver"), and an actor of an environment ("environment": such runs have the executor ray and no engine of its own);
 each is killed (SIGKILL) or stopped (SIGSTOP; the driver for two seconds), in turns. Within the deadline the run must have ended with the
 name of the lost rank, or go on where the driver was only stopped or an environment was lost that may be asked again; no process may be left; and the run that is resumed after all of it must leave the same bits as an
-unbroken one. Exit status 1 if anything fails.
+unbroken one. With `--side-by-side` the blows are dealt to so many chains, each with folders and an unbroken run of its own, since a run that waits for
+a deadline leaves the processors to another. Exit status 1 if anything fails.
 """
 
 import argparse
@@ -21,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,6 +39,7 @@ WORKERS = (
 )  # fmt: skip
 
 
+HAD_ENDED, NOT_THERE = "had ended", "was not there"  # no blow
 BY_RAY = ("cluster.executor=ray", "cluster.gpus_per_node=2")
 
 
@@ -93,14 +98,14 @@ def blow(argv: list[str], victim: str, number: signal.Signals, delay: float) -> 
         run = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             run.wait(delay)
-            return "had ended", []
+            return HAD_ENDED, []
         except subprocess.TimeoutExpired:
             pass
         workers = workers_of(run.pid) | actors_of(run.pid)
         target = run.pid if victim == "driver" else workers.get(victim)
         if target is None:  # it has not been started, or has ended
             run.kill(), run.wait()
-            return "was not there", []
+            return NOT_THERE, []
         began = time.monotonic()
         os.kill(target, number)
         if target == run.pid and number == signal.SIGSTOP:
@@ -137,6 +142,50 @@ def went_on(run: subprocess.Popen) -> tuple[str, list[str]]:
     return ("went on", []) if status == 0 else ("did not go on", [f"status {status}"])
 
 
+@dataclass
+class Chain:
+    """Blows one after the other, each of which meets what the last one has left."""
+
+    config: str
+    steps: int
+    overrides: list[str]
+    number: int
+    seed: int
+
+    def command(self, folder: Path) -> list[str]:
+        return command(self.config, folder, self.steps, self.overrides)
+
+    def say(self, text: str) -> None:
+        print(f"[{self.number}] {text}", flush=True)
+
+    def strike(self, victims: list[tuple[str, signal.Signals]]) -> int:
+        """How many blows, or ends, were wrong."""
+        dice, failed = random.Random(self.seed + self.number), 0
+        with tempfile.TemporaryDirectory() as scratch:
+            whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
+            began = time.monotonic()
+            run_to_end(self.command(whole), dict(os.environ))
+            length, expected = time.monotonic() - began, fingerprint(whole)
+            for victim, number in victims:
+                happened = HAD_ENDED
+                while happened in (HAD_ENDED, NOT_THERE):  # a resumed run is shorter: no blow then, and another try
+                    delay = dice.uniform(0.3, 0.9) * length
+                    happened, problems = blow(self.command(broken), victim, number, delay)
+                    failed += bool(problems)
+                    self.say(f"{victim} {number.name} after {delay:.1f} s: {happened}{'; '.join(['', *problems])}")
+                    if newest_step(broken) >= self.steps:
+                        failed += self.differs(expected, broken)
+                        broken = broken.with_name(f"{broken.name}_")
+            run_to_end(self.command(broken), dict(os.environ))
+            return failed + self.differs(expected, broken)
+
+    def differs(self, expected: dict[str, str], folder: Path) -> int:
+        """Says whether the run in `folder`, which has come to its end, left the bits of the unbroken one; 1 if not."""
+        wrong = differences(expected, fingerprint(folder))
+        self.say(f"DIFFERENT: {', '.join(wrong)}" if wrong else "at its end: the same bits as the unbroken run")
+        return int(bool(wrong))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/grpo_tiny.yaml")
@@ -144,6 +193,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=20, help="blows for each victim")
     parser.add_argument("--victims", nargs="+", default=VICTIMS, choices=VICTIMS)
     parser.add_argument("--engines", type=int, default=1, help="workers that only generate")
+    parser.add_argument("--side-by-side", type=int, default=1, metavar="N", help="so many runs at a time")
     parser.add_argument("--seed", type=int, default=0)
     arguments, overrides = parser.parse_known_args()
     victims = [victim for victim in arguments.victims if arguments.engines or not victim.startswith("engine")]
@@ -151,39 +201,28 @@ def main() -> int:
         [victim for victim in victims if victim != "environment"],
         [victim for victim in victims if victim == "environment"],
     )
-    status = 0
+    failed = 0
     for several, executor in zip(groups, (sizes(arguments.engines), BY_RAY)):
         if several:
-            status |= campaign(arguments, several, [*WORKERS, *executor, *overrides])
-    return status
+            failed += campaign(arguments, several, [*WORKERS, *executor, *overrides])
+    return 1 if failed else 0
 
 
 def campaign(arguments: argparse.Namespace, victims: list[str], overrides: list[str]) -> int:
-    """Strikes these victims of one kind of run; 1 if anything was wrong."""
-    dice, failed = random.Random(arguments.seed), 0
-    with tempfile.TemporaryDirectory() as scratch:
-        whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
-        began = time.monotonic()
-        run_to_end(command(arguments.config, whole, arguments.steps, overrides), dict(os.environ))
-        length, expected = time.monotonic() - began, fingerprint(whole)
-        for turn in range(arguments.each):
-            for victim in victims:
-                number = signal.SIGSTOP if turn % 2 else signal.SIGKILL
-                delay = dice.uniform(0.3, 0.9) * length
-                happened, problems = blow(
-                    command(arguments.config, broken, arguments.steps, overrides), victim, number, delay
-                )
-                failed += bool(problems)
-                print(f"{victim} {number.name} after {delay:.1f} s: {happened}{'; '.join(['', *problems])}", flush=True)
-                if newest_step(broken) >= arguments.steps:
-                    if wrong := differences(expected, fingerprint(broken)):
-                        failed += 1
-                        print(f"DIFFERENT: {', '.join(wrong)}", flush=True)
-                    broken = broken.with_name(f"{broken.name}_")
-        run_to_end(command(arguments.config, broken, arguments.steps, overrides), dict(os.environ))
-        wrong = differences(expected, fingerprint(broken))
-    print(f"{failed} failures; " + (f"DIFFERENT: {', '.join(wrong)}" if wrong else "the same bits as the unbroken run"))
-    return 1 if failed or wrong else 0
+    """Strikes these victims of one kind of run; how much was wrong."""
+    blows = [
+        (victim, signal.SIGSTOP if turn % 2 else signal.SIGKILL) for turn in range(arguments.each) for victim in victims
+    ]
+    chains = [
+        Chain(arguments.config, arguments.steps, overrides, number, arguments.seed)
+        for number in range(arguments.side_by_side)
+    ]
+    cut = [len(blows) * number // len(chains) for number in range(len(chains) + 1)]  # neighbours: both signals in each
+    with ThreadPoolExecutor(len(chains)) as pool:
+        wrong = pool.map(lambda chain: chain.strike(blows[cut[chain.number] : cut[chain.number + 1]]), chains)
+        failed = sum(wrong)
+    print(f"{', '.join(victims)}: {len(blows)} blows, {failed} failures", flush=True)
+    return failed
 
 
 if __name__ == "__main__":

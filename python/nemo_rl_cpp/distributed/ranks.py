@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_rl_cpp.distributed.moves import Move, even_moves
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -132,13 +134,18 @@ class Ranks:
             raise ValueError(
                 f"gradient_blocks is {count}, which {self.size} processes cannot share equally: take another number of processes, or null"
             )
-        if count == 1:
-            return deal(data, begin, end, 1)
-        dealt = deal(data, begin, end, count, prompt_lengths(data))
-        tokens = [int(data.lengths[rows].sum()) for rows in dealt]
-        if max(tokens) * count > MOST_UNEVEN * sum(tokens):
-            dealt = deal(data, begin, end, count)
-        return _blocks_of(dealt, self.rank, self.size, in_turns)
+        return _blocks_of(_dealt(data, begin, end, count), self.rank, self.size, in_turns)
+
+    def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
+        """As `blocks` with one block a rank, but samples with a backward pass (not `idle`, bool [B]) are shared equally: some move from the rank
+        that generated them to another. Returns this rank's samples, and the moves of all ranks."""
+        dealt = deal(data, begin, end, self.size, prompt_lengths(data))
+        moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
+        blocks = [set(rows) for rows in dealt]
+        for rows, source, target in moves:
+            blocks[source].difference_update(rows)
+            blocks[target].update(rows)
+        return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
         """[T] of which each rank has its own samples' part, and 0 elsewhere -> the whole, on every rank."""
@@ -215,6 +222,26 @@ def deal(
         dealt[least] += units[i]
         load[least] += tokens[i]
     return [sorted(rows) for rows in dealt]
+
+
+def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
+    """The blocks of a global batch: see `Ranks.blocks`."""
+    if count == 1:
+        return deal(data, begin, end, 1)
+    dealt = deal(data, begin, end, count, prompt_lengths(data))
+    tokens = [int(data.lengths[rows].sum()) for rows in dealt]
+    return deal(data, begin, end, count) if max(tokens) * count > MOST_UNEVEN * sum(tokens) else dealt
+
+
+def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
+    """Consecutive samples of one group that have a backward pass, and their tokens with the prompt once."""
+    groups = data.samples.get("group_id")
+    groups = [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
+    lengths, prompts, units = data.lengths.tolist(), prompt_lengths(data), {}
+    for row in rows:
+        if not idle[row]:
+            units.setdefault(("group", groups[row]) if groups[row] >= 0 else ("row", row), []).append(row)
+    return [(own, prompts[own[0]] + sum(lengths[row] - prompts[row] for row in own)) for own in units.values()]
 
 
 def prompt_lengths(data: RaggedBatch) -> list[int]:

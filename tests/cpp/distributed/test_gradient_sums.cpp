@@ -6,6 +6,7 @@
 
 #include "distributed/gradient_sums.h"
 #include "distributed/memory_communicator.h"
+#include "distributed/shards.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
@@ -75,7 +76,7 @@ TEST(Shards, AreWholeBlocksAndCoverAll) {
 }
 
 /// The whole sum as `size` ranks form it from 8 blocks.
-at::Tensor sum_on_ranks(int size, std::int64_t n) {
+at::Tensor sum_on_ranks(int size, std::int64_t n, bool in_place) {
   std::vector<at::Tensor> flats(static_cast<std::size_t>(size));
   on_ranks(size, [&](Communicator& ranks) {
     BlockSums sums;
@@ -89,8 +90,9 @@ at::Tensor sum_on_ranks(int size, std::int64_t n) {
       sums.add(own);
     }
     const auto flat = sums.take();
-    reduce_scatter(ranks, flat, 16, "test");
-    all_gather_shards(ranks, flat, 16, "test");
+    Shards shards({&ranks, [](auto*) {}}, in_place);
+    shards.reduce_scatter(flat, 16, "test");
+    shards.all_gather(flat, 16, "test");
     flats[static_cast<std::size_t>(ranks.rank())] = flat;
   });
   for (const auto& flat : flats) EXPECT_TRUE(at::equal(flat, flats[0]));
@@ -98,12 +100,52 @@ at::Tensor sum_on_ranks(int size, std::int64_t n) {
 }
 
 TEST(ReduceScatter, BitsDoNotDependOnTheNumberOfRanks) {
-  for (std::int64_t n : {1, 5, 16, 1000, 4099}) {
-    const auto one = sum_on_ranks(1, n);
+  for (std::int64_t n : {1, 5, 16, 1000, 4099, 300'007}) {
+    const auto one = sum_on_ranks(1, n, false);
     for (int size : {2, 4, 8})
-      EXPECT_TRUE(at::equal(sum_on_ranks(size, n), one)) << n << " elements, " << size << " ranks";
+      for (const bool in_place : {false, true})
+        EXPECT_TRUE(at::equal(sum_on_ranks(size, n, in_place), one))
+            << n << " elements, " << size << " ranks, in place: " << in_place;
   }
 }
+
+#ifdef __linux__
+TEST(PeerMemory, ReadsARankOfThisMachineAndNamesOneThatIsGone) {
+  on_ranks(2, [](Communicator& ranks) {
+    const auto memory = PeerMemory::open(ranks, "test");
+    ASSERT_NE(memory, nullptr);
+    const auto own = at::full({3}, ranks.rank() + 1.0f);
+    const auto addresses = memory->addresses(ranks, own, "test");
+    auto other = at::zeros({3});
+    memory->read(1 - ranks.rank(), addresses[static_cast<std::size_t>(1 - ranks.rank())], other.data_ptr(), 12, "test");
+    EXPECT_TRUE(at::equal(other, at::full({3}, 2.0f - ranks.rank())));
+    EXPECT_THROW(memory->read(1 - ranks.rank(), 16, other.data_ptr(), 12, "test"), PeerLost);
+    ranks.barrier("test");
+  });
+}
+
+/// Messages of one rank that say it is another process, as a rank of another machine does.
+class ElsewhereCommunicator final : public MemoryCommunicator {
+ public:
+  using MemoryCommunicator::MemoryCommunicator;
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) override {
+    auto sent = in.clone();
+    if (rank() == 1 && in.numel() > 1) sent[0].fill_(1);  // init, whose memory holds other numbers at that address
+    MemoryCommunicator::all_gather(out, sent, phase);
+  }
+};
+
+TEST(PeerMemory, IsNobodysWhereOneRankIsElsewhere) {
+  Meeting meeting(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      ElsewhereCommunicator ranks(meeting, rank);
+      EXPECT_EQ(PeerMemory::open(ranks, "test"), nullptr);
+    });
+  for (auto& thread : threads) thread.join();
+}
+#endif
 
 }  // namespace
 }  // namespace nemo_rl::distributed

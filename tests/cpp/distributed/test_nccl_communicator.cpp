@@ -11,8 +11,8 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "distributed/gradient_sums.h"
 #include "distributed/nccl_communicator.h"
+#include "distributed/shards.h"
 #include "nccl_emulation/control.h"
 #include "runtime/tensor.h"
 
@@ -208,8 +208,9 @@ TEST_F(NcclCommunicator, SumsHaveTheBitsOfTheTreeInWhateverOrderRanksCome) {
       ++met;
       while (met < 4) std::this_thread::yield();
       waits_for(static_cast<int>(std::find(order.begin(), order.end(), me) - order.begin()) % 4);
-      reduce_scatter(ranks, flat, 16, "sum");
-      all_gather_shards(ranks, flat, 16, "share");
+      Shards shards({&ranks, [](auto*) {}}, /*in_place=*/false);
+      shards.reduce_scatter(flat, 16, "sum");
+      shards.all_gather(flat, 16, "share");
       EXPECT_TRUE(at::equal(flat, wanted));
     });
   } while (std::next_permutation(order.begin(), order.end()));

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed.moves import Move
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, Ranks
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, wanted_tokens
@@ -155,6 +156,12 @@ class TrainingPass:
         """How many of the blocks are this rank's."""
         return 1 if self.blocks is None else self.blocks // self.ranks.size
 
+    @property
+    def evens_out(self) -> bool:
+        """Whether samples without a backward pass let others move between ranks: not where blocks are fixed for the sake of the bits."""
+        asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
+        return asked and self.blocks is None and self.ranks.size > 1
+
     def abandon_sum(self) -> None:
         """A rank has failed, this one or another: this one takes part in the sum that others may have begun, whatever it gives.
         Where each block has a sum of its own, `end_block` has done so."""
@@ -170,14 +177,19 @@ class TrainingPass:
             on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
             exactness: where to compare them with `generation_logprobs`; None: no comparison.
         """
+        batch, failed = None, None
         try:
             batch = _GlobalBatch(self, data, begin, end, True, on_policy, exactness)
-        except Exception:
+        except Exception as error:
+            failed = error
+        if self.evens_out and self.ranks.sum(0.0 if failed is None else 1.0) == 0:
+            self.trainer.move_kept(batch.batch, batch.moves)
+        if failed is not None:
             if self.sums.sharded and self.own_blocks > 1:
                 for _ in range(self.own_blocks):  # the others add each of theirs to this rank's
                     self.trainer.end_block()
             self.abandon_sum()
-            raise
+            raise failed
         return batch.run()
 
     def forward(
@@ -199,7 +211,12 @@ class _GlobalBatch:
         self.apart: Tensor | None = None
         if train and hasattr(way.loss_fn, "zero_gradient_rows"):
             self.apart = way.loss_fn.zero_gradient_rows(data)
-        blocks = way.ranks.blocks(data, begin, end, way.blocks, way.sums.sharded)
+        self.moves: list[Move] = []
+        if way.evens_out and self.apart is not None:
+            own, self.moves = way.ranks.even_block(data, begin, end, self.apart)
+            blocks = [own]
+        else:
+            blocks = way.ranks.blocks(data, begin, end, way.blocks, way.sums.sharded)
         plans = [plan(data, self.wanted, rows, way.batching, self.apart) for rows in blocks]
         self.batch, self.blocks = plans[0][0], [micro_batches for _, micro_batches in plans]
         outputs = torch.zeros(data.num_tokens, dtype=way.trainer.out_dtype)

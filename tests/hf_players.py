@@ -25,13 +25,13 @@ def make(cls, config_cls=PolicyConfig, model_type=None, paths=None, cluster=None
 
 
 def hf_policy(model_type=None, paths=None, **changes):
-    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
+    from nemo_rl_cpp.models.hf.trained import HfPolicy
 
     return make(HfPolicy, model_type=model_type, paths=paths, backend="hf", **changes)
 
 
 def hf_value(model_type=None, paths=None, **changes):
-    from nemo_rl_cpp.models.value.hf_value import HfValue
+    from nemo_rl_cpp.models.hf.trained import HfValue
 
     return make(HfValue, ValueConfig, model_type, paths, backend="hf", **changes)
 

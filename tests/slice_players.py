@@ -4,7 +4,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config
 from nemo_rl_cpp.models.model_folder import ModelFolder
-from nemo_rl_cpp.models.slices import Slices, named_whole
+from nemo_rl_cpp.models.weights import Slices, named_whole
 from row_batch import padded_rows
 
 B, S = 6, 14

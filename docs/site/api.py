@@ -8,14 +8,7 @@ from types import ModuleType
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Train, evaluate, generate", ("nemo_rl_cpp",)),
     ("Advantage estimators", ("nemo_rl_cpp.algorithms.advantages", "nemo_rl_cpp.algorithms.advantage_estimator")),
-    (
-        "Losses",
-        (
-            "nemo_rl_cpp.algorithms.loss.interfaces",
-            "nemo_rl_cpp.algorithms.loss.clipped_pg",
-            "nemo_rl_cpp.algorithms.loss.value_loss",
-        ),
-    ),
+    ("Losses", ("nemo_rl_cpp.algorithms.loss",)),
     (
         "Environments",
         (
@@ -26,8 +19,8 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("Data sets", ("nemo_rl_cpp.data.datasets.raw_dataset",)),
     ("Interfaces of the parts of a run", (
-        "nemo_rl_cpp.models.policy.interfaces", "nemo_rl_cpp.models.generation.interfaces",
-        "nemo_rl_cpp.models.value.interfaces", "nemo_rl_cpp.weight_sync.interfaces", "nemo_rl_cpp.loggers.interface",
+        "nemo_rl_cpp.models.interfaces", "nemo_rl_cpp.models.generation.interfaces",
+        "nemo_rl_cpp.weight_sync:WeightSynchronizer", "nemo_rl_cpp.loggers.interface",
     )),
     ("Short names for classes of your own", (
         "nemo_rl_cpp.environments.utils:register_env", "nemo_rl_cpp.data.datasets.response_datasets:register_dataset",

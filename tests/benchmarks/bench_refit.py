@@ -19,7 +19,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.process_workers import meeting_place
 from nemo_rl_cpp.distributed.ranks import connect
-from nemo_rl_cpp.models.generation.refit import DEFAULT_BUCKET_BYTES
+from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES
 
 HIDDEN, INTERMEDIATE, KEYS, VOCABULARY, LAYERS = 576, 1536, 192, 49152, 30
 

@@ -15,7 +15,7 @@ def test_public_names_are_there():
     listed = set(re.findall(r"\{py:(?:class|function)\} ([\w.]+)", page))
     missing = {name for name in nemo_rl_cpp.__all__ if name != "__version__"} - {n.rpartition(".")[2] for n in listed}
     assert missing == set()
-    for name in ("algorithms.loss.clipped_pg.ClippedPGLossFn", "environments.interfaces.EnvironmentInterface"):
+    for name in ("algorithms.loss.ClippedPGLossFn", "environments.interfaces.EnvironmentInterface"):
         assert f"nemo_rl_cpp.{name}" in listed
 
 

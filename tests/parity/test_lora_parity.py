@@ -11,8 +11,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
-from nemo_rl_cpp.models.slices import named_whole
-from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
+from nemo_rl_cpp.models.weights import load_weights, named_views, named_whole, save_weights
 from reference.lora import adapted_call
 from test_hf_model import hf_logprobs, ragged_batch
 

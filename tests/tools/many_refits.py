@@ -20,7 +20,7 @@ from nemo_rl_cpp.algorithms.run_data import make_tokenizer
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.weight_sync.collective import CollectiveWeights
+from nemo_rl_cpp.weight_sync import CollectiveWeights
 
 WORKERS = (
     "cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1", "policy.generation.colocated.enabled=false",

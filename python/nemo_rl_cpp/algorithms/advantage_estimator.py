@@ -6,48 +6,56 @@ the estimators PPO uses. Samples are grouped by equal rows of `prompt_ids`, or b
 `last_metrics` of each estimator holds `advantage/degenerate_whitening` = 1.0 when too few tokens were valid to whiten.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms._config import check_keys, setting
 from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
 from nemo_rl_cpp.algorithms.own_components import OwnEstimator
-from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys
+from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys, setting
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS, EstimatorEntry, checked_name
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
+from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.dotted_names import GivenObject, import_object, is_dotted
 from nemo_rl_cpp.preflight.components import ESTIMATORS
-
-
-def _check(estimator_config: object) -> None:
-    """ConfigError for a key that no estimator knows; NeMo RL hands every estimator the whole section."""
-    check_keys(estimator_config, "", AdvEstimatorConfig, GAEConfig)
 
 
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
     return ops.group_ids_from_prompts(prompt_ids) if group_id is None else torch.as_tensor(group_id)
 
 
-def _whitening_metrics(degenerate: bool) -> dict[str, float]:
-    return {"advantage/degenerate_whitening": float(degenerate)}
+class _Estimator(AdvantageEstimator):
+    """What estimators share. ConfigError for a key that none knows; NeMo RL hands every estimator the whole section."""
+
+    def __init__(self, estimator_config: object, loss_config: object):
+        check_keys(estimator_config, "", AdvEstimatorConfig, GAEConfig)
+        self.use_kl_in_reward = setting(loss_config, "use_kl_in_reward", False)
+        self.kl_coef = setting(loss_config, "reference_policy_kl_penalty", 0.0)
+        self.kl_type = setting(loss_config, "reference_policy_kl_type", "k3")
+        self.last_metrics: dict[str, float] = {}
+
+    def _whitened(self, result: ops.TokenAdvantages) -> Tensor:
+        self.last_metrics = {"advantage/degenerate_whitening": float(result.degenerate)}
+        return result.advantages
+
+    def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The log-probabilities of both, where the reward has a KL penalty and both are there."""
+        both = self.use_kl_in_reward and policy is not None and reference is not None
+        return (policy, reference) if both else (None, None)
 
 
-class GRPOAdvantageEstimator:
+class GRPOAdvantageEstimator(_Estimator):
     """reward - baseline of the group, over the group's std if normalize_rewards; the same on every token."""
 
     def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
-        _check(estimator_config)
+        super().__init__(estimator_config, loss_config)
         self.use_leave_one_out_baseline = setting(estimator_config, "use_leave_one_out_baseline", True)
         self.normalize_rewards = setting(estimator_config, "normalize_rewards", True)
-        self.last_metrics: dict[str, float] = {}
 
     def _advantages(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None) -> Tensor:
         stats = ops.group_baseline(
@@ -100,17 +108,13 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         return combined.unsqueeze(-1).expand(mask.shape)
 
 
-class ReinforcePlusPlusAdvantageEstimator:
+class ReinforcePlusPlusAdvantageEstimator(_Estimator):
     """Reward less the group's mean (if minus_baseline) and less the KL penalty of the token (if use_kl_in_reward),
     whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""
 
     def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
-        _check(estimator_config)
+        super().__init__(estimator_config, loss_config)
         self.minus_baseline = setting(estimator_config, "minus_baseline", True)
-        self.use_kl_in_reward = setting(loss_config, "use_kl_in_reward", False)
-        self.kl_coef = setting(loss_config, "reference_policy_kl_penalty", 0.0)
-        self.kl_type = setting(loss_config, "reference_policy_kl_type", "k3")
-        self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor | None = None,
@@ -122,58 +126,43 @@ class ReinforcePlusPlusAdvantageEstimator:
             groups = _groups(prompt_ids, group_id)
             mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
             advantages = rewards - mean
-        with_kl = self.use_kl_in_reward and logprobs_policy is not None and logprobs_reference is not None
-        result = ops.reinforce_plus_plus(
-            advantages,
-            mask,
-            logprobs=logprobs_policy if with_kl else None,
-            reference_logprobs=logprobs_reference if with_kl else None,
-            kl_coef=self.kl_coef,
-            kl_type=self.kl_type,
-        )
-        self.last_metrics = _whitening_metrics(result.degenerate)
-        return result.advantages
+        policy, reference = self._for_kl(logprobs_policy, logprobs_reference)
+        return self._whitened(ops.reinforce_plus_plus(
+            advantages, mask, logprobs=policy, reference_logprobs=reference, kl_coef=self.kl_coef, kl_type=self.kl_type
+        ))  # fmt: skip
 
 
-class RawRewardAdvantageEstimator:
+class RawRewardAdvantageEstimator(_Estimator):
     """The reward itself on every token, whitened over the valid tokens if normalize_advantages; no returns."""
 
     def __init__(self, estimator_config: object, loss_config: object):
-        _check(estimator_config)
+        super().__init__(estimator_config, loss_config)
         self.normalize_advantages = setting(estimator_config, "normalize_advantages")
-        self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **kwargs: object
     ) -> tuple[Tensor, None]:
-        result = ops.raw_reward(rewards, mask, normalize=self.normalize_advantages)
-        self.last_metrics = _whitening_metrics(result.degenerate)
-        return result.advantages, None
+        return self._whitened(ops.raw_reward(rewards, mask, normalize=self.normalize_advantages)), None
 
 
-class GeneralizedAdvantageEstimator:
+class GeneralizedAdvantageEstimator(_Estimator):
     """GAE (arXiv:1506.02438) with carry-forward masking, VAPO's decoupled and length-adaptive lambdas, and whitening."""
 
     def __init__(self, estimator_config: object, loss_config: object):
-        _check(estimator_config)
+        super().__init__(estimator_config, loss_config)
         self.gae_lambda = setting(estimator_config, "gae_lambda")
         self.gae_gamma = setting(estimator_config, "gae_gamma")
         self.normalize_advantages = setting(estimator_config, "normalize_advantages")
         self.gae_lambda_value = setting(estimator_config, "gae_lambda_value")
         self.gae_lambda_policy = setting(estimator_config, "gae_lambda_policy")
         self.length_adaptive_alpha = setting(estimator_config, "length_adaptive_alpha")
-        self.use_kl_in_reward = setting(loss_config, "use_kl_in_reward", False)
-        self.kl_coef = setting(loss_config, "reference_policy_kl_penalty", 0.0)
-        self.kl_type = setting(loss_config, "reference_policy_kl_type", "k3")
-        self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(advantages, returns), both [B, S]; values[t] is V of the state before token t."""
-        both = logprobs is not None and reference_logprobs is not None
-        with_kl = self.use_kl_in_reward and self.kl_coef > 0 and both
+        logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
         policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
         value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
         config = ops.GAEConfig(
@@ -181,28 +170,16 @@ class GeneralizedAdvantageEstimator:
             gae_lambda=policy,
             gae_lambda_value=value,
             length_adaptive_alpha=self.length_adaptive_alpha,
-            kl_coef=self.kl_coef if with_kl else 0.0,
+            kl_coef=0.0 if logprobs is None else self.kl_coef,
             kl_type=self.kl_type,
             normalize=self.normalize_advantages,
         )
-        result = ops.gae(
-            rewards,
-            values,
-            mask,
-            config,
-            logprobs=logprobs if with_kl else None,
-            reference_logprobs=reference_logprobs if with_kl else None,
-        )
-        self.last_metrics = _whitening_metrics(result.degenerate)
-        return result.advantages, result.returns
+        result = ops.gae(rewards, values, mask, config, logprobs=logprobs, reference_logprobs=reference)
+        return self._whitened(result), result.returns
 
 
-class OPDAdvantageEstimator:
+class OPDAdvantageEstimator(_Estimator):
     """On-policy distillation (arXiv:2601.02780): teacher minus student log-prob of each token, 0 at masked positions."""
-
-    def __init__(self, estimator_config: object, loss_config: object):
-        _check(estimator_config)
-        self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor | None = None,
@@ -251,10 +228,3 @@ def register_estimator(
     ADVANTAGE_ESTIMATORS.add(
         name, EstimatorEntry(cls, algorithm), section, keys.model_fields if keys is not None else {}
     )
-
-
-__all__ = [
-    "ADVANTAGE_ESTIMATORS", "AdvEstimatorConfig", "GDPOAdvantageEstimator", "GRPOAdvantageEstimator", "GeneralizedAdvantageEstimator",
-    "OPDAdvantageEstimator", "RawRewardAdvantageEstimator", "ReinforcePlusPlusAdvantageEstimator", "make_estimator",
-    "register_estimator",
-]  # fmt: skip

@@ -3,8 +3,6 @@
 Estimators are the user's to write, and take padded tensors as in NeMo RL; the batch itself is ragged.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -4,30 +4,24 @@ The order matters in two places: environments start their worker processes befor
 threads, and the checkpoint to resume from is known before the model is loaded.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.collection import BesideTraining, Collection, RolloutMaker, StepByStep
-from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
-from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty
-from nemo_rl_cpp.algorithms.loss import MseValueLossFn
+from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
 from nemo_rl_cpp.algorithms.own_components import make_loss
 from nemo_rl_cpp.algorithms.resume import opened
-from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
-from nemo_rl_cpp.algorithms.run import Algorithm, TrainingRun
+from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, shaping_warning
+from nemo_rl_cpp.algorithms.run import Algorithm, TrainingRun, make_services
 from nemo_rl_cpp.algorithms.run_data import RunData, make_data, make_dataloader, make_tokenizer, make_val_dataloader
-from nemo_rl_cpp.algorithms.services import make_services
-from nemo_rl_cpp.algorithms.step import shape_rewards
+from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
@@ -37,10 +31,12 @@ from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
+from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down, use_threads
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.experience.prompt_source import PromptSource
-from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
+from nemo_rl_cpp.experience.batches import Rollouts
+from nemo_rl_cpp.experience.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.loggers.folders import get_experiment_dir
@@ -49,19 +45,12 @@ from nemo_rl_cpp.models.distributed_models import DistributedPolicy, Distributed
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm, vllm_of
+from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, ValueInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.serving.attach import listener_of, serve_policy
 from nemo_rl_cpp.stages import stage
-from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
-    from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.experience.batches import Rollouts
-    from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
-    from nemo_rl_cpp.models.value.interfaces import ValueInterface
-    from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
 ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.ALGORITHM, "ppo": ppo.ALGORITHM}
 """By the name of their section of the configuration."""
@@ -324,7 +313,7 @@ def make_policy(
 
 def _hf_policy() -> type[Policy]:
     """Imported where it is asked for: it imports transformers."""
-    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
+    from nemo_rl_cpp.models.hf.trained import HfPolicy
 
     return HfPolicy
 
@@ -426,6 +415,3 @@ def keep_bad_batches(parts: Parts) -> None:
     for model in (parts.policy, parts.value):
         if model is not None:
             model.keep_bad_batches(Path(parts.logger.log_dir) / "replay")
-
-
-__all__ = ["ALGORITHMS", "Parts", "assemble", "build_run", "make_parts"]

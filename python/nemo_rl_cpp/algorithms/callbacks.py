@@ -164,6 +164,3 @@ def _check(callback: object, where: str) -> None:
             inspect.signature(getattr(callback, hook)).bind(None)
         except TypeError as error:
             raise ValueError(f"{where}: {name}.{hook} must take (self, event), but {error}") from None
-
-
-__all__ = ["Callback", "Callbacks", "RunEvent", "checked_callbacks"]

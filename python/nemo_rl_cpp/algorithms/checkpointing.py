@@ -11,6 +11,8 @@
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 
 Nothing else has a state: every random number is a function of the seed and of what is saved here.
+
+The model card and the upload to the hub are here, too: what a run tells others of its model.
 """
 
 from __future__ import annotations
@@ -20,34 +22,37 @@ import pickle
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nemo_rl_cpp.algorithms.publishing import card_facts
+from nemo_rl_cpp.algorithms.collection import Collection
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
+from nemo_rl_cpp.algorithms.own_components import OwnEstimator, OwnLoss
+from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.algorithms.validation import mean_word
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
-from nemo_rl_cpp.checkpoints.model_card import write_card
+from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
 from nemo_rl_cpp.config.access import to_json
+from nemo_rl_cpp.config.data import DataConfig, environments_of_training
 from nemo_rl_cpp.config.memory import size_text
+from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
 from nemo_rl_cpp.errors import short_path
 from nemo_rl_cpp.files.durable import disk_trouble
 from nemo_rl_cpp.files.folder_lock import FolderError
 from nemo_rl_cpp.files.plain_state import read_state, write_state
+from nemo_rl_cpp.models.hub_upload import push_to_hub
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.preflight.resumed import IDENTITY
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.collection import Collection
-    from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
     from nemo_rl_cpp.algorithms.observe import StepReport
     from nemo_rl_cpp.algorithms.run import TrainingRun
-    from nemo_rl_cpp.algorithms.step_metrics import Metrics
-    from nemo_rl_cpp.config.data import DataConfig
-    from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+
 
 SAMPLER_STATE = Path("trainer_state") / "sampler"
 READY_BATCHES = Path("trainer_state") / "ready_batches"
@@ -185,7 +190,7 @@ def check_metric_name(run: TrainingRun, report: StepReport | None, val_metrics: 
     if not name or not checkpoints.enabled or checkpoints.metric_seen or (kind == "train" and report is None):
         return
     if kind == "train":
-        known: Collection[str] | None = report.metrics
+        known: Iterable[str] | None = report.metrics
     elif val_metrics is not None:
         known = val_metrics
     else:
@@ -193,10 +198,15 @@ def check_metric_name(run: TrainingRun, report: StepReport | None, val_metrics: 
         if known is None or name in known:
             return  # the first validation tells
     if name not in known:
-        raise ValueError(
-            f"checkpointing.metric_name={checkpoints.metric_name!r}: the {kind} metrics have no {name!r}; there are {', '.join(sorted(known))}"
-        )
+        raise _no_metric(checkpoints, known)
     checkpoints.metric_seen = True
+
+
+def _no_metric(checkpoints: CheckpointManager, known: Iterable[str]) -> ValueError:
+    kind, _, name = checkpoints.metric_name.partition(":")
+    return ValueError(
+        f"checkpointing.metric_name={checkpoints.metric_name!r}: the {kind} metrics have no {name!r}; there are {', '.join(sorted(known))}"
+    )
 
 
 def metric_of(run: TrainingRun, metrics: Metrics, val_metrics: Metrics | None, quiet: bool = False) -> dict[str, float]:
@@ -205,8 +215,12 @@ def metric_of(run: TrainingRun, metrics: Metrics, val_metrics: Metrics | None, q
     checkpoints = run.services.checkpoints
     kind, _, name = (checkpoints.metric_name or "").partition(":")
     there = val_metrics if kind == "val" else metrics
-    if not name or (there and (name in there or not checkpoints.metric_seen)):
-        return checkpoints.checkpoint_metric(metrics, val_metrics)
+    if not name:
+        return {}
+    if there and name in there:
+        return {checkpoints.metric_name: float(there[name])}
+    if there and not checkpoints.metric_seen:
+        raise _no_metric(checkpoints, there)
     if not quiet and not checkpoints.metric_missed:
         checkpoints.metric_missed = True
         why = (
@@ -266,7 +280,50 @@ def check_weights(run: TrainingRun) -> None:
             )
 
 
-__all__ = [
-    "NotSavedError", "Resume", "ResumeError", "check_metric_name", "check_weights", "find_resume", "metric_of", "save_checkpoint",
-    "save_if_due",
-]  # fmt: skip
+def card_facts(run: TrainingRun) -> CardFacts:
+    """Of the present step."""
+    services, results = run.services, {}
+    if services.history:
+        results["reward, last step"] = services.history[-1]["reward"]
+    if services.validations and services.validations[-1]["step"] == run.state.step:
+        last = services.validations[-1]
+        results[f"validation {mean_word(last)}"] = last["accuracy"]
+    own = {"loss_fn": run.loss_fn, "adv_estimator": run.advantages.estimator}
+    components = {what: each.name for what, each in own.items() if isinstance(each, (OwnLoss, OwnEstimator))}
+    return CardFacts(run.state.step, _rewards(run), results, components)
+
+
+def _rewards(run: TrainingRun) -> list[str]:
+    """The names of environments; of reward functions their own, with their weights."""
+    found: list[str] = []
+    used = environments_of_training(run.config.data)
+    section = (
+        run.config.env.get("reward_functions") if used == {"reward_functions"} else None
+    )  # else it may be another task's
+    for task, environment in run.environments.train.items():
+        described = getattr(getattr(environment, "_instance", environment), "described", None)
+        if isinstance(described, list):
+            found += described
+            continue
+        functions = section.get("functions") if isinstance(section, Mapping) else None
+        given = [functions] if isinstance(functions, str) else functions
+        found += list(given) if isinstance(given, list) else [task]
+    return list(dict.fromkeys(found))
+
+
+def publish(run: TrainingRun) -> dict[str, str]:
+    """Uploads the last checkpoint where `checkpointing.push_to_hub` names a repository; the row of the summary. A failure is told
+    there and loses nothing."""
+    config = run.config.checkpointing
+    repository, private = config.push_to_hub, config.hub_private
+    if repository is None or not run.services.saves or not run.state.step:
+        return {}
+    folder = run.services.checkpoints.checkpoint_dir / f"step_{run.state.step}"
+    try:
+        return {"hub": push_to_hub(folder, repository, private=private)}
+    except ValueError as error:
+        return {"hub": f"not uploaded: {error}"}
+    except KeyboardInterrupt:  # the run is over and saved: only the upload is given up
+        return {
+            "hub": f"not uploaded: the upload to {repository} was interrupted; nemo_rl_cpp.push_to_hub does it again"
+        }

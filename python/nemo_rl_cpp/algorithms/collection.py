@@ -6,41 +6,29 @@ Both give the batches of a run in one order, and what a batch holds does not dep
     BesideTraining  batch k is generated under version max(0, k - A) while steps before k train (A: `max_trajectory_age_steps`)
 """
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import Protocol, Self
 
 import torch
 
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.experience.batches import Rollouts
+from nemo_rl_cpp.experience.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.files.plain_state import check_state
-from nemo_rl_cpp.models.generation.interfaces import finished_on_error
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, finished_on_error
 from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
-if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
-    from nemo_rl_cpp.algorithms.train_state import TrainState
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl_cpp.experience.prompt_source import PromptSource
-    from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
-    from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
-    from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
-
-
-class CollectedState(TypedDict):
-    """`Collected` in a checkpoint; without times."""
-
-    samples: dict[str, object]
-    rollout_metrics: dict[str, float]
-    sampler_metrics: dict[str, float]
-    finished_epochs: int
-    weight_version: int
+_SAVED = ("rollout_metrics", "sampler_metrics", "finished_epochs", "weight_version")
+CollectedState = dict[str, object]
+"""`Collected` in a checkpoint: `samples`, as a dictionary, and these; without times."""
 
 
 @dataclass
@@ -65,13 +53,10 @@ class Collected:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> CollectedState:
-        return CollectedState(
-            samples=dict(self.samples.data), rollout_metrics=self.rollout_metrics, sampler_metrics=self.sampler_metrics,
-            finished_epochs=self.finished_epochs, weight_version=self.weight_version,
-        )  # fmt: skip
+        return {"samples": dict(self.samples.data)} | {name: getattr(self, name) for name in _SAVED}
 
     @classmethod
-    def from_state(cls, state: CollectedState) -> Collected:
+    def from_state(cls, state: CollectedState) -> Self:
         return cls(**(state | {"samples": Rollouts(state["samples"])}))
 
 
@@ -250,7 +235,7 @@ class BesideTraining(Collection):
             check_state(collected.state_dict(), "rollouts")
             self._keeps = False
         self._epochs_drawn += collected.finished_epochs
-        collected.seconds = dict(timer.get_timing_metrics("sum"))
+        collected.seconds = timer.sums()
         return collected
 
     def settle(self) -> None:

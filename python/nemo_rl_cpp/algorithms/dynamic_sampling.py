@@ -3,26 +3,23 @@
 A group of generations with equal rewards has advantages of zero: it costs a training step's time and teaches nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, Self, TypedDict
 
 import torch
 
+from nemo_rl_cpp.algorithms.utils import setting
 from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.experience.train_batch import sample_mask
 from nemo_rl_cpp.files.plain_state import check_state
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.master import TrainMasterConfig
-    from nemo_rl_cpp.data.interfaces import DatumSpec
-    from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class DynamicSamplingExhausted(ValueError):
@@ -110,9 +107,12 @@ def dynamic_sampling(
         raise ValueError(f"unit is {unit!r}; it must be 'group' or 'sample'")
     if "group_id" not in repeated_batch and "idx" not in repeated_batch:
         unit = "sample"
-    section_name, section = _section(master_config)
+    found = ((name, setting(master_config, name, None)) for name in ("grpo", "ppo"))
+    section_name, section = next((each for each in found if each[1] is not None), ("", None))
+    if section is None:
+        raise ValueError("the configuration has neither a grpo nor a ppo section")
     repeated_batch["baseline"], repeated_batch["std"] = baseline, std
-    if not _get(section, "use_dynamic_sampling"):
+    if not setting(section, "use_dynamic_sampling"):
         return SamplingRound(repeated_batch, True, None, {})
     with timer.time("dynamic_sampling") if timer is not None else nullcontext():
         kept = mixed_rows(repeated_batch) if unit == "group" else std != 0.0
@@ -122,10 +122,10 @@ def dynamic_sampling(
         if bool(kept.any()):
             batch_cache = batch if batch_cache is None else BatchedDataDict.from_batches([batch_cache, batch])
             batch = batch_cache
-        wanted = _get(section, "num_prompts_per_step") * _get(section, "num_generations_per_prompt")
+        wanted = setting(section, "num_prompts_per_step") * setting(section, "num_generations_per_prompt")
         available = len(batch["filtered_reward"])
         if available < wanted:
-            limit = _get(section, "dynamic_sampling_max_gen_batches")
+            limit = setting(section, "dynamic_sampling_max_gen_batches")
             if limit <= 0:
                 raise _BadLimit(f"{section_name}.dynamic_sampling_max_gen_batches is {limit}; it must be positive")
             used = dynamic_sampling_num_gen_batches
@@ -147,18 +147,6 @@ _ADVICE = (
     "Use data that the model solves sometimes, generate more samples a prompt (num_generations_per_prompt), raise "
     "dynamic_sampling_max_gen_batches or batch_multiplier, or set use_dynamic_sampling=false"
 )
-
-
-def _get(section: LoopConfig | Mapping[str, int], key: str) -> int:
-    return section[key] if isinstance(section, Mapping) else getattr(section, key)
-
-
-def _section(config: TrainMasterConfig | Mapping[str, Mapping[str, int]]) -> tuple[str, LoopConfig | Mapping[str, int]]:
-    for name in ("grpo", "ppo"):
-        found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        if found is not None:
-            return name, found
-    raise ValueError("the configuration has neither a grpo nor a ppo section")
 
 
 class SamplerState(TypedDict):
@@ -203,12 +191,8 @@ class GroupSampler:
             raise ValueError(f"dynamic_sampling_max_gen_batches is {max_gen_batches}; it must be at least 1")
         if num_groups < 1:
             raise ValueError(f"num_prompts_per_step is {num_groups}; it must be at least 1")
-        self.num_groups = num_groups
-        self.enabled = enabled
-        self.max_gen_batches = max_gen_batches
-        self.keep_surplus = keep_surplus
-        self._voters = voters
-        self.group_size = group_size
+        self.num_groups, self.group_size, self._voters = num_groups, group_size, voters
+        self.enabled, self.max_gen_batches, self.keep_surplus = enabled, max_gen_batches, keep_surplus
         self.metrics: dict[str, float] = {}
         """of the step last taken"""
         self._cache: Rollouts | None = None
@@ -216,7 +200,7 @@ class GroupSampler:
         self._start_step()
 
     @classmethod
-    def from_config(cls, loop: LoopConfig) -> GroupSampler:
+    def from_config(cls, loop: LoopConfig) -> Self:
         """From section `grpo` or `ppo` of a configuration."""
         return cls(
             num_groups=loop.num_prompts_per_step,

@@ -1,4 +1,4 @@
-"""PPO: what is its own. The loop is `algorithms/loop.py`, the same as GRPO's; the critic is `algorithms/critic.py`."""
+"""PPO: what is its own. The loop is `algorithms/loop.py`, the same as GRPO's; the critic is `algorithms/step.py`."""
 
 from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
 from nemo_rl_cpp.algorithms.advantages import TokenAdvantages

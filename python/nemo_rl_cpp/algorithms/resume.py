@@ -16,6 +16,9 @@ from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.preflight.resumed import (
     Change,
@@ -32,10 +35,7 @@ from nemo_rl_cpp.preflight.resumed import (
 )
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
-    from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.data.utils import Datasets
-    from nemo_rl_cpp.models.json_values import Json
 
 _SAMPLED_ROWS = 256
 
@@ -125,7 +125,7 @@ def tokenizer_identity(tokenizer: TokenizerType) -> str | None:
     return _digest([content, named])
 
 
-def rows_identity(dataset: object) -> Json:
+def rows_identity(dataset: object) -> Plain:
     """{"rows": how many, "sha256": a number of up to 256 of them, evenly spread}; by task name for several data sets, None
     for none and for one whose rows cannot be read by number."""
     if isinstance(dataset, Mapping):
@@ -161,7 +161,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(_canonical(value), sort_keys=True).encode()).hexdigest()
 
 
-def _canonical(value: object) -> Json:
+def _canonical(value: object) -> Plain:
     """Plain data; objects that have no value of their own in words count by their type."""
     if isinstance(value, Mapping):
         return {str(key): _canonical(item) for key, item in value.items()}
@@ -193,7 +193,7 @@ def _loaded_refusals(
         if hasattr(config, section) and (saved.path / section / "weights").is_dir():
             model = getattr(config, section)
             if model.backend == "hf":
-                from nemo_rl_cpp.models.hf.resumed import hf_refusals  # transformers, which such a run has
+                from nemo_rl_cpp.models.hf.folder import hf_refusals  # transformers, which such a run has
 
                 yield from hf_refusals(saved.path / section / "weights", model, section)
                 continue

@@ -1,15 +1,17 @@
-"""Reward shaping by response length: DAPO's overlong penalty and ProRLv2's stop-properly penalty."""
+"""Rewards changed before training: linear rescaling, DAPO's overlong penalty, ProRLv2's stop-properly penalty, and `grpo.length_penalty`."""
 
-from __future__ import annotations
-
-from collections.abc import MutableMapping
+import statistics
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.algorithms._config import as_model
-from nemo_rl_cpp.config.loop import RewardShapingConfig
+from nemo_rl_cpp.config.length_penalty import CHANNELS, LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
+from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
+from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.environments.single_turn import assistant_text
 
 BatchT = TypeVar("BatchT", bound=MutableMapping)
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
@@ -104,3 +106,191 @@ def _response_lengths(batch: MutableMapping[str, Tensor]) -> list[int]:
         assert found is not None, "Assistant response not found during reward shaping: its length is needed"
         lengths.append(found)
     return lengths
+
+
+def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfig) -> BatchT:
+    """Rescales `total_reward` and every `reward/<name>` of the batch in place and returns it.
+
+    r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Prints how many
+    rewards were clamped. Equal source bounds give infinite or NaN rewards, as in NeMo RL; the configuration loader
+    rejects them.
+    """
+    cfg = as_model(reward_scaling_cfg, RewardScalingConfig)
+    if not cfg.enabled:
+        return repeated_batch
+    low, high = float(cfg.source_min), float(cfg.source_max)
+    target_low, target_high = float(cfg.target_min), float(cfg.target_max)
+    keys = ["total_reward", *(k for k in repeated_batch.keys() if str(k).startswith("reward/"))]
+    for key in keys:
+        rewards = torch.as_tensor(repeated_batch[key])
+        outside = int(((rewards < low) | (rewards > high)).sum())
+        if outside:
+            print(
+                f"[WARNING]: reward_scaling: {outside} of {rewards.numel()} values of {key} lie outside [{low}, {high}] and are clamped"
+            )
+        span = torch.tensor(high - low, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
+        repeated_batch[key] = target_low + (rewards.clamp(low, high) - low) / span * (target_high - target_low)
+    return repeated_batch
+
+
+_TOLERANCE = 1e-6
+_SMALLEST_RELATIVE_MAD = 0.015  # lengths that spread less than this around their median have no outliers
+
+Lengths = dict[str, list[int]]
+
+
+def apply_length_penalty(
+    rollouts: MutableMapping[str, torch.Tensor], config: LengthPenaltyConfig, tokenizer: TokenizerType
+) -> dict[str, float]:
+    """Changes `total_reward` [B] of the rollouts by length, group by group (`group_id`), and returns the metrics.
+
+    A group whose rewards are not all 0 or 1, or come in parts (`reward/<name>`), is left as it is. A reward is never
+    taken below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before), `reward_delta_mean`,
+    `wiped_correct_frac` (right ones that end at 0), `adjusted_frac` and `skipped_non_binary_frac`.
+    """
+    before = rollouts["total_reward"].double().tolist()
+    after, skipped = list(before), 0
+    in_parts = any(str(key).startswith("reward/") for key in rollouts.keys())
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(rollouts["group_id"].tolist()):
+        groups.setdefault(group, []).append(row)
+    for rows in groups.values():
+        params = config.params_of(rollouts["task_name"][rows[0]] if "task_name" in rollouts else None)
+        if not params.enabled:
+            continue
+        rewards = [before[row] for row in rows]
+        if in_parts or not all(min(abs(reward), abs(reward - 1.0)) <= _TOLERANCE for reward in rewards):
+            skipped += len(rows)
+            continue
+        lengths = _lengths([assistant_text(rollouts["message_log"][row]) for row in rows], params, tokenizer)
+        for row, reward in zip(rows, penalized(rewards, lengths, params, config.bands())):
+            after[row] = reward
+        if config.verbose:
+            print(
+                f"length_penalty: rewards {rewards} -> {[round(after[row], 4) for row in rows]}, lengths {lengths['total']}",
+                flush=True,
+            )
+    rollouts["total_reward"] = torch.tensor(after, dtype=rollouts["total_reward"].dtype)
+    size = max(1, len(before))
+    return {
+        "length_penalty/env_reward_mean": sum(before) / size,
+        "length_penalty/reward_delta_mean": sum(a - b for a, b in zip(after, before)) / size,
+        "length_penalty/wiped_correct_frac": sum(b > 0 >= a for a, b in zip(after, before)) / size,
+        "length_penalty/adjusted_frac": sum(a != b for a, b in zip(after, before)) / size,
+        "length_penalty/skipped_non_binary_frac": skipped / size,
+    }
+
+
+def penalized(
+    rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
+    bands: Mapping[str, ProfileBandChannel] | None = None,
+) -> list[float]:  # fmt: skip
+    """The rewards [G] of one group, each 0 or 1, after bonuses, penalties and bands; `lengths` by channel, [G] each.
+
+    reward = max(0, reward + additions) x factor of each band, where only rewards above 0 are changed.
+    """
+    bands = bands or {}
+    right = [i for i, reward in enumerate(rewards) if reward > 0]
+    additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
+    _add_pass_rate(additions, right, lengths["total"], params.pass_rate_length_penalty_weight)
+    result = [max(0.0, reward + addition) if addition else reward for reward, addition in zip(rewards, additions)]
+    for name in CHANNELS:
+        if getattr(params, f"profile_band_{name}") and name in bands:
+            for i in right:
+                result[i] *= band_factor(lengths[name][i], bands[name])
+    return result
+
+
+def band_factor(length: float, band: ProfileBandChannel) -> float:
+    """1 up to `a`, f from `b`, a line between."""
+    if length <= band.a:
+        return 1.0
+    if length >= band.b:
+        return float(band.f)
+    return 1.0 - (length - band.a) / (band.b - band.a) * (1.0 - band.f)
+
+
+def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: TokenizerType) -> Lengths:
+    def measure(text: str) -> int:
+        if params.length_type == "chars" or not text:
+            return len(text)
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    parts = [reasoning_and_answer(text) for text in texts]
+    reasoning, answer = [measure(part) for part, _ in parts], [measure(part) for _, part in parts]
+    return {"reasoning": reasoning, "answer": answer, "total": [r + a for r, a in zip(reasoning, answer)]}
+
+
+def reasoning_and_answer(text: str) -> tuple[str, str]:
+    """What stands before `</think>` and what follows; an open `<think>` is all reasoning, a text without either all answer."""
+    before, end, after = text.partition("</think>")
+    if end:
+        return before.removeprefix("<think>"), after
+    return (text.removeprefix("<think>"), "") if text.lstrip().startswith("<think>") else ("", text)
+
+
+def _additions(
+    right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
+) -> list[float]:
+    """What length adds to each reward [G]; nothing where fewer than two are right."""
+    additions = [0.0] * len(lengths["total"])
+    if len(right) < 2:
+        return additions
+    for name in CHANNELS:
+        of = lengths[name]
+        some = [i for i in right if of[i] > 0]  # rewards are equal, so top_percentile keeps all right ones
+        if (bonus := getattr(params, f"{name}_bonus")) and some:
+            additions[min(some, key=lambda i: of[i])] += bonus
+        if (penalty := getattr(params, f"longest_{name}_penalty")) and len(some) >= 2:
+            additions[max(some, key=lambda i: of[i])] -= penalty
+        if (factor := getattr(params, f"group_{name}_length_penalty_coeff")) and gate:
+            for i, weight in zip(right, _centred_weights([of[i] for i in right])):
+                additions[i] += factor * weight
+        threshold, penalty = getattr(params, f"{name}_zmad_threshold"), getattr(params, f"{name}_zmad_penalty")
+        if threshold > 0:
+            for i in _outliers(right, of, threshold):
+                additions[i] -= penalty
+    return additions
+
+
+def _centred_weights(lengths: list[int]) -> list[float]:
+    """1 for the shortest to 0 for the longest, less the mean; all 0 where lengths are equal."""
+    low, high = min(lengths), max(lengths)
+    if low == high:
+        return [0.0] * len(lengths)
+    weights = [1.0 - (length - low) / (high - low) for length in lengths]
+    mean = sum(weights) / len(weights)
+    return [weight - mean for weight in weights]
+
+
+def _outliers(rows: list[int], lengths: Sequence[int], threshold: float) -> list[int]:
+    """Rows whose length is far above the median by the modified z-score of Iglewicz and Hoaglin."""
+    values = [lengths[i] for i in rows]
+    median = statistics.median(values)
+    mad = statistics.median(abs(value - median) for value in values)
+    if mad == 0 or mad / max(median, 1e-9) < _SMALLEST_RELATIVE_MAD:
+        return []
+    return [i for i in rows if 0.6745 * (lengths[i] - median) / mad > threshold]
+
+
+def _add_pass_rate(additions: list[float], right: list[int], lengths: Sequence[int], weight: float) -> None:
+    longest = max((lengths[i] for i in right), default=0)
+    if weight and longest:
+        for i in right:
+            additions[i] -= weight * len(right) / len(additions) * lengths[i] / longest
+
+
+def _gate_is_open(
+    right: list[int],
+    lengths: Mapping[str, Sequence[int]],
+    params: LengthPenaltyParams,
+    bands: Mapping[str, ProfileBandChannel],
+) -> bool:
+    if not params.group_length_penalty_profile_gate:
+        return True
+    channel = params.group_length_penalty_profile_gate_channel
+    of = lengths[channel]
+    counted = [of[i] for i in right] if params.group_length_penalty_profile_gate_positive_only else list(of)
+    if channel not in bands or not counted:
+        return False
+    return statistics.mean(counted) > getattr(bands[channel], params.group_length_penalty_profile_gate_field)

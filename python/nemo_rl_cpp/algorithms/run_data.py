@@ -12,13 +12,13 @@ from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.utils import load_response_data
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.environments.ray_environment import ActorSettings
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.data.utils import Datasets
 
 

@@ -1,16 +1,19 @@
-"""Stages of a training step: shaped rewards, masked samples, epochs of training, what is reported."""
+"""Stages of a training step: shaped rewards, samples masked by their log-probabilities' error, the critic, epochs of training, what is reported."""
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from nemo_rl_cpp.algorithms.collection import Collected
+from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.algorithms.observe import StepReport
-from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping
-from nemo_rl_cpp.algorithms.reward_scaling import scale_rewards
-from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
+from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards
 from nemo_rl_cpp.algorithms.step_metrics import (
+    Metrics,
     baseline_metrics,
     batch_metrics,
     mean_over_epochs,
@@ -20,12 +23,11 @@ from nemo_rl_cpp.algorithms.step_metrics import (
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
+from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
 from nemo_rl_cpp.telemetry.timer import Timer
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.collection import Collected
     from nemo_rl_cpp.algorithms.run import TrainingRun
-    from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
 
 def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:
@@ -101,3 +103,100 @@ def report_step(run: TrainingRun, collected: Collected, batch: TrainBatch, metri
         generated_tokens=rollout_metrics.get("total_generated_tokens"),
         rollout_names=frozenset(rollout_metrics),
     )
+
+
+def compute_and_apply_seq_logprob_error_masking(
+    train_data: MutableMapping[str, Tensor], rewards: Tensor, seq_logprob_error_threshold: float | None
+) -> dict[str, float]:
+    """Metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each sequence;
+    with a threshold, sample_mask becomes 0 (in place) where e_b exceeds it.
+
+    Returns max_, mean_ and min_seq_mult_prob_error over valid sequences, those with a trained token (0 if none), the same
+    with `_after_mask` over those still valid, num_masked_seqs, and masked_correct_pct: the share of the masked ones with
+    reward 1.
+    """
+    sample_mask: Tensor = train_data["sample_mask"]
+    token_mask = train_data["token_mask"][:, 1:]
+    mask = token_mask * sample_mask.unsqueeze(-1)
+    gap = (train_data["generation_logprobs"][:, 1:] - train_data["prev_logprobs"][:, 1:]).abs()
+    gap = torch.where(mask != 0, gap, torch.zeros_like(gap))
+    error = (torch.exp(gap * mask) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    measured = mask.sum(-1) != 0  # a sequence without a trained token has no error
+    metrics = _extrema(error, measured, "")
+    masked, correct = 0, 0.0
+    if seq_logprob_error_threshold is not None:
+        drop = (error > seq_logprob_error_threshold) & measured
+        masked = int(drop.sum())
+        if masked:
+            correct = float((torch.as_tensor(rewards, device=drop.device).reshape(-1)[drop] == 1).float().mean())
+            sample_mask = torch.where(drop, torch.zeros_like(sample_mask), sample_mask)
+            train_data["sample_mask"] = sample_mask
+    metrics |= _extrema(error, measured & (sample_mask != 0), "_after_mask")
+    return metrics | {"num_masked_seqs": masked, "masked_correct_pct": correct}
+
+
+def _extrema(error: Tensor, valid: Tensor, suffix: str) -> dict[str, float]:
+    values = error[valid]
+    if not values.numel():
+        values = error.new_zeros(1)
+    return {
+        f"max_seq_mult_prob_error{suffix}": values.max().item(),
+        f"mean_seq_mult_prob_error{suffix}": values.mean().item(),
+        f"min_seq_mult_prob_error{suffix}": values.min().item(),
+    }
+
+
+class Critic:
+    """A value model and its loss."""
+
+    def __init__(self, model: ValueInterface, loss_fn: LossFunction) -> None:
+        self.model, self.loss_fn = model, loss_fn
+
+    @property
+    def models(self) -> dict[str, ValueInterface]:
+        """What a checkpoint saves, by the name of its folder."""
+        return {"value": self.model}
+
+    def add_values(self, batch: TrainBatch, timer: Timer) -> None:
+        """`values` of the batch: of the state before each token."""
+        with timer("value_inference"):
+            self.model.prepare_for_inference()
+            batch.values = self.model.get_values(batch, timer=timer)["values"]
+            self.model.finish_inference()
+
+    def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
+        """One pass over the batch, towards its `returns`; the metrics `critic/*`."""
+        with timer("value_training"):
+            self.model.prepare_for_training()
+            result = self.model.train(batch, self.loss_fn, timer=timer)
+            self.model.finish_training()
+        return critic_metrics(result)
+
+
+class NoCritic:
+    """GRPO, and PPO on raw rewards: nothing is valued and nothing trained."""
+
+    models: dict[str, ValueInterface] = {}
+
+    def add_values(self, batch: TrainBatch, timer: Timer) -> None:
+        """Nothing."""
+
+    def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
+def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
+    """The metrics of one `Value.train` call under `critic/`, and the explained variance of the returns R by the values V,
+    both of the training forward:
+
+        critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)
+
+    over the valid tokens, from their means and mean squares.
+    """
+    metrics = training_metrics(value_results)
+    returns, values = metrics.get("returns_mean", 0.0), metrics.get("values_mean", 0.0)
+    residual_variance = metrics.get("residual_sq_mean", 0.0) - (returns - values) ** 2
+    variance = metrics.get("returns_sq_mean", 0.0) - returns**2
+    metrics["explained_var"] = 1.0 - residual_variance / max(variance, 1e-8)
+    return {f"critic/{name}": value for name, value in metrics.items()}

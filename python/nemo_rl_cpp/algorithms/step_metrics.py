@@ -1,17 +1,12 @@
 """The numbers of a training step, under NeMo RL's names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
+from nemo_rl_cpp.models.interfaces import TrainingResult
 
 Metrics = dict[str, float | str | None | list[float]]
 """Numbers by their names; a list is a histogram, a text a digest, None what was not asked for."""

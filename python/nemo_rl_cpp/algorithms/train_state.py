@@ -1,10 +1,9 @@
 """What a training loop must remember to continue exactly where it was."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Self
 
 from nemo_rl_cpp.config.access import as_number, to_json
 from nemo_rl_cpp.files.durable import write_atomic
@@ -82,7 +81,7 @@ class TrainState:
         return False
 
     def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, object]:
-        """The content of training_info.json; `metric` (from `CheckpointManager.checkpoint_metric`) is added under its
+        """The content of training_info.json; `metric` (from `checkpointing.metric_of`) is added under its
         full name. `val_reward` is left out before the first validation."""
         info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
         if info["val_reward"] is None:
@@ -90,7 +89,7 @@ class TrainState:
         return info | (metric or {})
 
     @classmethod
-    def from_training_info(cls, info: dict[str, object] | None) -> TrainState:
+    def from_training_info(cls, info: dict[str, object] | None) -> Self:
         """The saved state; a fresh one for None. Unknown names are dropped, missing ones keep their defaults, and a
         run that had stopped may go on (its limits come from the configuration)."""
         known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
@@ -105,6 +104,6 @@ class TrainState:
         write_atomic(Path(path), json.dumps(to_json(self.to_training_info()), indent=1))
 
     @classmethod
-    def load(cls, path: Path | str) -> TrainState:
+    def load(cls, path: Path | str) -> Self:
         """The state written by `save`."""
         return cls.from_training_info(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,15 +1,16 @@
 """Small functions that the algorithms share."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp import ops
+
+T = TypeVar("T")
 
 
 def get_gdpo_reward_component_keys(batch: Mapping[str, object]) -> list[str]:
@@ -46,3 +47,26 @@ def set_seed(seed: int) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.cuda.manual_seed_all(seed)
+
+
+def setting(config: object, name: str, *default: T) -> T:
+    """One field of a mapping or an object; without a default a missing one is a MissingSetting that names it."""
+    found = config.get(name, _MISSING) if isinstance(config, Mapping) else getattr(config, name, _MISSING)
+    if found is not _MISSING:
+        return found
+    if default:
+        return default[0]
+    raise MissingSetting(f"the configuration has no '{name}'; add the key (known: {sorted(_names(config))})")
+
+
+class MissingSetting(ValueError, KeyError):
+    """A key that has no default is absent; also a KeyError, which is what NeMo RL raises here."""
+
+    __str__ = ValueError.__str__
+
+
+def _names(config: object) -> list[str]:
+    return list(config) if isinstance(config, Mapping) else [n for n in vars(config) if not n.startswith("_")]
+
+
+_MISSING = object()

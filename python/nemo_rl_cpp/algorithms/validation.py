@@ -1,31 +1,26 @@
 """Validation: the policy answers prompts that it is not trained on."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from nemo_rl_cpp.algorithms.step_metrics import truths
+from nemo_rl_cpp.algorithms.step_metrics import Metrics, truths
+from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.evals.metrics import wilson_interval
-from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
+from nemo_rl_cpp.experience.rollout_metrics import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
+from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.loggers.samples import print_message_log_samples
 from nemo_rl_cpp.models.generation.interfaces import generating
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.step_metrics import Metrics
-    from nemo_rl_cpp.config.loop import LoopConfig
-    from nemo_rl_cpp.config.policy import PolicyConfig
-    from nemo_rl_cpp.data.dataloader import StatefulDataLoader
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.environments.interfaces import Environment
-    from nemo_rl_cpp.loggers.logger import Logger
-    from nemo_rl_cpp.models.interfaces import GenerationInterface
+from nemo_rl_cpp.models.interfaces import GenerationInterface
 
 
 class ValidationResult(NamedTuple):
@@ -60,16 +55,11 @@ class Validator:
         num_samples_to_print: int = 0,
     ) -> None:  # fmt: skip
         """`loop` is the section `grpo` or `ppo`, `policy` the section of that name."""
-        self._generation = generation
-        self._loader = loader
-        self._tokenizer = tokenizer
-        self._task_to_env = task_to_env
-        self._loop = loop
-        self._num_generations = loop.val_num_generations_per_prompt
+        self._generation, self._loader, self._tokenizer, self._task_to_env = generation, loader, tokenizer, task_to_env
+        self._loop, self._num_generations = loop, loop.val_num_generations_per_prompt
         self._max_seq_len = policy.max_total_sequence_length
         self._greedy = policy.generation.val_temperature == 0
-        self._logger = logger
-        self._num_samples_to_print = num_samples_to_print
+        self._logger, self._num_samples_to_print = logger, num_samples_to_print
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
         """The names of a validation's metrics, by those of a training step's rollouts; None where they cannot be known, because

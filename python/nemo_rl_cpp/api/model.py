@@ -18,7 +18,7 @@ from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import EvalMasterConfig
     from nemo_rl_cpp.data.tokenizer import Tokenizer
-    from nemo_rl_cpp.evals.eval import Engine
+    from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 
 BASE_CONFIG = "evals/notebook.yaml"
 DEFAULT_NEW_TOKENS = 256
@@ -39,7 +39,7 @@ class LoadedModel:
     precision: str
     tokenizer: Tokenizer
     config: EvalMasterConfig
-    generation: Engine = field(repr=False)
+    generation: BaseEngine = field(repr=False)
 
     @property
     def _writer(self) -> Writer:

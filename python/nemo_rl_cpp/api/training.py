@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.callbacks import Callback, Callbacks, checked_callbacks
-from nemo_rl_cpp.algorithms.publishing import card_facts
+from nemo_rl_cpp.algorithms.checkpointing import card_facts
 from nemo_rl_cpp.algorithms.run_data import RunData
 from nemo_rl_cpp.api.components import component_keys, lora_keys, reward_environment
 from nemo_rl_cpp.api.keywords import Function, dotted_keys

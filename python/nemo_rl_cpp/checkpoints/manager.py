@@ -88,17 +88,9 @@ class CheckpointManager:
             if value is not None and value < least:
                 raise ValueError(f"checkpointing.{key}={value}: give a number of at least {least}, or null")
 
-    # ---------------------------------------------------------------- when to save, and by what metric
-
     def save_reason(
-        self,
-        step: int,
-        *,
-        is_last: bool = False,
-        early_stop: bool = False,
-        timeout: bool = False,
-        interrupted: bool = False,
-    ) -> str | None:
+        self, step: int, *, is_last: bool = False, early_stop: bool = False, timeout: bool = False, interrupted: bool = False
+    ) -> str | None:  # fmt: skip
         """Why a checkpoint is due after `step` (1-based), or None. Nothing is due when checkpointing is off."""
         reasons = {
             "interrupted": interrupted,
@@ -109,37 +101,6 @@ class CheckpointManager:
             "ft_save_period": self.ft_save_period is not None and step % self.ft_save_period == 0,
         }
         return next((name for name, holds in reasons.items() if holds), None) if self.enabled else None
-
-    def checkpoint_metric(
-        self, train_metrics: Mapping[str, float] | None, val_metrics: Mapping[str, float] | None
-    ) -> dict[str, float]:
-        """`{metric_name: value}` for training_info, or an empty dict.
-
-        Empty with `metric_name: null`, and, with a warning, when a `val:` metric is wanted but no validation ran on
-        this step. ValueError when the metrics are there but have no such name; AssertionError when `metric_name` names
-        neither train nor val metrics.
-        """
-        if self.metric_name is None:
-            return {}
-        kind, _, name = self.metric_name.partition(":")
-        assert kind in ("train", "val") and name, (
-            f"checkpointing.metric_name={self.metric_name!r}: write train:NAME or val:NAME (for example val:accuracy), or null "
-            "to keep the newest checkpoints"
-        )
-        metrics = val_metrics if kind == "val" else train_metrics
-        if not metrics:
-            warnings.warn(
-                f"checkpointing.metric_name={self.metric_name!r}, but this step has no {kind} metrics: the checkpoint is "
-                "saved without it. Make save_period a multiple of val_period, or set val_at_end.",
-                stacklevel=2,
-            )
-            return {}
-        if name not in metrics:
-            raise ValueError(
-                f"checkpointing.metric_name={self.metric_name!r}: the {kind} metrics have no {name!r}; "
-                f"there are {', '.join(sorted(metrics))}"
-            )
-        return {self.metric_name: float(metrics[name])}
 
     # ---------------------------------------------------------------- saving
 

@@ -54,7 +54,7 @@ def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
         and config.policy.generation.runs_vllm
         and config.policy.generation.vllm_cfg.server_url is not None
     ):
-        from nemo_rl_cpp.models.generation.vllm.server_check import server_command
+        from nemo_rl_cpp.models.generation.vllm.server import server_command
 
         print(f"the server is started like this:\n  {server_command(config.policy, config.cluster.device)}")
     return 0

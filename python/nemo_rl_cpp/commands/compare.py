@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from nemo_rl_cpp.evals.compare import is_evaluation
+    from nemo_rl_cpp.evals.pages import is_evaluation
     from nemo_rl_cpp.files.durable import write_atomic
     from nemo_rl_cpp.report.compare import Comparison
     from nemo_rl_cpp.report.compare_page import render_comparison
@@ -57,9 +57,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _compare_evaluations(folders: Sequence[str]) -> str:
     """Prints the comparison; its page."""
-    from nemo_rl_cpp.evals import compare
+    from nemo_rl_cpp.evals.pages import Comparison, page, text_of
     from nemo_rl_cpp.report.samples import writable
 
-    comparison = compare.Comparison.of(folders)
-    print(compare.text_of(comparison))
-    return writable(compare.page(comparison))
+    comparison = Comparison.of(folders)
+    print(text_of(comparison))
+    return writable(page(comparison))

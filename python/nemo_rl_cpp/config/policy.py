@@ -39,7 +39,7 @@ PACKERS: Table[Entry] = Table(
     {
         "concatenative": Entry("nemo_rl_cpp._native:C.pack_concatenative"),
         "first_fit_decreasing": Entry("nemo_rl_cpp._native:C.pack_first_fit_decreasing"),
-        "first_fit_shuffle": Entry("nemo_rl_cpp.models.policy.bins:pack_shuffled"),
+        "first_fit_shuffle": Entry("nemo_rl_cpp.models.policy.micro_batches:pack_shuffled"),
         "modified_first_fit_decreasing": Entry("nemo_rl_cpp._native:C.pack_modified_first_fit_decreasing"),
     },
 )

@@ -1,7 +1,5 @@
 """Looks whether Ray actors live. Ray notices an actor whose process has ended, but not one that is stopped or hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -143,6 +141,3 @@ def kill_process(ray: ModuleType, place: Beat) -> None:
 def _kill_here(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-__all__ = ["ActorWatch", "Beat", "Clock", "kill_process"]

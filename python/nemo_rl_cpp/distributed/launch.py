@@ -6,8 +6,6 @@ of all ranks, or a file that rank 0 writes into a folder that only this user can
 `~/.cache/nemo_rl_cpp/launch`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -266,6 +264,3 @@ def _door(launch: Launch) -> Door:
         raise PermissionError(f"{file} is somebody else's")
     told = json.loads(file.read_text())
     return Door(told["host"], told["port"], bytes.fromhex(told["token"]))
-
-
-__all__ = ["Door", "Launch", "admit", "check_launch", "launched", "open_door", "serve", "serving"]

@@ -36,7 +36,7 @@ class RaggedBatch:
         self.width = max(width, int(self.lengths.max()) if self.size else 0)
 
     @classmethod
-    def of(cls, data: "Mapping[str, object] | RaggedBatch") -> Self:
+    def of(cls, data: "Batch") -> Self:
         """A batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. A tensor of another name belongs to tokens
         where its second dimension is S. Tensors are brought to the CPU. A RaggedBatch is given back as it is.
 
@@ -192,6 +192,10 @@ class RaggedBatch:
 
     def __contains__(self, name: object) -> bool:
         return name == LENGTHS or name in self.tokens or name in self.samples
+
+
+Batch = Mapping[str, object] | RaggedBatch
+"""What models take: padded tensors by NeMo RL's names, or a ragged batch."""
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

@@ -373,6 +373,3 @@ def _own_gpu(rank: int) -> torch.device:
     gpu = torch.device("cuda", rank % count)
     torch.cuda.set_device(gpu)
     return gpu
-
-
-__all__ = ["GradientSums", "OtherRankFailedError", "Ranks", "connect", "deal", "generated_by", "prompt_lengths"]

@@ -1,7 +1,5 @@
 """Ray itself: imported only where it is asked for, started where none runs, ended by the last who holds it."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -73,6 +71,3 @@ def enter_folder(folder: str) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-__all__ = ["enter_folder", "hold_ray", "let_ray_go", "ray_in_use", "ray_module", "start_ray"]

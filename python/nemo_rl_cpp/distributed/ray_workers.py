@@ -1,7 +1,5 @@
 """Workers as Ray actors, on one machine or on many: one actor a device, in a placement group."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -210,6 +208,3 @@ class _Beats:
         if rank not in self._asked and silent > _BEAT_SECONDS:
             self._asked[rank] = self._actors[rank].beat.options(concurrency_group="beat").remote()
         return silent
-
-
-__all__ = ["RayWorkers"]

@@ -1,16 +1,11 @@
 """The devices of a run, and the processes that drive them."""
 
 import os
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.launch import launched
-from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.distributed.worker_calls import Workers
-
-__all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable", "shut_down", "use_threads"]
+from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWorkers
+from nemo_rl_cpp.distributed.worker_calls import Workers
 
 
 def cuda_usable() -> bool:
@@ -118,8 +113,6 @@ class RayVirtualCluster:
 
                 self._workers = RayWorkers(*common, all_workers=everybody, backend=backend)
             elif by_launcher:
-                from nemo_rl_cpp.distributed.launched_workers import LaunchedWorkers
-
                 self._workers = LaunchedWorkers(*common)
             else:
                 self._workers = ProcessWorkers(*common, backend=backend)

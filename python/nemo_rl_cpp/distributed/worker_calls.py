@@ -1,7 +1,5 @@
 """Calls that the workers of a cluster make together: whose failure counts, and that nobody waits for one that has failed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -154,15 +152,3 @@ def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]
     if failed:
         raise min((each.error for each in failed), key=_depth)
     return [each.values for each in waiting]
-
-
-__all__ = [
-    "GRACE_SECONDS",
-    "Patience",
-    "WorkerCall",
-    "WorkerLostError",
-    "Workers",
-    "reason",
-    "values_of",
-    "wait_together",
-]

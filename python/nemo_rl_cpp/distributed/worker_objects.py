@@ -1,7 +1,5 @@
 """What lives in a worker, whoever started it: objects by number, and the calls of their methods."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -28,12 +27,11 @@ from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
 from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
-from nemo_rl_cpp.experience.conversations import Conversations
-from nemo_rl_cpp.experience.early_scoring import visible
-from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
-from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
-from nemo_rl_cpp.experience.rollouts import repeat_prompts
-from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, generating
+from nemo_rl_cpp.experience.rollout_metrics import combine_rollout_metrics, environment_metrics, rollout_metrics
+from nemo_rl_cpp.experience.rollouts import Conversations, repeat_prompts
+from nemo_rl_cpp.experience.turns import visible
+from nemo_rl_cpp.models.generation.base_engine import BaseEngine
+from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.sources import find_policy_weights
 
@@ -43,12 +41,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Engine(GenerationInterface, Protocol):
-    """What an evaluation asks of an engine."""
-
-    tokenizer: TokenizerType
-
-
 @dataclass
 class EvaluationRun:
     """An evaluation of a model that nobody trains here: what it is made of. `build_evaluation` makes one of a configuration."""
@@ -56,7 +48,7 @@ class EvaluationRun:
     config: MasterConfig
     tokenizer: TokenizerType
     environment: Environment
-    generation: Engine
+    generation: BaseEngine
     loader: StatefulDataLoader
 
     def evaluate(self) -> EvalResult:
@@ -144,14 +136,14 @@ def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProce
 
 def setup(
     master_config: MasterConfig, tokenizer: TokenizerType, dataset: AllTaskProcessedDataset
-) -> tuple[Engine, StatefulDataLoader, MasterConfig]:
+) -> tuple[BaseEngine, StatefulDataLoader, MasterConfig]:
     """(engine with the model loaded, loader of prompts, the configuration). Raises ConfigError."""
     master_config = checked(master_config, MasterConfig)
     loader = _loader(master_config, dataset)
     return make_generation(master_config, tokenizer), loader, master_config
 
 
-def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
+def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
     """The native engine, or transformers' (`generation.backend: hf`), with its own copy of the weights. There is no trainer, so
     nothing else of the model is loaded.
 
@@ -176,7 +168,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
     if given is None:
         length = max_sequence_length(folder.config)
         engine.__dict__["max_model_len"] = min(engine.max_model_len or length, length)  # not as if it had been given
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.generation.vllm_cfg.precision]
+    dtype = getattr(torch, config.generation.vllm_cfg.precision)
     folder = replace(folder, max_length=engine.max_model_len)
     folder.check_weights()
     model = C.DecoderModel(folder.native(), dtype, False, check_device(config.cluster.device))
@@ -187,7 +179,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
     )
 
 
-def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | None) -> Engine:
+def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | None) -> BaseEngine:
     from nemo_rl_cpp.models.generation.hf import HfGeneration
     from nemo_rl_cpp.models.hf.folder import open_frozen
 
@@ -201,7 +193,7 @@ def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | 
 
 
 def run_env_eval(
-    vllm_generation: Engine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
+    vllm_generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
 ) -> EvalResult:
     """Generates `eval.num_tests_per_prompt` responses to every prompt, lets the environment score them, and reports.
 
@@ -219,7 +211,7 @@ def run_env_eval(
 
 
 def measure(
-    vllm_generation: Engine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
+    vllm_generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
 ) -> tuple[EvalResult, list[dict[str, object]]]:
     """`run_env_eval` without its table: (result, one dictionary a response)."""
     wanted = master_config.eval
@@ -238,7 +230,7 @@ def measure(
 class _Run:
     """What has been generated and scored so far; responses to a prompt lie side by side."""
 
-    generation: Engine
+    generation: BaseEngine
     env: Environment
     config: MasterConfig
     prompts: int = 0

@@ -4,17 +4,14 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.config.eval import EvalConfig
+from nemo_rl_cpp.config.master import EvalMasterConfig
 from nemo_rl_cpp.evals.metrics import Interval, normal_interval, wilson_interval
-from nemo_rl_cpp.evals.page import evaluation_page, page_of, prompts_of
+from nemo_rl_cpp.evals.pages import evaluation_page, page_of, prompts_of
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.report.samples import writable
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.eval import EvalConfig
-    from nemo_rl_cpp.config.master import EvalMasterConfig
 
 
 @dataclass(frozen=True)
@@ -110,18 +107,9 @@ def save_evaluation_data(
     `evaluation.html` (prompts with their answers)."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
-    described = {
-        "model_name": generation.model_name,
-        "dataset_name": config.data.dataset_name,
-        "metric": wanted.metric,
-        "k_value": wanted.k_value,
-        "num_tests_per_prompt": wanted.num_tests_per_prompt,
-        "seed": wanted.seed,
-        "temperature": generation.temperature,
-        "top_p": generation.top_p,
-        "top_k": generation.top_k,
-        "max_new_tokens": generation.max_new_tokens,
-    }
+    described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}
+    described |= {name: getattr(wanted, name) for name in ("metric", "k_value", "num_tests_per_prompt", "seed")}
+    described |= {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
     write_atomic(folder / "config.json", writable(json.dumps(described, indent=2, ensure_ascii=False)) + "\n")
     text = json.dumps({"evaluation_data": samples}, indent=2, ensure_ascii=False, default=str)
     write_atomic(folder / "evaluation_data.json", writable(text) + "\n")

@@ -1,40 +1,21 @@
 """Rollouts that agents make through the policy's server. What is trained are the token ids and log-probabilities that the engine
 gave; text is only what agents and people read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
 from nemo_rl_cpp.environments.agents import AgentResult, AgentTask
+from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
+from nemo_rl_cpp.experience.batches import DatumBatch
 from nemo_rl_cpp.experience.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
+from nemo_rl_cpp.serving.generation import ServedGeneration
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
 
-if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import DatumSpec, LLMMessageLogType, TokenizerType
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl_cpp.environments.agents import Address
-    from nemo_rl_cpp.environments.interfaces import Environment
 
-
-class ServedPolicy(Protocol):
-    """The policy behind its server: `serving.generation.ServedGeneration`."""
-
-    @property
-    def address(self) -> Address:
-        """Where it is."""
-
-    def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Requests that name the returned key belong to one rollout from here on, whose draws follow from `name`."""
-
-    def end_rollout(self, key: str) -> Rollout:
-        """What it has asked and been given."""
-
-
-def are_made_by_agents(batch: BatchedDataDict[DatumSpec], task_to_env: Mapping[str, Environment]) -> bool:
+def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]) -> bool:
     """Whether the environments of this batch make their rollouts themselves. ValueError where only some of them do."""
     by_agent = {
         task: getattr(task_to_env.get(task), "runs_rollouts", False) is True for task in set(batch["task_name"])
@@ -48,12 +29,8 @@ def are_made_by_agents(batch: BatchedDataDict[DatumSpec], task_to_env: Mapping[s
 
 
 def run_agent_rollouts(
-    policy: ServedPolicy,
-    batch: BatchedDataDict[DatumSpec],
-    tokenizer: TokenizerType,
-    task_to_env: Mapping[str, Environment],
-    greedy: bool = False,
-) -> tuple[BatchedDataDict[DatumSpec], dict[str, float]]:
+    policy: ServedGeneration, batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment], greedy: bool = False
+) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
     """A rollout for every row, by its environment's agent.
 
     The message logs become what the engine was asked and answered; else the result is that of `run_multi_turn_rollout`. A
@@ -84,7 +61,7 @@ def run_agent_rollouts(
     return batch, metrics
 
 
-def _tasks(policy: ServedPolicy, batch: BatchedDataDict[DatumSpec], keys: list[str]) -> list[AgentTask]:
+def _tasks(policy: ServedGeneration, batch: DatumBatch, keys: list[str]) -> list[AgentTask]:
     address = policy.address
     return [
         AgentTask(key, _messages(log, info), info or {}, address)
@@ -118,7 +95,7 @@ def _results(
 
 
 def _attach(
-    batch: BatchedDataDict[DatumSpec], rollouts: list[Rollout], results: list[AgentResult], tokenizer: TokenizerType
+    batch: DatumBatch, rollouts: list[Rollout], results: list[AgentResult], tokenizer: TokenizerType
 ) -> list[SampleStats]:
     chains = [longest_chain(rollout.calls) for rollout in rollouts]
     counts = [bool(chain) and result.error is None for chain, result in zip(chains, results)]

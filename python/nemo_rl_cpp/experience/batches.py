@@ -8,8 +8,12 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import LENGTHS, TOKENS, RaggedBatch
+
+DatumBatch = BatchedDataDict[DatumSpec]
+"""Rows of a data set on their way through a rollout."""
 
 
 class MissingField(AttributeError, KeyError):

@@ -1,6 +1,6 @@
 """What is counted of each rollout, and NeMo RL's metrics of a batch of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nemo_rl_cpp.environments.interfaces import Environment
@@ -74,3 +74,36 @@ def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, flo
     result = {f"{task}/{name}": value for task, metrics in gathered.items() for name, value in metrics.items()}
     timeouts = [metrics["verifier_timeouts"] for metrics in gathered.values() if "verifier_timeouts" in metrics]
     return result | ({"verifier_timeouts": sum(timeouts)} if timeouts else {})
+
+
+def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """The metrics of several rounds, each with its number of samples, as of one.
+
+    Highest and lowest values stay such, totals and counts of verifiers add up, `accuracy_of_X` is weighted by the samples
+    that were X, everything else, rates above all, by all samples. A name that a round lacks is taken from the others.
+    """
+    names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
+    combined: dict[str, float] = {}
+    for name in names:
+        entries = [(size, metrics) for size, metrics in rounds if name in metrics]
+        values = [metrics[name] for _, metrics in entries]
+        if not all(isinstance(value, (int, float)) for value in values):
+            combined[name] = values[-1]
+        elif (join := join_of(name)) is not None:
+            combined[name] = join(values)
+        elif name.rsplit("/", 1)[-1].startswith(("verifier_", "num_")) and not name.endswith("_rate"):
+            combined[name] = sum(values)
+        else:
+            share = name.replace("accuracy_of_", "") if "accuracy_of_" in name else None
+            weights = [size * metrics.get(share, 1.0) for size, metrics in entries]
+            total = sum(weights)
+            combined[name] = sum(w * v for w, v in zip(weights, values)) / total if total else values[-1]
+    return combined
+
+
+def join_of(name: str) -> Callable[[list[float]], float] | None:
+    """How values of a metric are joined, by its name: `max_*` and `*/max`, `min_*` and `*/min`, `total_*` and `*/total`; None: by
+    their mean, as rates are (`max_turns_reached_rate`)."""
+    last = name.rsplit("/", 1)[-1]
+    kind = last.split("_", 1)[0]
+    return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)

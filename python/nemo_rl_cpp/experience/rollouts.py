@@ -1,39 +1,133 @@
-"""Rollouts: generate, let the environment answer, and again until the conversation ends.
+"""Rollouts: draw prompts, generate, let the environment answer, and again until the conversation ends.
 
 Tokens in, tokens out: the ids that a sample is trained on are the ids that were sampled; text is only what
 environments and people read.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.experience.agent_rollouts import are_made_by_agents, run_agent_rollouts
-from nemo_rl_cpp.experience.conversations import Conversations
-from nemo_rl_cpp.experience.early_scoring import EarlyScoring
-from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
-from nemo_rl_cpp.experience.turns import append_observation, attach_responses, calculate_rewards, generate_responses
+from nemo_rl_cpp.experience.batches import DatumBatch, Rollouts
+from nemo_rl_cpp.experience.rollout_metrics import (
+    SampleStats,
+    combine_rollout_metrics,
+    environment_metrics,
+    rollout_metrics,
+)
+from nemo_rl_cpp.experience.turns import EarlyScoring, append_observation, attach_responses, calculate_rewards
+from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface
+from nemo_rl_cpp.telemetry.performance import group_reward_metrics
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import DatumSpec, TokenizerType
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl_cpp.environments.interfaces import Environment
-    from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+    from nemo_rl_cpp.algorithms.train_state import TrainState
 
-__all__ = [
-    "append_observation",
-    "attach_responses",
-    "calculate_rewards",
-    "generate_responses",
-    "repeat_prompts",
-    "run_multi_turn_rollout",
-]
+
+PASSED_TO_GENERATION = ("draw_ids", "sample_index", "stream")
+"""Keys of a batch that go to the engine with the prompts: they decide its random draws."""
+
+
+class Turn(NamedTuple):
+    """The conversations that take part in a turn.
+
+    active: their rows, with stop strings and environment state as of now.
+    inputs: what the engine takes.
+    """
+
+    active: BatchedDataDict
+    inputs: RaggedBatch
+
+
+class Conversations:
+    """Conversations between turns. A turn is `begin`, generation, `respond`, the environments' answer, `observe`."""
+
+    def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
+        size = len(batch["message_log"])
+        self.batch, self.tokenizer, self.max_seq_len = batch, tokenizer, max_seq_len
+        self.active = list(range(size))
+        self.stats = [SampleStats() for _ in range(size)]
+        self.rewards: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, float] = {}
+        self.stop_strings = list(batch.get("stop_strings") or [None] * size)
+        self.extra_env_info = list(batch["extra_env_info"])
+
+    def begin(self) -> Turn:
+        """The conversations still going, and their tokens as the engine takes them."""
+        keys = ["message_log", "task_name", *PASSED_TO_GENERATION]
+        known = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch})
+        active = known.select_indices(self.active)
+        active["stop_strings"] = [self.stop_strings[row] for row in self.active]
+        active["extra_env_info"] = [self.extra_env_info[row] for row in self.active]
+        logs = active["message_log"]
+        lengths = torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs], dtype=torch.int64)
+        ids = torch.cat([message["token_ids"] for log in logs for message in log])
+        of_rows = {key: active[key] for key in ("stop_strings", *PASSED_TO_GENERATION) if key in active}
+        inputs = RaggedBatch(
+            offsets_of(lengths), {"input_ids": ids}, of_rows, pad_token_id=self.tokenizer.pad_token_id or 0
+        )
+        return Turn(active, inputs)
+
+    def respond(self, turn: Turn, outputs: Answer) -> None:
+        """Appends the responses."""
+        _, generated, _ = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
+        cut = turn.active["truncated"].tolist() if "truncated" in turn.active else [False] * len(generated)
+        for row, ids, truncated in zip(self.active, generated, cut):
+            self.stats[row].turns += 1
+            self.stats[row].assistant_tokens += len(ids)
+            self.stats[row].truncated |= truncated
+
+    def observe(self, turn: Turn, answer: EnvironmentReturn) -> None:
+        """Adds rewards and observations, and keeps those that go on."""
+        self._add_rewards(answer.rewards)
+        terminated = answer.terminateds.bool().tolist()
+        going_on = []
+        for i, row in enumerate(self.active):
+            stats, log = self.stats[row], self.batch["message_log"][row]
+            used = int(turn.inputs.lengths[i]) + len(log[-1]["token_ids"])
+            observed = append_observation(log, answer.observations[i], self.tokenizer, used, self.max_seq_len)
+            stats.env_tokens += observed.tokens
+            stats.truncated |= observed.overflowed
+            stats.done = terminated[i] or observed.overflowed
+            if stats.done:
+                continue
+            going_on.append(row)
+            self.stop_strings[row] = answer.next_stop_strings[i]
+            if answer.metadata[i] is not None:
+                self.extra_env_info[row] = answer.metadata[i]
+        self.active = going_on
+
+    def _add_rewards(self, rewards: torch.Tensor | dict[str, torch.Tensor]) -> None:
+        components = rewards if isinstance(rewards, dict) else {"": rewards}
+        if isinstance(rewards, WeightedParts):
+            self.weights |= {name.removeprefix("reward/"): weight for name, weight in rewards.weights.items()}
+        for name, values in components.items():
+            total = self.rewards.setdefault(name.removeprefix("reward/"), torch.zeros(len(self.stats)))
+            total[self.active] += values
+
+    def finish(self) -> DatumBatch:
+        """The batch with `total_reward`, `reward/<component>`, `truncated` and the last `stop_strings`; marks what ran out of turns."""
+        for row in self.active:
+            self.stats[row].max_turns_reached = True
+        self.batch["extra_env_info"] = self.extra_env_info
+        self.batch["stop_strings"] = self.stop_strings
+        self.batch |= {f"reward/{name}": values for name, values in self.rewards.items() if name}
+        weighted = (values * self.weights.get(name, 1.0) for name, values in self.rewards.items())
+        self.batch["total_reward"] = sum(weighted, torch.zeros(len(self.stats)))
+        self.batch["truncated"] = torch.tensor([stats.truncated for stats in self.stats], dtype=torch.bool)
+        return self.batch
 
 
 def repeat_prompts(
-    batch: "BatchedDataDict[DatumSpec]", num_generations: int, first_draw_id: int = 0, stream: str = "train"
-) -> "BatchedDataDict[DatumSpec]":
+    batch: DatumBatch, num_generations: int, first_draw_id: int = 0, stream: str = "train"
+) -> DatumBatch:
     """Every prompt `num_generations` times, side by side, with what tells the copies apart.
 
     Adds int64 [B * num_generations]: `group_id` (which prompt of this batch), `draw_ids` (`first_draw_id` + group_id:
@@ -55,15 +149,9 @@ def repeat_prompts(
 
 
 def run_multi_turn_rollout(
-    policy_generation: "GenerationInterface",
-    input_batch: "BatchedDataDict[DatumSpec]",
-    tokenizer: "TokenizerType",
-    task_to_env: "Mapping[str, Environment]",
-    max_seq_len: int,
-    max_rollout_turns: int = 999999,
-    greedy: bool = False,
-    deduplicate_multimodal_data: bool = False,
-) -> "tuple[BatchedDataDict[DatumSpec], dict[str, float]]":
+    policy_generation: GenerationInterface, input_batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment],
+    max_seq_len: int, max_rollout_turns: int = 999999, greedy: bool = False, deduplicate_multimodal_data: bool = False,
+) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
     """Rolls every conversation of the batch out to its end, or for `max_rollout_turns` turns.
 
     Messages are appended to the rows' message logs in place. The result has, besides the input's keys,
@@ -83,12 +171,107 @@ def run_multi_turn_rollout(
             break
         turn = conversations.begin()
         early = EarlyScoring(turn.active, tokenizer, task_to_env)
-        beside = (
-            {"on_finished": early.finished}
-            if getattr(policy_generation, "reports_finished", False) and early.useful
-            else {}
-        )
+        tells = getattr(policy_generation, "reports_finished", False) and early.useful
+        beside = {"on_finished": early.finished} if tells else {}
         conversations.respond(turn, policy_generation.generate(turn.inputs, greedy=greedy, **beside))
         conversations.observe(turn, calculate_rewards(turn.active, task_to_env, early.begun))
     batch = conversations.finish()
     return batch, rollout_metrics(conversations.stats) | environment_metrics(task_to_env)
+
+
+class RolloutRunner:
+    """Lets the engine answer prompts and the environments score the answers; one call a round of generation."""
+
+    def __init__(
+        self, generation: GenerationInterface, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment],
+        max_seq_len: int, max_turns: int, change_rewards: Callable[[Rollouts], dict[str, float]] | None = None,
+    ) -> None:  # fmt: skip
+        """`change_rewards` changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`)."""
+        self._generation, self._tokenizer, self.task_to_env = generation, tokenizer, task_to_env
+        self._max_seq_len, self._max_turns, self._change_rewards = max_seq_len, max_turns, change_rewards
+        self._rounds: list[tuple[int, dict[str, float]]] = []
+        self._rewards: list[float] = []
+        self._groups: list[int] = []
+
+    def run(self, prompts: BatchedDataDict, weight_version: int) -> Rollouts:
+        """`prompts` (repeated, see `PromptSource`) rolled out. Adds, besides `total_reward` and `truncated`, the rewards
+        as the environments gave them, `raw_reward` float32 [B], and `weight_version` int64 [B]."""
+        finished, metrics = run_multi_turn_rollout(
+            self._generation, prompts, self._tokenizer, self.task_to_env, self._max_seq_len, self._max_turns
+        )
+        rollouts = Rollouts(finished.data)
+        rollouts.raw_reward = rollouts.total_reward.clone()
+        if self._change_rewards is not None:
+            metrics |= self._change_rewards(rollouts)
+        rollouts.weight_version = torch.full((rollouts.size,), weight_version)
+        self._rounds.append((rollouts.size, metrics))
+        self._rewards += rollouts.raw_reward.tolist()
+        self._groups += rollouts.group_id.tolist()
+        return rollouts
+
+    def pop_metrics(self) -> dict[str, float]:
+        """The metrics of all rounds since the last call, those that are filtered out later included: NeMo RL's rollout
+        metrics, `accuracy` (mean raw reward), `zero_std_groups` (groups whose raw rewards are all equal) and `groups/*`."""
+        metrics = combine_rollout_metrics(self._rounds)
+        if self._rewards:
+            groups = group_reward_metrics(self._rewards, self._groups)
+            metrics |= groups
+            metrics["zero_std_groups"] = round(groups["groups/pct_equal"] * groups["groups/num"] / 100.0)
+            metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
+        self._rounds, self._rewards, self._groups = [], [], []
+        return metrics
+
+
+class PromptSource:
+    """Draws batches from a data loader and repeats every prompt G times.
+
+    The loader begins again when it ends, so a step that needs more prompts than an epoch has left goes on with the next
+    one. Every prompt drawn gets the next draw id of the run (`state` counts them and is saved), which keys the random
+    numbers of its generations and serves as its `group_id`.
+    """
+
+    def __init__(self, loader: Iterable[BatchedDataDict], num_generations: int, state: TrainState) -> None:
+        self.loader = loader
+        self.num_generations = num_generations
+        self._state = state
+        self._batches: Iterator[BatchedDataDict] | None = None
+        self._drawn = 0
+        self._finished_epochs = 0
+
+    def next(self) -> BatchedDataDict:
+        """The next prompts, each G times. Keys beyond the loader's: see `repeat_prompts`; `group_id` is the draw id."""
+        batch = self._draw()
+        repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
+        repeated["group_id"] = repeated["draw_ids"].clone()  # unique over the run, also when groups outlive their step
+        return repeated
+
+    def pop_finished_epochs(self) -> int:
+        """Epochs that ended since the last call."""
+        epochs, self._finished_epochs = self._finished_epochs, 0
+        return epochs
+
+    def _draw(self) -> BatchedDataDict:
+        for _ in range(2):
+            if self._batches is None:
+                self._batches, self._drawn = iter(self.loader), 0
+            epoch = getattr(self.loader, "epoch", None)
+            batch = next(self._batches, None)
+            if batch is None:
+                self._end_epoch()
+                continue
+            self._drawn += 1
+            if self._was_last(epoch):
+                self._end_epoch()
+            return batch
+        raise ValueError("the data loader gives no batches: there are fewer prompts than grpo.num_prompts_per_step")
+
+    def _was_last(self, epoch_before: int | None) -> bool:
+        """Whether the batch just drawn ended its epoch. Our loader says so; of another one only the length is known; one
+        without a length is found to have ended at the next draw."""
+        if epoch_before is not None:
+            return self.loader.epoch != epoch_before
+        return hasattr(self.loader, "__len__") and self._drawn >= len(self.loader)
+
+    def _end_epoch(self) -> None:
+        self._batches = None
+        self._finished_epochs += 1

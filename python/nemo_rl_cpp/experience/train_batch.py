@@ -1,13 +1,17 @@
-"""From finished conversations to the batch that the policy trains on."""
+"""From finished conversations to the batch that the policy trains on, and the log-probabilities that it needs beside the rollout's."""
 
 from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 
+from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, Message
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
+from nemo_rl_cpp.models.interfaces import PolicyInterface
 
 
 def sampled_by_policy(message: Message) -> bool:
@@ -86,3 +90,49 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
     if "mask_sample" in samples:
         mask[torch.as_tensor(samples["mask_sample"], dtype=torch.bool)] = 0.0
     return mask
+
+
+class LogprobNeeds(NamedTuple):
+    """What a run needs, by its configuration.
+
+    Attributes:
+        reference: the KL weight is not 0.
+        previous: always score the batch before training, even where generation's log-probabilities are as good: for
+            masking sequences by their error, which must be known before training.
+        corrected: the loss corrects samples of older weights by importance sampling, so their `prev_logprobs` are the present
+            policy's; else those of the policy that sampled them.
+    """
+
+    reference: bool
+    previous: bool
+    corrected: bool = False
+
+    @classmethod
+    def of(cls, loss: ClippedPGLossConfig, loop: LoopConfig) -> Self:
+        """By the sections `loss_fn` (KL in the loss or in the reward) and `grpo` or `ppo`."""
+        return cls(
+            loss.reference_policy_kl_penalty != 0, loop.seq_logprob_error_threshold is not None, loop.trajectory_age > 0
+        )
+
+
+def add_logprobs(
+    policy: PolicyInterface, batch: TrainBatch, needs: LogprobNeeds, weight_version: int
+) -> dict[str, float]:
+    """Adds `prev_logprobs` and `reference_policy_logprobs` [T] as far as they are needed.
+
+    `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see
+    `Policy.skips_prev_logprobs`). Samples generated under older weights (`weight_version` is not the current one) keep the
+    log-probabilities of the policy that sampled them, unless the loss corrects them. Returns the metric `stale_samples`.
+    """
+    policy.prepare_for_lp_inference()
+    stale = torch.zeros(batch.size, dtype=torch.bool)
+    if "weight_version" in batch:
+        stale = batch.weight_version != weight_version
+    if needs.previous or stale.any() or not policy.skips_prev_logprobs:
+        logprobs = batch.ragged(policy.get_logprobs(batch)["logprobs"])
+        if stale.any() and not needs.corrected:
+            logprobs = torch.where(batch.by_token(stale), batch.generation_logprobs.to(logprobs.dtype), logprobs)
+        batch.prev_logprobs = logprobs
+    if needs.reference:
+        batch.reference_policy_logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    return {"stale_samples": int(stale.sum())}

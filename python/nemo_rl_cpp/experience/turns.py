@@ -1,30 +1,22 @@
-"""One turn of a rollout: generate, append, let the environments answer, append their observations."""
+"""One turn of a rollout: generate, append, let the environments answer, also beside generation, append their observations."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
+from nemo_rl_cpp.distributed.futures import Future, is_done
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts, checked_return
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
-from nemo_rl_cpp.experience.early_scoring import visible
-from nemo_rl_cpp.models.generation.interfaces import Responses
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import DatumSpec, LLMMessageLogType, TokenizerType
-    from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from nemo_rl_cpp.experience.batches import DatumBatch
+from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, PaddedPrompts, Responses
 
 
 def generate_responses(
-    policy_generation: "GenerationInterface",
-    generation_input_data: "BatchedDataDict[GenerationDatumSpec]",
-    batch: "BatchedDataDict[DatumSpec]",
-    tokenizer: "TokenizerType",
-    input_lengths: torch.Tensor,
-    include_logprobs: bool = True,
-    greedy: bool = False,
-) -> "tuple[BatchedDataDict[DatumSpec], list[torch.Tensor], dict[str, float | int]]":
+    policy_generation: GenerationInterface, generation_input_data: PaddedPrompts, batch: DatumBatch, tokenizer: TokenizerType,
+    input_lengths: torch.Tensor, include_logprobs: bool = True, greedy: bool = False,
+) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
     """Generates once for every row and appends the assistant's messages to `batch["message_log"]`, in place.
 
     A message holds the text without special tokens, `token_ids`, and with `include_logprobs` `generation_logprobs`.
@@ -38,12 +30,8 @@ def generate_responses(
 
 
 def attach_responses(
-    outputs: "Responses | BatchedDataDict[GenerationOutputSpec]",
-    batch: "BatchedDataDict[DatumSpec]",
-    tokenizer: "TokenizerType",
-    input_lengths: torch.Tensor,
-    include_logprobs: bool = True,
-) -> "tuple[BatchedDataDict[DatumSpec], list[torch.Tensor], dict[str, float | int]]":
+    outputs: Answer, batch: DatumBatch, tokenizer: TokenizerType, input_lengths: torch.Tensor, include_logprobs: bool = True
+) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
     """Appends what an engine generated to the message logs; see `generate_responses`."""
     responses = Responses.of(outputs, input_lengths)
     generated = responses.rows(responses.token_ids)
@@ -55,18 +43,12 @@ def attach_responses(
             log[-1]["generation_logprobs"] = logprobs
     if responses.truncated is not None:
         batch["truncated"] = responses.truncated
-    lengths = responses.lengths
-    metrics = {
-        "mean_generation_length": lengths.float().mean().item(),
-        "total_generated_tokens": int(lengths.sum().item()),
-    }
-    return batch, generated, metrics
+    mean, total = responses.lengths.float().mean().item(), int(responses.lengths.sum())
+    return batch, generated, {"mean_generation_length": mean, "total_generated_tokens": total}
 
 
 def calculate_rewards(
-    batch: "BatchedDataDict[DatumSpec]",
-    task_to_env: Mapping[str, Environment],
-    begun: Sequence[tuple[list[int], object]] = (),
+    batch: DatumBatch, task_to_env: Mapping[str, Environment], begun: Sequence[tuple[list[int], object]] = ()
 ) -> EnvironmentReturn:
     """Lets every row's environment (by `task_name`) answer, all environments at the same time; rows keep their order.
 
@@ -156,9 +138,9 @@ class Observed(NamedTuple):
 
 
 def append_observation(
-    message_log: "LLMMessageLogType",
+    message_log: LLMMessageLogType,
     observation: dict[str, str],
-    tokenizer: "TokenizerType",
+    tokenizer: TokenizerType,
     used_tokens: int,
     max_seq_len: int,
 ) -> Observed:
@@ -180,3 +162,55 @@ def append_observation(
         ids = ids[: max_seq_len - used_tokens]
     message_log.append({"role": observation["role"], "content": observation["content"], "token_ids": ids})
     return Observed(len(ids), overflowed)
+
+
+class EarlyScoring:
+    """Starts the environments' answers to single rows of one turn; `calculate_rewards` asks for the rest.
+
+    Only environments that say so (`scores_rows_alone`) and whose calls run beside the caller (`.remote`) take part, so
+    results are those of one call at the end. An environment that is at work gets what has ended meanwhile as its next call.
+    """
+
+    def __init__(self, active: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment]) -> None:
+        self._active, self._tokenizer = active, tokenizer
+        self._environments = {
+            task: environment
+            for task, environment in task_to_env.items()
+            if getattr(environment, "scores_rows_alone", False) is True and hasattr(environment.step, "remote")
+        }
+        self._waiting: dict[str, list[tuple[int, list[int]]]] = {}
+        self.begun: list[tuple[list[int], Future]] = []
+        """(rows of the turn, what `step` will have given), in the order of the calls."""
+        self._latest: dict[str, Future] = {}
+
+    @property
+    def useful(self) -> bool:
+        """Whether any row of this turn can be scored early."""
+        return any(task in self._environments for task in self._active["task_name"])
+
+    def finished(self, rows: list[int], token_ids: list[list[int]]) -> None:
+        """Takes responses that have ended; called by the engine between two of its steps."""
+        for row, ids in zip(rows, token_ids, strict=True):
+            task = self._active["task_name"][row]
+            if task in self._environments:
+                self._waiting.setdefault(task, []).append((row, ids))
+        for task, waiting in self._waiting.items():
+            if waiting and (task not in self._latest or is_done(self._latest[task])):
+                self._begin(task)
+
+    def _begin(self, task: str) -> None:
+        rows, ids = zip(*self._waiting[task], strict=True)
+        self._waiting[task] = []
+        texts = self._tokenizer.batch_decode(list(ids), skip_special_tokens=True)
+        logs = [
+            [*visible(self._active["message_log"][row]), {"role": "assistant", "content": text}]
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        infos = [self._active["extra_env_info"][row] for row in rows]
+        self._latest[task] = call_remote(self._environments[task], "step", logs, infos)
+        self.begun.append((list(rows), self._latest[task]))
+
+
+def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
+    """What environments see of a conversation: roles and texts."""
+    return [{"role": message["role"], "content": message["content"]} for message in message_log]

@@ -1,11 +1,9 @@
 """The table of architectures: what the layers of a model_type are made of, and what its config.json may leave out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from nemo_rl_cpp.models.json_values import JsonObject
+from nemo_rl_cpp.files.yaml_text import Plain
 
 
 class Architecture(NamedTuple):
@@ -18,7 +16,7 @@ class Architecture(NamedTuple):
     """
 
     title: str
-    defaults: JsonObject
+    defaults: dict[str, Plain]
     biases: tuple[str, ...] = ("attention",)
     qk_norm: str = "none"
     windows: str = "none"

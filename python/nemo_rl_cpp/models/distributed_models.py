@@ -1,42 +1,33 @@
 """Policy and critic that several processes train together, as the run sees them: the interfaces of one model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
+from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks, connect
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
-from nemo_rl_cpp.models.generation.engine_host import EngineHost
-from nemo_rl_cpp.models.generation.refit import Moved, RefitMeeting
-from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
+from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
+from nemo_rl_cpp.models.generation.interfaces import Moved, RefitMeeting
+from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, ValueInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
+from nemo_rl_cpp.models.policy.train_step import Loss
 from nemo_rl_cpp.models.policy.updates import Updates
-from nemo_rl_cpp.models.trained_model import in_layout_of
-from nemo_rl_cpp.models.value.interfaces import ValueInterface
+from nemo_rl_cpp.models.trained_model import StaysInPlace, in_layout_of
 from nemo_rl_cpp.models.value.lm_value import Value
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.generation import EvalGenerationConfig
-    from nemo_rl_cpp.config.policy import TrainedModelConfig
-    from nemo_rl_cpp.config.value import ValueConfig
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.distributed.worker_calls import WorkerCall
-    from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
-    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
-    from nemo_rl_cpp.models.policy.train_step import Loss
-    from nemo_rl_cpp.telemetry.timer import Timer
-
+from nemo_rl_cpp.telemetry.timer import Timer
 
 ModelConfig = TypeVar("ModelConfig", bound="TrainedModelConfig")
 
@@ -69,7 +60,7 @@ def _policy_worker(config: PolicyConfig) -> type[Policy]:
     """The class of a worker's policy; that on transformers is imported where it is asked for."""
     if config.backend != "hf":
         return PolicyWorker
-    from nemo_rl_cpp.models.policy.hf_policy import HfPolicyWorker
+    from nemo_rl_cpp.models.hf.trained import HfPolicyWorker
 
     return HfPolicyWorker
 
@@ -78,12 +69,12 @@ def value_class(config: ValueConfig) -> type[Value]:
     """The class of a critic in one process; that on transformers is imported where it is asked for."""
     if config.backend != "hf":
         return Value
-    from nemo_rl_cpp.models.value.hf_value import HfValue
+    from nemo_rl_cpp.models.hf.trained import HfValue
 
     return HfValue
 
 
-class DistributedModel:
+class DistributedModel(StaysInPlace):
     """One model in as many processes as the cluster has workers. Every call goes to all of them with the same batch; each works
     on its samples (`Ranks`), with all of the model or a slice of it, and their results are put together here.
 
@@ -121,9 +112,7 @@ class DistributedModel:
         """That of every rank. RuntimeError where one has other weights."""
         return self.group.call_for_one_value("weight_digest")
 
-    def _gather(
-        self, method: str, name: str, data: Mapping[str, object] | RaggedBatch, micro_batch_size: int | None
-    ) -> BatchedDataDict:
+    def _gather(self, method: str, name: str, data: Batch, micro_batch_size: int | None) -> BatchedDataDict:
         """{name: [T] or [B, S]}, of which each rank scores its part of the batch."""
         batch = plain_batch(data)
         of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size)[0][name]
@@ -148,12 +137,6 @@ class DistributedModel:
         """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
         self.group.call_all("keep_bad_batches", absolute(folder))
 
-    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: weights, gradients and optimizer state stay where they are."""
-
-    def finish_training(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: they stay there."""
-
     def shutdown(self) -> bool:
         """Ends the processes of the cluster."""
         return self.cluster.shutdown()
@@ -175,19 +158,19 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     def get_logprobs(
-        self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
+        self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """As `Policy.get_logprobs`."""
         return self._gather("get_logprobs", "logprobs", data, micro_batch_size)
 
     def get_reference_policy_logprobs(
-        self, data: Mapping[str, object] | RaggedBatch, micro_batch_size: int | None = None, timer: Timer | None = None
+        self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         """As `Policy.get_reference_policy_logprobs`."""
         return self._gather("get_reference_policy_logprobs", "reference_logprobs", data, micro_batch_size)
 
     def train(
-        self, data: Mapping[str, object] | RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
+        self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
         mbs: int | None = None, timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
         """As `Policy.train`. The loss function is sent to the processes, so it must be importable there."""
@@ -221,9 +204,6 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         shares = {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
         return shares if self.config.backend != "hf" else {"zero_gradient_share": self.zero_gradient_share}
 
-    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Nothing to do: weights and workspace stay where they are."""
-
 
 class DistributedValue(DistributedModel, ValueInterface):
     """`Value` in several processes."""
@@ -234,27 +214,21 @@ class DistributedValue(DistributedModel, ValueInterface):
         super().__init__(value_class(config), cluster, config, tokenizer, **options)
 
     def get_values(
-        self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
+        self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """As `Value.get_values`."""
         return self._gather("get_values", "values", data, micro_batch_size)
 
     def train(
-        self, data: Mapping[str, object] | RaggedBatch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
+        self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
         """As `Value.train`."""
         parts = self.group.call_all("train_part", plain_batch(data), loss_fn, eval_mode, gbs, mbs)
         return Updates.of_ranks(self.group.first_of_groups(parts)).report()
 
-    def prepare_for_inference(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: weights and workspace stay where they are."""
 
-    def finish_inference(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: values keep no state."""
-
-
-def plain_batch(data: Mapping[str, object] | RaggedBatch) -> RaggedBatch:
+def plain_batch(data: Batch) -> RaggedBatch:
     """The batch as it travels: tensors, numbers and texts, one a sample or one for all. What else a batch holds (messages,
     environments' notes) stays here."""
     batch = RaggedBatch.of(data)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_rl_cpp.data.tokenizer_files import write_settings
-from nemo_rl_cpp.models.json_values import Json, JsonObject
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.stages import work
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def open_gguf(path: Path) -> GGUFReader:
     return gguf.GGUFReader(str(path))
 
 
-def _value(reader: GGUFReader, key: str, default: Json = None) -> Json:
+def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
     field = reader.fields.get(key)
     return default if field is None else field.contents()
 
@@ -64,12 +64,12 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def model_config(reader: GGUFReader) -> JsonObject:
+def model_config(reader: GGUFReader) -> dict[str, Plain]:
     """config.json of the model. ValueError for an architecture other than Llama."""
     architecture = _value(reader, "general.architecture")
     if architecture != "llama":
         raise ValueError(f"the GGUF file holds a {architecture!r} model; only 'llama' is converted")
-    config: JsonObject = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    config: dict[str, Plain] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     for source, name in CONFIG_KEYS.items():
         config[name] = int(_value(reader, f"llama.{source}"))
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
@@ -110,7 +110,7 @@ def hf_name(name: str) -> str:
     raise ValueError(f"the GGUF file holds a tensor {name!r} that a Llama model does not have")
 
 
-def write_weights(reader: GGUFReader, config: JsonObject, file: Path) -> None:
+def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> None:
     """model.safetensors in float32: four-bit blocks have values that bfloat16 cannot hold."""
     import gguf
     from safetensors.numpy import save_file

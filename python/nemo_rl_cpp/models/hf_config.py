@@ -4,14 +4,12 @@ transformers 4 and 5 write config.json differently, and both leave out what is t
 to one form; everything else (the decoder, a comparison of two models, the saved config.json) reads that form.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.json_values import Json, JsonObject
 from nemo_rl_cpp.models.rope import (
     check_rope,
     lay_rope_over,
@@ -43,7 +41,7 @@ _ACTIVATIONS = {
 }  # two names of each function
 
 
-def read_config_file(folder: str | Path) -> JsonObject:
+def read_config_file(folder: str | Path) -> dict[str, Plain]:
     """config.json of a model folder as it stands. Raises ModelFolderError, which names the file, when it is none."""
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -63,7 +61,7 @@ def read_config_file(folder: str | Path) -> JsonObject:
     return read_json(path)
 
 
-def read_json(path: Path) -> JsonObject:
+def read_json(path: Path) -> dict[str, Plain]:
     """A JSON file that holds a mapping. Raises ModelFolderError, which names it, for anything else."""
     try:
         raw = path.read_bytes()
@@ -81,7 +79,7 @@ def read_json(path: Path) -> JsonObject:
     return content
 
 
-def read_config(folder: str | Path, overrides: Mapping[str, Json] | None = None) -> JsonObject:
+def read_config(folder: str | Path, overrides: Mapping[str, Plain] | None = None) -> dict[str, Plain]:
     """The folder's config.json in the one form, with `policy.hf_config_overrides` laid over it (new keys are allowed, as
     transformers does). Raises ModelFolderError, which names the file and the key."""
     raw = read_config_file(folder)
@@ -92,7 +90,7 @@ def read_config(folder: str | Path, overrides: Mapping[str, Json] | None = None)
         raise ModelFolderError(f"{Path(folder) / 'config.json'}{laid_over}: {error}") from None
 
 
-def canonical_config(config: Mapping[str, Json], overrides: Mapping[str, Json] | None = None) -> JsonObject:
+def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain] | None = None) -> dict[str, Plain]:
     """A configuration in the one form that everything here reads and saves: what transformers 5 would take for keys that are left
     out is written out, rotary embeddings are spelt as in `models.rope`, and overrides in either spelling are laid over that.
 
@@ -129,7 +127,7 @@ def canonical_config(config: Mapping[str, Json], overrides: Mapping[str, Json] |
     return form
 
 
-def _derive(form: JsonObject) -> None:
+def _derive(form: dict[str, Plain]) -> None:
     """Sizes that follow from others."""
     heads, hidden = form["num_attention_heads"], form["hidden_size"]
     if form.get("num_key_value_heads") is None:
@@ -150,11 +148,11 @@ def _derive(form: JsonObject) -> None:
         ]
 
 
-def _is_size(value: Json) -> bool:
+def _is_size(value: Plain) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
-def _check(form: Mapping[str, Json]) -> None:
+def _check(form: Mapping[str, Plain]) -> None:
     for key in _SIZES:
         if not _is_size(form.get(key)):
             raise ModelFolderError(f"{key} is {form.get(key)!r}, but a whole number above 0 was expected")
@@ -183,7 +181,7 @@ def _check(form: Mapping[str, Json]) -> None:
     _check_layers(form)
 
 
-def _check_layers(form: Mapping[str, Json]) -> None:
+def _check_layers(form: Mapping[str, Plain]) -> None:
     windows = _windows(form)
     if windows == "none":
         return
@@ -213,7 +211,7 @@ def _check_layers(form: Mapping[str, Json]) -> None:
         )
 
 
-def sliding_window(config: Mapping[str, Json]) -> int | None:
+def sliding_window(config: Mapping[str, Plain]) -> int | None:
     """Tokens that some layer sees at most; None where every layer sees all. (A Llama or OLMo 2 has no windows, whatever its keys say.)
 
     `config` is in the one form. The rule is that of transformers 5: `layer_types`, else the layers from `max_window_layers` on.
@@ -231,27 +229,27 @@ def sliding_window(config: Mapping[str, Json]) -> int | None:
     return config["sliding_window"] if slides else None
 
 
-def _full_attention(config: Mapping[str, Json]) -> str:
+def _full_attention(config: Mapping[str, Plain]) -> str:
     """The override that switches a model's windows off."""
     return "sliding_window=null" if _windows(config) == "all" else "use_sliding_window=false"
 
 
-def _windows(config: Mapping[str, Json]) -> str:
+def _windows(config: Mapping[str, Plain]) -> str:
     return SUPPORTED_ARCHITECTURES[config["model_type"]].windows
 
 
-def max_positions(config: Mapping[str, Json]) -> int:
+def max_positions(config: Mapping[str, Plain]) -> int:
     """Tokens of the longest sequence that the model has positions for, with rope scaling, as vLLM derives it."""
     positions, factor = position_factor(config)
     return int((positions or config["max_position_embeddings"]) * factor)
 
 
-def max_sequence_length(config: Mapping[str, Json]) -> int:
+def max_sequence_length(config: Mapping[str, Plain]) -> int:
     """Tokens of the longest sequence that is computed right: `max_positions`, or a window that would act beyond."""
     return min(max_positions(config), sliding_window(config) or max_positions(config))
 
 
-def check_length(config: Mapping[str, Json], length: int, key: str, model: str) -> None:
+def check_length(config: Mapping[str, Plain], length: int, key: str, model: str) -> None:
     """Raises ModelFolderError when sequences of `length` tokens (of the configuration's `key`) are too long for the model, which
     messages call `model`. The rule is vLLM's."""
     positions, window = max_positions(config), sliding_window(config)
@@ -277,7 +275,7 @@ def check_length(config: Mapping[str, Json], length: int, key: str, model: str) 
         )
 
 
-def config_remarks(config: Mapping[str, Json]) -> Iterator[str]:
+def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
     """What a reader of a config.json (as it stands) may not expect; each a sentence."""
     yield from rope_remarks(config)
     dropout = config.get("attention_dropout")
@@ -300,7 +298,7 @@ _ARCHITECTURE = (
 )
 
 
-def architecture(config: Mapping[str, Json]) -> JsonObject:
+def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
     """The keys of a configuration (in any form) that decide what the model computes, in the one form. Two models compute the same
     function of the same weights where these are equal; max_position_embeddings and names of tokens do not count."""
     form = canonical_config(config)
@@ -320,7 +318,9 @@ def architecture(config: Mapping[str, Json]) -> JsonObject:
     return kept
 
 
-def native_config(config: Mapping[str, Json], *, value_head: bool = False, max_length: int | None = None) -> JsonObject:
+def native_config(
+    config: Mapping[str, Plain], *, value_head: bool = False, max_length: int | None = None
+) -> dict[str, Plain]:
     """The keyword dictionary of the native `DecoderModel`.
 
     Args:
@@ -369,7 +369,7 @@ def native_config(config: Mapping[str, Json], *, value_head: bool = False, max_l
     }
 
 
-def parameter_shapes(native: Mapping[str, Json]) -> dict[str, list[int]]:
+def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
     """Name and shape of every parameter of the `DecoderModel` that `native_config` describes."""
     hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
     query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads

@@ -1,7 +1,5 @@
 """Uploads a model to the Hugging Face hub, by the hub's own library."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from glob import escape

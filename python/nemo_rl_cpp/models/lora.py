@@ -4,26 +4,22 @@ The model computes with W' = W + (alpha / dim) · B · A, rounded to its precisi
 `model_name`, which stay; A [dim, in] and B [out, dim] are trained, in float32.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, module_of, nothing_adapted
-from nemo_rl_cpp.models.slices import Slices, named_whole, own_part
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.policy import TrainedModelConfig
-    from nemo_rl_cpp.distributed.ranks import Ranks
-    from nemo_rl_cpp.models.json_values import JsonObject
-    from nemo_rl_cpp.models.model_folder import ModelFolder
+from nemo_rl_cpp.config.policy import TrainedModelConfig
+from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models.model_folder import ModelFolder
+from nemo_rl_cpp.models.weights import Slices, named_whole, own_part
 
 ADAPTER = "adapter"
 """The folder of the adapter inside that of the merged weights."""
@@ -69,7 +65,7 @@ class Lora:
     base_digest: str = ""
 
     @classmethod
-    def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Lora | None:
+    def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
         """Those of a section of the configuration; None where all weights are trained. ValueError where no matrix of the model is
         meant."""
         wanted = config.lora
@@ -95,7 +91,7 @@ class Lora:
         """The names of the adapted weights."""
         return [f"{module}.weight" for module in self.modules]
 
-    def slices(self, native: JsonObject, ranks: Ranks) -> Slices:
+    def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
         """How the adapters of the model `native` lie in its slices, and in the whole."""
         count = ranks.tensor_size
         layouts = [C.ParameterLayout(native, self.dim, self.targets, rank, count) for rank in range(count)]
@@ -140,7 +136,7 @@ class Lora:
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
         (folder / BASE_FILE).write_text(json.dumps({"digest": self.base_digest}) + "\n")
 
-    def peft_config(self) -> JsonObject:
+    def peft_config(self) -> dict[str, Plain]:
         """adapter_config.json."""
         return {
             "peft_type": "LORA",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.hf_config import (
     TINY_CONFIG,
     canonical_config,
@@ -18,7 +19,6 @@ from nemo_rl_cpp.models.hf_config import (
     read_config,
     read_config_file,
 )
-from nemo_rl_cpp.models.json_values import Json, JsonObject
 from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
 
@@ -56,14 +56,14 @@ class ModelFolder:
     it has positions for); `remarks` are sentences that its user should read.
     """
 
-    config: JsonObject
+    config: dict[str, Plain]
     path: Path | None
     seed: int = 0
     value_head: bool = False
     max_length: int | None = None
     remarks: tuple[str, ...] = ()
 
-    def native(self) -> JsonObject:
+    def native(self) -> dict[str, Plain]:
         """The keyword dictionary of the native `DecoderModel`."""
         return native_config(self.config, value_head=self.value_head, max_length=self.max_length)
 
@@ -112,7 +112,7 @@ class ModelFolder:
 
 
 def open_model_folder(
-    name: str, overrides: Mapping[str, Json] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
+    name: str, overrides: Mapping[str, Plain] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
     length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
 ) -> ModelFolder:  # fmt: skip
     """`policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name that
@@ -141,7 +141,7 @@ def open_model_folder(
     return folder
 
 
-def tiny_random(overrides: Mapping[str, Json] | None = None, **fields: Unpack[FolderFields]) -> ModelFolder:
+def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: Unpack[FolderFields]) -> ModelFolder:
     """The small model that starts random; `fields` are those of `ModelFolder`."""
     try:
         return ModelFolder(canonical_config(TINY_CONFIG, overrides), None, **fields)
@@ -150,7 +150,7 @@ def tiny_random(overrides: Mapping[str, Json] | None = None, **fields: Unpack[Fo
 
 
 def read_model_folder(
-    path: Path, overrides: Mapping[str, Json] | None = None, **fields: Unpack[FolderFields]
+    path: Path, overrides: Mapping[str, Plain] | None = None, **fields: Unpack[FolderFields]
 ) -> ModelFolder:
     """The model of a folder on this machine; nothing is printed. `fields` are those of `ModelFolder`.
 

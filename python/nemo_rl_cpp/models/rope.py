@@ -4,12 +4,10 @@ Format 4 writes `rope_theta` beside `rope_scaling`, format 5 one section `rope_p
 that of format 4, which transformers 4 and 5 read alike: `rope_theta`, and `rope_scaling`, which is None where nothing is scaled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 
-from nemo_rl_cpp.models.json_values import Json, JsonObject
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.sources import ModelFolderError
 
 DEFAULT_THETA = 10000.0
@@ -21,7 +19,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
 
 
-def respell(config: Mapping[str, Json], default_positions: int) -> JsonObject:
+def respell(config: Mapping[str, Plain], default_positions: int) -> dict[str, Plain]:
     """The configuration with `rope_theta` and `rope_scaling` as its only words about rotary embeddings; nothing is checked.
 
     What counts where two places say it is as in transformers 5: `rope_scaling` before `rope_parameters`; within the section
@@ -51,7 +49,7 @@ def respell(config: Mapping[str, Json], default_positions: int) -> JsonObject:
     return form
 
 
-def _settle_positions(form: JsonObject, scaling: JsonObject, positions: Json) -> None:
+def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
     """Writes into the section what transformers derives from `positions` and from keys beside it."""
     scaling[_ORIGINAL] = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     if (
@@ -63,7 +61,7 @@ def _settle_positions(form: JsonObject, scaling: JsonObject, positions: Json) ->
         scaling["factor"] = positions / scaling[_ORIGINAL]
 
 
-def lay_rope_over(form: Mapping[str, Json], overrides: Mapping[str, Json]) -> JsonObject:
+def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> dict[str, Plain]:
     """A configuration in the one form, with what overrides in either spelling say about rotary embeddings.
 
     A section that names its rope_type takes the place of the model's own, null takes the scaling away, and a section without a
@@ -91,7 +89,7 @@ def lay_rope_over(form: Mapping[str, Json], overrides: Mapping[str, Json]) -> Js
     return changed
 
 
-def section_name(config: Mapping[str, Json]) -> str:
+def section_name(config: Mapping[str, Plain]) -> str:
     """The name of the section that counts."""
     named = [key for key in ("rope_scaling", "rope_parameters") if config.get(key)]
     return (
@@ -103,7 +101,7 @@ def section_name(config: Mapping[str, Json]) -> str:
     )
 
 
-def check_rope(form: Mapping[str, Json], key: str) -> None:
+def check_rope(form: Mapping[str, Plain], key: str) -> None:
     """Raises ModelFolderError where the one form asks for what is not computed; `key` is the section's name in messages."""
     _number("rope_theta", form["rope_theta"])
     if _number("partial_rotary_factor", form.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -138,7 +136,7 @@ def check_rope(form: Mapping[str, Json], key: str) -> None:
         raise ModelFolderError("rope_theta is 1, with which yarn has no frequencies: a number above 1 was expected")
 
 
-def rope_remarks(config: Mapping[str, Json]) -> Iterator[str]:
+def rope_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
     """What a reader of config.json may not expect of the rule which of its words count."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if old and new and _said(config, old) != _said(config, new):
@@ -151,14 +149,14 @@ def rope_remarks(config: Mapping[str, Json]) -> Iterator[str]:
             yield f"{key} has {', '.join(unread)} but no rope_type that reads them: nothing is scaled, as in transformers 5"
 
 
-def _said(config: Mapping[str, Json], section: Json) -> Json:
+def _said(config: Mapping[str, Plain], section: Plain) -> Plain:
     if not isinstance(section, Mapping):
         return section
     theta = _first(section.get("rope_theta"), config.get("rope_theta"), DEFAULT_THETA)
     return {**section, "rope_theta": theta, "rope_type": _kind(section), "type": None}
 
 
-def position_factor(form: Mapping[str, Json]) -> tuple[int | None, float]:
+def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
     """(positions that count in place of max_position_embeddings, factor of the positions), as vLLM derives a model's length: yarn
     stretches the positions of pretraining by its factor, linear max_position_embeddings; llama3's are stretched already."""
     scaling = form["rope_scaling"]
@@ -167,33 +165,33 @@ def position_factor(form: Mapping[str, Json]) -> tuple[int | None, float]:
     return (scaling[_ORIGINAL] if scaling["rope_type"] == "yarn" else None), float(scaling["factor"])
 
 
-def _first(*values: Json) -> Json:
+def _first(*values: Plain) -> Plain:
     return next((value for value in values if value is not None), None)
 
 
-def _nested(section: Mapping[str, Json]) -> list[str]:
+def _nested(section: Mapping[str, Plain]) -> list[str]:
     return [name for name, value in section.items() if isinstance(value, Mapping)]
 
 
-def _named_kind(section: Mapping[str, Json]) -> Json:
+def _named_kind(section: Mapping[str, Plain]) -> Plain:
     return section.get("rope_type") or section.get("type")
 
 
-def _kind(section: Mapping[str, Json]) -> Json:
+def _kind(section: Mapping[str, Plain]) -> Plain:
     return _named_kind(section) or "default"
 
 
-def _is_number(value: Json) -> bool:
+def _is_number(value: Plain) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1e300
 
 
-def _number(name: str, value: Json) -> float:
+def _number(name: str, value: Plain) -> float:
     if not _is_number(value):
         raise ModelFolderError(f"{name} is {value!r}, but a number above 0 was expected")
     return value
 
 
-def rope_frequencies(form: Mapping[str, Json], head_dim: int) -> tuple[list[float], float]:
+def rope_frequencies(form: Mapping[str, Plain], head_dim: int) -> tuple[list[float], float]:
     """Inverse frequencies [H/2] after rope scaling, and the factor that multiplies cos and sin.
 
     `form` is a configuration in the one form. Types: default, linear, llama3 (Llama 3.1), yarn (Peng et al., 2023).
@@ -210,7 +208,7 @@ def rope_frequencies(form: Mapping[str, Json], head_dim: int) -> tuple[list[floa
     return _yarn(inv_freq, scaling, theta, head_dim, factor)
 
 
-def _llama3(frequency: float, scaling: Mapping[str, Json], factor: float) -> float:
+def _llama3(frequency: float, scaling: Mapping[str, Plain], factor: float) -> float:
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     original = float(scaling[_ORIGINAL])
     wavelength = 2 * math.pi / frequency
@@ -223,7 +221,7 @@ def _llama3(frequency: float, scaling: Mapping[str, Json], factor: float) -> flo
 
 
 def _yarn(
-    inv_freq: list[float], scaling: Mapping[str, Json], theta: float, head_dim: int, factor: float
+    inv_freq: list[float], scaling: Mapping[str, Plain], theta: float, head_dim: int, factor: float
 ) -> tuple[list[float], float]:
     original = float(scaling[_ORIGINAL])
 

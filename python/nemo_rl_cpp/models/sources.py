@@ -3,11 +3,8 @@
 Everything ends as a Hugging Face folder on this machine.
 """
 
-from __future__ import annotations
-
 import difflib
 import fcntl
-import hashlib
 import importlib.util
 import json
 import os
@@ -20,6 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeVar
+
+from nemo_rl_cpp.distributed.futures import Future
+from nemo_rl_cpp.files.durable import fsync_path, rename, sha256_of
 
 T = TypeVar("T")
 TINY_RANDOM = "tiny-random"  # a fresh model with a character tokenizer, made by `models.model_folder`
@@ -175,23 +175,9 @@ def _plain(name: str) -> str:
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
     """The call's result, or TimeoutError: looking up a name has no timeout of its own, so it runs in a thread that is
     left behind."""
-    values: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            values.append(call())
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    if errors:
-        raise errors[0]
-    return values[0]
+    future = Future()
+    threading.Thread(target=future.run, args=(call,), daemon=True).start()
+    return future.result(seconds)
 
 
 def hub_endpoint() -> str:
@@ -350,11 +336,6 @@ def smollm2_gguf() -> Path:
     )
 
 
-def sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _complete(folder: Path) -> bool:
     """Whether the folder is one that `_convert` finished, by its manifest and the files' sizes."""
     manifest = folder / "conversion.json"
@@ -370,7 +351,7 @@ def _convert(source: Path, folder: Path) -> None:
 
     start = time.monotonic()
     print(f"Preparing {SMOLLM2} in {folder} (once) ...", file=sys.stderr, flush=True)
-    digest = sha256(source)
+    digest = sha256_of(source)
     if digest != SMOLLM2_SHA256:
         raise SourceError(
             f"{source} is damaged or of another version (SHA-256 {digest[:16]}..., expected "
@@ -384,16 +365,15 @@ def _convert(source: Path, folder: Path) -> None:
             "source": source.name,
             "source_sha256": digest,
             "bytes": {f.name: f.stat().st_size for f in files},
-            "sha256": {f.name: sha256(f) for f in files},
+            "sha256": {f.name: sha256_of(f) for f in files},
         }
         (work / "conversion.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         work.chmod(0o755)
         for file in [*work.iterdir(), work]:
-            _fsync(file)
+            fsync_path(file)
         if folder.exists():  # an incomplete one of an older version
             shutil.rmtree(folder)
-        work.rename(folder)
-        _fsync(folder.parent)
+        rename(work, folder)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -403,14 +383,6 @@ def _convert(source: Path, folder: Path) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.data.boundaries import save_generation_config
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, OtherRankFailedError, Ranks
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
-from nemo_rl_cpp.models.policy.bad_gradient import first_bad_gradient
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
 from nemo_rl_cpp.models.policy.train_step import (
@@ -29,22 +32,27 @@ from nemo_rl_cpp.models.policy.train_step import (
     TrainingPass,
     without_removed_tokens,
 )
-from nemo_rl_cpp.models.policy.updates import Updates
-from nemo_rl_cpp.models.slices import Slices, named_whole
-from nemo_rl_cpp.models.weights import load_weights, save_weights
+from nemo_rl_cpp.models.policy.updates import Updates, first_bad_gradient
+from nemo_rl_cpp.models.weights import Slices, load_weights, named_whole, save_weights
 
 if TYPE_CHECKING:
     from safetensors import PySafeSlice
 
-    from nemo_rl_cpp.config.policy import TrainedModelConfig
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-    from nemo_rl_cpp.models.json_values import JsonObject
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class TrainedModel:
+class StaysInPlace:
+    """A model whose weights, gradients, optimizer state and workspace stay where they are between its uses."""
+
+    def _nothing_to_do(self, *args: object, **kwargs: object) -> None:
+        """Nothing to do."""
+
+    prepare_for_training = finish_training = prepare_for_lp_inference = _nothing_to_do
+    prepare_for_inference = finish_inference = _nothing_to_do
+
+
+class TrainedModel(StaysInPlace):
     """One process on one device: what `Policy` and `Value` share.
 
     Args:
@@ -274,7 +282,7 @@ class TrainedModel:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def saved_config(self) -> JsonObject:
+    def saved_config(self) -> dict[str, Plain]:
         """config.json of a checkpoint."""
         return self.folder.config
 
@@ -404,17 +412,11 @@ class TrainedModel:
 
     # ---- the rest of the interfaces ---------------------------------------------------------------------------------
 
-    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: weights, gradients and optimizer state stay where they are."""
-
-    def finish_training(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: they stay there."""
-
     def shutdown(self) -> bool:
         self.model.release_workspace()
         return True
 
 
-def in_layout_of(data: Mapping[str, object] | RaggedBatch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
+def in_layout_of(data: Batch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
     """A result [T] as the caller's batch has its tokens: [T] of a RaggedBatch, [B, S] of padded tensors."""
     return of_tokens if isinstance(data, RaggedBatch) else batch.padded(of_tokens)

@@ -13,8 +13,8 @@ from os.path import isfile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, TypeVar
 
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.hf_config import read_json
-from nemo_rl_cpp.models.json_values import Json, JsonObject
 from nemo_rl_cpp.models.sources import ModelFolderError
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _no_name_twice(pairs: list[tuple[str, Json]]) -> JsonObject:
+def _no_name_twice(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
     content = dict(pairs)
     if len(content) != len(pairs):
         names = [name for name, _ in pairs]
@@ -172,7 +172,7 @@ def _no_name_twice(pairs: list[tuple[str, Json]]) -> JsonObject:
     return content
 
 
-def _entry(name: str, said: Mapping[str, Json], begins: int) -> TensorEntry:
+def _entry(name: str, said: Mapping[str, Plain], begins: int) -> TensorEntry:
     dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str) or not all(
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, begin, end)

@@ -1,18 +1,19 @@
-"""Moves weights between a native model and a Hugging Face folder (safetensors, one file or sharded)."""
-
-from __future__ import annotations
+"""Weights of a native model: by name, in the slices of tensor parallelism, and between it and a Hugging Face folder (safetensors, one file or sharded)."""
 
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
+from torch import Tensor
 
-from nemo_rl_cpp.models.json_values import Json
-from nemo_rl_cpp.models.slices import own_part
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.weight_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -23,8 +24,73 @@ from nemo_rl_cpp.models.weight_files import (
 )
 from nemo_rl_cpp.stages import work
 
-if TYPE_CHECKING:
-    from nemo_rl_cpp._native import C
+
+def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
+    """What a process has of a parameter [spec.whole], as a view."""
+    if spec.split < 0:
+        return whole
+    return whole.narrow(spec.split, spec.begin, spec.shape[spec.split])
+
+
+class Slices:
+    """Of one model, as this process and its tensor-parallel peers have it.
+
+    Args:
+        ranks: its `tensor` communicator connects the peers.
+        layouts: of the flat buffers of all peers.
+        whole: of the whole model's.
+    """
+
+    def __init__(self, ranks: Ranks, layouts: Sequence[C.ParameterLayout], whole: C.ParameterLayout) -> None:
+        self.ranks, self.layouts, self.whole = ranks, layouts, whole
+
+    @classmethod
+    def of(cls, native: dict[str, Plain], ranks: Ranks) -> Self:
+        """Of the whole model `native`, see `ModelFolder.native`."""
+        count = ranks.tensor_size
+        return cls(ranks, [C.ParameterLayout(native, rank, count) for rank in range(count)], C.ParameterLayout(native))
+
+    @property
+    def own(self) -> C.ParameterLayout:
+        """The layout of this process's flat buffers."""
+        return self.layouts[self.ranks.tensor_rank]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """A flat buffer in the layout of this process from one in that of the whole model."""
+        if self.ranks.tensor_size == 1:
+            return whole
+        flat = whole.new_zeros(self.own.total)
+        for spec, part in zip(self.whole.specs, self.own.specs):
+            _view(flat, part).copy_(own_part(part, _view(whole, spec)))
+        return flat
+
+    def gather(self, flat: Tensor | None, what: str) -> Tensor | None:
+        """The flat buffer of the whole model from the flat buffers of all slices, on the first of them; None on the others, and
+        where this process takes no part (`flat` is None)."""
+        if self.ranks.tensor_size == 1 or flat is None:
+            return flat
+        peers, phase = self.ranks.tensor, f"gathering the slices of {what}"
+        if self.ranks.tensor_rank > 0:
+            peers.send(flat.contiguous(), to=0, phase=phase)
+            return None
+        whole = flat.new_zeros(self.whole.total)
+        for rank, layout in enumerate(self.layouts):
+            theirs = flat if rank == 0 else flat.new_empty(layout.total)
+            if rank > 0:
+                peers.receive(theirs, source=rank, phase=phase)
+            for spec, part in zip(self.whole.specs, layout.specs):
+                own_part(part, _view(whole, spec)).copy_(_view(theirs, part))
+        return whole
+
+
+def _view(flat: Tensor, spec: C.ParameterSpec) -> Tensor:
+    return flat[spec.offset : spec.offset + prod(spec.shape)].view(spec.shape)
+
+
+def named_whole(layout: C.ParameterLayout, flat: Tensor) -> dict[str, Tensor]:
+    """Every parameter by its Hugging Face name, as a view of a flat buffer in this layout."""
+    return {spec.name: _view(flat, spec) for spec in layout.specs}
+
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -68,7 +134,7 @@ def _tensor(raw: RawTensor) -> torch.Tensor:
 
 
 def save_weights(
-    model: C.DecoderModel, folder: str | Path, config: Mapping[str, Json], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    model: C.DecoderModel, folder: str | Path, config: Mapping[str, Plain], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Writes config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large. `tensors`: the

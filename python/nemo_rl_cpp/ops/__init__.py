@@ -1,47 +1,325 @@
-"""Typed entry points of the native core, one module an area. Names equal the C++ ones."""
+"""Typed entry points of the native core; names equal the C++ ones.
 
-from nemo_rl_cpp.ops.advantages import (
-    GAEConfig,
-    GroupBaseline,
-    TokenAdvantages,
-    gae,
-    gdpo_advantages,
-    group_baseline,
-    group_ids_from_prompts,
-    grpo_advantages,
-    raw_reward,
-    reinforce_plus_plus,
-)
-from nemo_rl_cpp.ops.losses import (
-    ClippedPGConfig,
-    ClippedPGInputs,
-    ClippedPGResult,
-    LossCounts,
-    ValueLossResult,
-    calculate_kl,
-    clipped_pg_loss,
-    mse_value_loss,
-    token_loss,
-)
+Advantages: csrc/kernels/{group_baseline,reinforce_plus_plus,gae,masked_reduce}.h. Masks may have any dtype and hold 0 and 1.
+Nothing at a masked position is read into a valid token's advantage.
 
-__all__ = [
-    "ClippedPGConfig",
-    "ClippedPGInputs",
-    "ClippedPGResult",
-    "GAEConfig",
-    "GroupBaseline",
-    "LossCounts",
-    "TokenAdvantages",
-    "ValueLossResult",
-    "calculate_kl",
-    "clipped_pg_loss",
-    "gae",
-    "gdpo_advantages",
-    "group_baseline",
-    "group_ids_from_prompts",
-    "grpo_advantages",
-    "mse_value_loss",
-    "raw_reward",
-    "reinforce_plus_plus",
-    "token_loss",
-]
+Losses: value, gradient and metrics in one pass, by the formulas of csrc/kernels/clipped_pg_loss.h.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+
+RatioMode = Literal["ppo", "reinforce", "cispo", "on_policy"]
+ImportanceSampling = Literal["none", "full", "tis", "icepop", "seq-mask-tis"]
+KlEstimator = Literal["k1", "k2", "k3"]
+_TRUNCATED = ("tis", "icepop", "seq-mask-tis")
+_METRIC_NAMES: list[str] = C.clipped_pg_metric_names()
+
+
+class GroupBaseline(NamedTuple):
+    """Baseline and standard deviation of each sample's group, both [B]."""
+
+    baseline: Tensor
+    std: Tensor
+
+
+class TokenAdvantages(NamedTuple):
+    """Advantages and returns [B, S]; `degenerate`: too few valid tokens to whiten, the advantages are 0."""
+
+    advantages: Tensor
+    returns: Tensor | None
+    degenerate: bool
+
+
+def group_ids_from_prompts(prompts: Tensor) -> Tensor:
+    """[B] int64 on the CPU: for each row of `prompts` [B, L] (or [B]) the index of the first equal row."""
+    return C.group_ids_from_prompts(prompts)
+
+
+def group_baseline(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    valid_mask: Tensor | None = None,
+    leave_one_out: bool = True,
+    std_rewards: Tensor | None = None,
+) -> GroupBaseline:
+    """Mean and unbiased std of the valid rewards in each sample's group, the sample itself left out if leave_one_out.
+
+    All arguments [B]. `std_rewards` replaces the rewards in the std alone. A group with at most one valid sample gives
+    (own reward, 0). Computed in float64 in two passes: equal rewards give std exactly 0.
+    """
+    return GroupBaseline(*C.group_baseline(rewards, group_ids, valid_mask, leave_one_out, std_rewards))
+
+
+def grpo_advantages(rewards: Tensor, baseline: Tensor, std: Tensor, *, normalize: bool) -> Tensor:
+    """[B]: reward - baseline, over (std + 1e-6) where `normalize` and std > 0."""
+    return C.grpo_advantages(rewards, baseline, std, normalize)
+
+
+def gdpo_advantages(components: Tensor, weights: Tensor) -> Tensor:
+    """[B] from component advantages [K, B] and weights [K]: their weighted sum, centred and over its unbiased std."""
+    return C.gdpo_advantages(components, weights)
+
+
+def reinforce_plus_plus(
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_type: str = "k3",
+) -> TokenAdvantages:
+    """(advantage[b] - kl_coef K[b, t]) whitened over the valid tokens of the batch (biased variance, at least 1e-8);
+    0 at masked positions. advantages [B] float32 or float64, mask and log-probs [B, S].
+    """
+    values, degenerate = C.reinforce_plus_plus(_real(advantages), mask, logprobs, reference_logprobs, kl_coef, kl_type)
+    return TokenAdvantages(values, None, degenerate)
+
+
+def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool) -> TokenAdvantages:
+    """The reward [B] on every token [B, S], whitened over the valid ones if `normalize`."""
+    values, degenerate = C.raw_reward(_real(rewards), mask, normalize)
+    return TokenAdvantages(values, None, degenerate)
+
+
+@dataclass(frozen=True)
+class GAEConfig:
+    """The settings of `gae`. With gae_lambda_value the returns come from a pass of their own with that lambda.
+    length_adaptive_alpha > 0 replaces gae_lambda by clamp(1 - 1/max(alpha * length, 1), 0, 1) a row. `normalize` whitens
+    the advantages over all valid tokens."""
+
+    gamma: float
+    gae_lambda: float
+    gae_lambda_value: float | None = None
+    length_adaptive_alpha: float = 0.0
+    kl_coef: float = 0.0
+    kl_type: str = "k3"
+    normalize: bool = False
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    config: GAEConfig,
+    *,
+    logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+) -> TokenAdvantages:
+    """Generalized advantage estimation over the valid tokens of each row, last to first.
+
+        delta_t = r_t + gamma V_next - V_t,   A_t = delta_t + gamma lambda A_next,   returns_t = A_t + V_t
+
+    "next" is the next valid token (0 after the last); r_t is -kl_coef K_t, plus rewards[b] at the row's last valid
+    token. rewards [B]; values, mask, log-probs [B, S]. Advantages are 0 at masked positions.
+    """
+    decoupled = config.gae_lambda_value is not None
+    lambda_value = config.gae_lambda_value if decoupled else config.gae_lambda
+    return TokenAdvantages(
+        *C.gae(
+            rewards, _real(values), mask, logprobs, reference_logprobs, config.gamma, config.gae_lambda, lambda_value, decoupled,
+            config.length_adaptive_alpha, config.kl_coef, config.kl_type, config.normalize,
+        )
+    )  # fmt: skip
+
+
+def _real(t: Tensor) -> Tensor:
+    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+
+
+@dataclass(frozen=True)
+class ClippedPGConfig:
+    """What clipped_pg_loss computes; the flags of NeMo RL's `loss_fn` folded into one choice a question.
+
+    ratio_mode: ppo (clipped ratio), reinforce (no ratio), cispo, on_policy (the ratio is 1 and prev is curr).
+    importance_sampling: none, full, tis (clamped), icepop (zeroed outside the bounds), seq-mask-tis (whole rows).
+    ratio_clip_c None, and a clamp value None, switch that part off. kl_penalty 0 reads no reference log-probs.
+    A contradiction raises ValueError at the first call of clipped_pg_loss.
+    """
+
+    ratio_mode: RatioMode = "ppo"
+    token_level_loss: bool = True
+    sequence_level_ratios: bool = False
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: float | None = None
+    kl_penalty: float = 0.0
+    kl_type: KlEstimator = "k3"
+    kl_input_clamp: float | None = 20.0
+    kl_output_clamp: float | None = 10.0
+    use_on_policy_kl_approximation: bool = False
+    importance_sampling: ImportanceSampling = "none"
+    importance_min: float = 0.0
+    importance_max: float = 0.0
+    positive_nll_weight: float = 0.0
+
+    @cached_property
+    def native(self) -> C.ClippedPGConfig:
+        """The C++ struct."""
+        out = C.ClippedPGConfig()
+        for name in (
+            "ratio_mode", "token_level_loss", "sequence_level_ratios", "ratio_clip_min", "ratio_clip_max", "kl_penalty",
+            "kl_type", "use_on_policy_kl_approximation", "importance_sampling", "importance_min", "importance_max",
+            "positive_nll_weight",
+        ):  # fmt: skip
+            setattr(out, name, getattr(self, name))
+        out.dual_clip = self.ratio_clip_c is not None
+        out.ratio_clip_c = self.ratio_clip_c if self.ratio_clip_c is not None else 0.0
+        out.kl_input_clamp = _clamp(self.kl_input_clamp)
+        out.kl_output_clamp = _clamp(self.kl_output_clamp)
+        return out
+
+    @property
+    def truncates(self) -> bool:
+        return self.importance_sampling in _TRUNCATED
+
+
+def _clamp(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+@dataclass(frozen=True)
+class ClippedPGInputs:
+    """What the loss reads beside the log-probabilities it is the loss of.
+
+    [B, S], unshifted: advantages, token_mask, and the log-probabilities of generation, of the old policy (`prev`; not read
+    by `on_policy`) and of the reference (read with a kl_penalty). [B]: sample_mask, rewards (read with a
+    positive_nll_weight). curr_logprobs_unfiltered [B, S-1] takes the place of curr_logprobs in the KL term.
+    """
+
+    advantages: Tensor
+    generation_logprobs: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+    prev_logprobs: Tensor | None = None
+    reference_policy_logprobs: Tensor | None = None
+    rewards: Tensor | None = None
+    curr_logprobs_unfiltered: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """Of the global batch: valid tokens, valid sequences, and valid tokens of samples with a positive reward. They make the
+    values of micro-batches add up; where one is None, the micro-batch's own count takes its place."""
+
+    valid_toks: Tensor | float | None = None
+    valid_seqs: Tensor | float | None = None
+    valid_positive_toks: Tensor | float | None = None
+
+    def scalars(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return _scalar(self.valid_toks), _scalar(self.valid_seqs), _scalar(self.valid_positive_toks)
+
+
+class ClippedPGResult(NamedTuple):
+    """Loss (scalar tensor), its gradients, metrics as floats, the first non-finite (sample, token) or None, and the sum over
+    the valid tokens of which the metric `token_mult_prob_error` is the share."""
+
+    loss: Tensor
+    grad_logprobs: Tensor
+    grad_unfiltered: Tensor | None
+    metrics: dict[str, float]
+    nonfinite: tuple[int, int] | None
+    mult_prob_error_sum: float
+
+
+def clipped_pg_loss(
+    curr_logprobs: Tensor,
+    inputs: ClippedPGInputs,
+    counts: LossCounts = LossCounts(),
+    config: ClippedPGConfig = ClippedPGConfig(),
+) -> ClippedPGResult:
+    """The clipped policy-gradient loss with its gradient and all metrics.
+
+        loss = reduce(W C) + beta reduce(K) + mu NLL,   C = max(-A R, -A clamp(R)),   R = exp(curr - prev)
+
+    curr_logprobs [B, S-1] (column t is the log-prob of token t+1), float32 or float64.
+
+    Positions with token_mask or sample_mask 0 change nothing and get gradient 0. Raises ValueError for a missing input,
+    a wrong shape or a contradictory config. A non-finite term raises nothing here: `nonfinite` names it.
+    """
+    loss, grad, grad_unfiltered, values = C.clipped_pg_loss(
+        curr_logprobs, inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs,
+        inputs.token_mask, inputs.sample_mask, inputs.curr_logprobs_unfiltered, inputs.rewards, *counts.scalars(), config.native,
+    )  # fmt: skip
+    metrics = dict(zip(_METRIC_NAMES, values.tolist(), strict=True))
+    sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
+    error_sum = metrics.pop("token_mult_prob_error_sum")
+    if not config.truncates:
+        del metrics["is_oob_ratio"]
+    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, None if sample < 0 else (sample, token), error_sum)
+
+
+def token_loss(
+    inputs: ClippedPGInputs, counts: LossCounts, config: ClippedPGConfig = ClippedPGConfig()
+) -> C.TokenLoss | None:
+    """`clipped_pg_loss` to be asked for its gradient while the head still holds a token's logits (`Trainer.forward_with_loss`).
+
+    `counts` must have tokens and sequences. Without prev_logprobs they are the log-probabilities being computed. None
+    where the gradient at a token depends on others: sequence-level losses and seq-mask-tis.
+    """
+    if not C.TokenLoss.separable(config.native):
+        return None
+    return C.TokenLoss(
+        inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs, inputs.token_mask,
+        inputs.sample_mask, inputs.rewards if counts.valid_positive_toks is not None else None, *counts.scalars(), config.native,
+    )  # fmt: skip
+
+
+def _scalar(value: Tensor | float | None) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+_VALUE_METRIC_NAMES: list[str] = C.value_loss_metric_names()
+
+
+class ValueLossResult(NamedTuple):
+    """Loss (scalar tensor), its gradient [B, S], metrics as floats, and the first non-finite (sample, token) or None."""
+
+    loss: Tensor
+    grad_values: Tensor
+    metrics: dict[str, float]
+    nonfinite: tuple[int, int] | None
+
+
+def mse_value_loss(
+    values: Tensor,
+    *,
+    returns: Tensor,
+    token_mask: Tensor,
+    sample_mask: Tensor,
+    old_values: Tensor | None = None,
+    global_valid_toks: Tensor | float | None = None,
+    scale: float = 1.0,
+    cliprange: float | None = None,
+) -> ValueLossResult:
+    """scale/2 * sum(M e) / global_valid_toks with e = (v - R)^2, or with a cliprange the larger of that and the square
+    of clamp(v, old +- cliprange) - R. values, returns, old_values, token_mask [B, S] (unshifted), sample_mask [B].
+
+    values_min and values_max are over valid tokens (0 if there are none).
+    """
+    if cliprange and cliprange > 0 and old_values is None:
+        raise ValueError("cliprange is set but the old values are missing: give `values` in the data")
+    loss, grad, numbers = C.mse_value_loss(
+        values,
+        returns,
+        old_values,
+        token_mask,
+        sample_mask,
+        _scalar(global_valid_toks),
+        scale,
+        max(cliprange or 0.0, 0.0),
+    )
+    metrics = dict(zip(_VALUE_METRIC_NAMES, numbers.tolist(), strict=True))
+    sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
+    return ValueLossResult(loss, grad, metrics, None if sample < 0 else (sample, token))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.models.generation.base_engine import STREAMS
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, Responses
-from nemo_rl_cpp.models.generation.settings import STREAMS
 from nemo_rl_cpp.serving.rollouts import HEADER, Rollout, TrainedSampling
 
 if TYPE_CHECKING:

@@ -8,39 +8,30 @@ from nemo_rl_cpp.config.access import to_plain
 
 
 def performance_metrics(
-    timing: Mapping[str, float],
-    *,
-    num_samples: int,
-    total_num_tokens: float,
-    num_generated_tokens: float | None = None,
-    num_devices: int = 1,
-    num_training_devices: int | None = None,
-    num_generation_devices: int | None = None,
+    timing: Mapping[str, float], *, num_samples: int, total_num_tokens: float, num_generated_tokens: float | None = None
 ) -> dict[str, float]:
-    """The `performance/*` values of a step.
+    """The `performance/*` values of a step, of one device: a GPU, or the CPU of a process.
 
     A rate is a count over the seconds of a stage (`timing`, sums by NeMo RL's labels); `total_num_tokens` counts prompt
     and response tokens and, as in NeMo RL, is the numerator of every token rate. `decode_tokens_per_sec` is the rate of
-    `num_generated_tokens` alone. A device is a GPU, or the CPU of a process. Rates of stages that did not run are absent.
+    `num_generated_tokens` alone. Rates of stages that did not run are absent.
     """
-    training_devices = num_training_devices or num_devices
-    generation_devices = num_generation_devices or num_devices
     step, generation = timing.get("total_step_time", 0.0), timing.get("generation", 0.0)
     training, logprobs = timing.get("policy_training", 0.0), timing.get("policy_and_reference_logprobs", 0.0)
     metrics: dict[str, float] = {}
 
-    def rate(name: str, count: float, seconds: float, devices: int, whole: bool) -> None:
+    def rate(name: str, count: float, seconds: float, whole: bool = True) -> None:
         if seconds > 0:
-            metrics[f"{name}_per_gpu"] = count / seconds / devices
+            metrics[f"{name}_per_gpu"] = count / seconds
             if whole:
                 metrics[name] = count / seconds
 
-    rate("samples_per_sec", num_samples, step, num_devices, whole=True)
-    rate("tokens_per_sec", total_num_tokens, step, num_devices, whole=True)
-    rate("generation_tokens_per_sec", total_num_tokens, generation, generation_devices, whole=True)
-    rate("policy_training_tokens_per_sec", total_num_tokens, training, training_devices, whole=False)
-    rate("policy_and_reference_logprobs_tokens_per_sec", total_num_tokens, logprobs, training_devices, whole=False)
-    rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs, training_devices, whole=True)
+    rate("samples_per_sec", num_samples, step)
+    rate("tokens_per_sec", total_num_tokens, step)
+    rate("generation_tokens_per_sec", total_num_tokens, generation)
+    rate("policy_training_tokens_per_sec", total_num_tokens, training, whole=False)
+    rate("policy_and_reference_logprobs_tokens_per_sec", total_num_tokens, logprobs, whole=False)
+    rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs)
     if num_generated_tokens is not None and generation > 0:
         metrics["decode_tokens_per_sec"] = num_generated_tokens / generation
     return metrics

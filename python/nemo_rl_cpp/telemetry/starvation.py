@@ -1,10 +1,9 @@
 """How much of their cores a process's threads get, and a sentence where other programs have them."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from nemo_rl_cpp.threads import processors
 
@@ -16,7 +15,7 @@ class CoreTime:
     running: float  #: on a core
     waiting: float  #: ready to run, while other threads had the cores
 
-    def __sub__(self, earlier: CoreTime) -> CoreTime:
+    def __sub__(self, earlier: Self) -> Self:
         return CoreTime(max(0.0, self.running - earlier.running), max(0.0, self.waiting - earlier.waiting))
 
 

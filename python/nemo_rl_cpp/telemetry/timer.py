@@ -1,66 +1,33 @@
 """Named stage times of a training step, and the wall-clock limit of a run."""
 
-import logging
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-
-_log = logging.getLogger(__name__)
+from typing import Self
 
 TOTAL = "total_step_time"
-
-
-@dataclass(frozen=True)
-class StepAccounting:
-    """How much of a step's wall-clock time its stages explain. Seconds; `share` is between 0 and 1.
-
-    Only the outermost stages count (a stage inside another one is already part of it), so `accounted <= total` on one
-    thread.
-    """
-
-    total: float
-    accounted: float
-    by_label: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        return self.accounted / self.total if self.total > 0 else 1.0
 
 
 class Timer:
     """Measures named stages: `with timer("generation"): ...`, `timer.start(...)`/`timer.stop(...)`, or `record`.
 
-    A label may be measured many times; `reduce` and `get_timing_metrics` summarise. `with timer.step(n) as timer:`
-    begins a training step: it forgets the last step's times and measures `total_step_time`. Times are seconds of a
-    monotonic clock. Safe to use from several threads (each has its own nesting).
+    A label may be measured many times; `sums` adds up. `with timer.step(n) as timer:` begins a training step: it forgets the last
+    step's times and measures `total_step_time`. Times are seconds of a monotonic clock. Safe to use from several threads (each has
+    its own nesting).
     """
 
-    _REDUCTION_FUNCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-        "mean": statistics.fmean,
-        "median": statistics.median,
-        "min": min,
-        "max": max,
-        "std": statistics.pstdev,
-        "sum": sum,
-        "count": len,
-    }
-
-    def __init__(self, context: dict[str, object] | None = None) -> None:
-        """`context` identifies this timer (rank, worker, ...) in its DEBUG log lines."""
-        self._context = dict(context or {})
+    def __init__(self) -> None:
         self._timers: dict[str, list[float]] = {}
         self._start_times: dict[str, float] = {}
-        self._outermost: dict[str, float] = {}
+        self._accounted = 0.0  # seconds of the outermost stages of a step; a stage inside another one is part of it
         self._lock = threading.RLock()
         self._local = threading.local()
         self._observers: list[object] = []
         self.current_step: int | None = None
 
-    def start(self, label: str, should_log: bool = True) -> None:
+    def start(self, label: str) -> None:
         """Starts `label`; ValueError when it is running already."""
         with self._lock:
             if label in self._start_times:
@@ -69,9 +36,8 @@ class Timer:
         outer = self._outer_stages(label)
         self._stack().append(label)
         self._tell("stage_started", label, len(outer))
-        self._debug(should_log, label, "start")
 
-    def stop(self, label: str, should_log: bool = True) -> float:
+    def stop(self, label: str) -> float:
         """Stops `label` and returns the seconds since its start; ValueError when it is not running."""
         now = time.perf_counter()
         with self._lock:
@@ -81,32 +47,30 @@ class Timer:
             self._timers.setdefault(label, []).append(elapsed)
             stack, outer = self._stack(), self._outer_stages(label)
             if label != TOTAL and not outer and TOTAL in stack:
-                self._outermost[label] = self._outermost.get(label, 0.0) + elapsed
+                self._accounted += elapsed
             if label in stack:
                 stack.remove(label)
         self._tell("stage_stopped", label, len(outer))
-        self._debug(should_log, label, f"end elapsed={elapsed:.4f}s")
         return elapsed
 
-    def record(self, label: str, elapsed: float, should_log: bool = True) -> None:
-        """Adds a duration in seconds that the caller measured itself. It does not enter `accounting`."""
+    def record(self, label: str, elapsed: float) -> None:
+        """Adds a duration in seconds that the caller measured itself. It does not enter `accounted_share`."""
         with self._lock:
             self._timers.setdefault(label, []).append(elapsed)
-        self._debug(should_log, label, f"record elapsed={elapsed:.4f}s")
 
     @contextmanager
-    def time(self, label: str, should_log: bool = True) -> Iterator[None]:
+    def time(self, label: str) -> Iterator[None]:
         """Measures the block, also when it raises."""
-        self.start(label, should_log)
+        self.start(label)
         try:
             yield
         finally:
-            self.stop(label, should_log)
+            self.stop(label)
 
     __call__ = time
 
     @contextmanager
-    def step(self, step: int) -> Iterator["Timer"]:
+    def step(self, step: int) -> Iterator[Self]:
         """One training step: forgets the times of the one before, measures `total_step_time`, yields this timer.
 
         The times stay readable until the next step begins, and stages measured after the block (checkpointing,
@@ -117,19 +81,17 @@ class Timer:
         with self.time(TOTAL):
             yield self
 
-    def accounting(self) -> StepAccounting:
-        """How much of `total_step_time` the outermost stages inside it account for."""
+    def sums(self) -> dict[str, float]:
+        """The seconds of each label."""
         with self._lock:
-            return StepAccounting(
-                sum(self._timers.get(TOTAL, [])), sum(self._outermost.values()), dict(self._outermost)
-            )
+            return {label: sum(values) for label, values in self._timers.items()}
 
     def step_timing_metrics(self) -> dict[str, float]:
-        """The `timing/train/*` values of the step: the sum of each label, and `accounted_share` (1.0: every moment of
-        the step belongs to a named stage)."""
-        metrics = dict(self.get_timing_metrics("sum"))
+        """The `timing/train/*` values of the step: `sums`, and `accounted_share` (1.0: every moment of the step belongs to a named
+        stage), of the outermost stages."""
+        metrics = self.sums()
         if TOTAL in metrics:
-            metrics["accounted_share"] = min(self.accounting().share, 1.0)
+            metrics["accounted_share"] = min(self._accounted / metrics[TOTAL], 1.0) if metrics[TOTAL] > 0 else 1.0
         return metrics
 
     def subscribe(self, observer: object) -> None:
@@ -139,35 +101,13 @@ class Timer:
         """
         self._observers.append(observer)
 
-    def get_elapsed(self, label: str) -> list[float]:
-        """All measurements of `label`; KeyError when there are none."""
+    def reset(self) -> None:
+        """Forgets everything."""
         with self._lock:
-            if label not in self._timers:
-                raise KeyError(f"no timings recorded for {label!r}")
-            return self._timers[label]
-
-    def reduce(self, label: str, operation: str = "mean") -> float:
-        """One number for all measurements of `label`: mean, median, min, max, std (population), sum or count."""
-        if operation not in self._REDUCTION_FUNCTIONS:
-            raise ValueError(f"invalid operation {operation!r}: use one of {', '.join(self._REDUCTION_FUNCTIONS)}")
-        return self._REDUCTION_FUNCTIONS[operation](self.get_elapsed(label))
-
-    def get_timing_metrics(self, reduction_op: str | dict[str, str] = "mean") -> dict[str, float | list[float]]:
-        """All labels, reduced by one operation, or each by its own (labels without one give their list)."""
-        with self._lock:
-            operations = dict.fromkeys(self._timers, reduction_op) if isinstance(reduction_op, str) else reduction_op
-            return {
-                label: self.reduce(label, operations[label]) if label in operations else list(values)
-                for label, values in self._timers.items()
-            }
-
-    def reset(self, label: str | None = None) -> None:
-        """Forgets one label, or everything."""
-        with self._lock:
-            for store in (self._timers, self._start_times, self._outermost):
-                store.clear() if label is None else store.pop(label, None)
-            stack = self._stack()
-            stack[:] = [] if label is None else [other for other in stack if other != label]
+            self._timers.clear()
+            self._start_times.clear()
+            self._stack().clear()
+            self._accounted = 0.0
 
     def _stack(self) -> list[str]:
         if not hasattr(self._local, "stack"):
@@ -184,10 +124,6 @@ class Timer:
         for observer in self._observers:
             if (method := getattr(observer, event, None)) is not None:
                 method(label, depth)
-
-    def _debug(self, should_log: bool, label: str, event: str) -> None:
-        if should_log and _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%s %s ts=%.6f %s", label, event, time.time(), self._context)
 
 
 def convert_to_seconds(time_string: str) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty, band_factor, penalized, reasoning_and_answer
+from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, band_factor, penalized, reasoning_and_answer
 from nemo_rl_cpp.config.length_penalty import LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 

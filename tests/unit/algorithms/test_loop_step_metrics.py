@@ -12,7 +12,7 @@ from nemo_rl_cpp.algorithms.step_metrics import (
     training_metrics,
 )
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
-from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
+from nemo_rl_cpp.experience.rollout_metrics import combine_rollout_metrics
 
 INF = float("inf")
 

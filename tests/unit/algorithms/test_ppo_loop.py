@@ -7,7 +7,7 @@ import pytest
 import torch
 from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
 from nemo_rl_cpp.algorithms import ppo
-from nemo_rl_cpp.algorithms.critic import critic_metrics
+from nemo_rl_cpp.algorithms.step import critic_metrics
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs
 from nemo_rl_cpp.config import load_ppo_config
 

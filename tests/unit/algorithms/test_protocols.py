@@ -19,13 +19,11 @@ from nemo_rl_cpp.loggers.files import JsonlLogger, TensorboardLogger
 from nemo_rl_cpp.loggers.interface import LoggerBackend
 from nemo_rl_cpp.models.generation.hf import HfGeneration
 from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.hf.trained import HfPolicy, HfValue
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, ValueInterface
-from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
-from nemo_rl_cpp.models.value.hf_value import HfValue
 from nemo_rl_cpp.models.value.lm_value import Value
-from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
-from nemo_rl_cpp.weight_sync.shared import SharedWeights
+from nemo_rl_cpp.weight_sync import SharedWeights, WeightSynchronizer
 
 NATIVE = {
     PolicyInterface: [HfPolicy, Policy],

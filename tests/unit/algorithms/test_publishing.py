@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from nemo_rl_cpp.algorithms.publishing import _rewards
+from nemo_rl_cpp.algorithms.checkpointing import _rewards
 from nemo_rl_cpp.config import load_grpo_config
 
 

@@ -4,9 +4,13 @@ import random
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
-from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
-from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
+from nemo_rl_cpp.algorithms.reward_functions import (
+    RewardScalingConfig,
+    RewardShapingConfig,
+    apply_reward_shaping,
+    scale_rewards,
+)
+from nemo_rl_cpp.algorithms.step import compute_and_apply_seq_logprob_error_masking
 from reference import rewards as reference
 
 CASES = 1000

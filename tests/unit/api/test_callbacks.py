@@ -111,7 +111,7 @@ def test_ctrl_c_in_the_upload_gives_only_that_up(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: True)
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.publishing.push_to_hub", interrupted)
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.checkpointing.push_to_hub", interrupted)
     heard = Heard()
     assert len(train(tmp_path, heard, checkpointing__push_to_hub="org/x").history) == 3
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())

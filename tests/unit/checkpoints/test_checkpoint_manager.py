@@ -194,16 +194,6 @@ def test_missing_and_nan_metrics_rank_last(tmp_path):
     assert steps(manager) == [1, 3]
 
 
-def test_checkpoint_metric(tmp_path):
-    manager = make(tmp_path, metric_name="val:accuracy")
-    assert manager.checkpoint_metric({"loss": 1}, {"accuracy": np.float64(0.25)}) == {"val:accuracy": 0.25}
-    with pytest.warns(UserWarning, match="this step has no val metrics"):
-        assert manager.checkpoint_metric({"loss": 1}, None) == {}
-    with pytest.raises(ValueError, match="no 'accuracy'; there are avg_length"):
-        manager.checkpoint_metric({}, {"avg_length": 3})
-    assert make(tmp_path).checkpoint_metric({}, {}) == {}
-
-
 def test_save_reasons(tmp_path):
     manager = make(tmp_path, save_period=10, ft_save_period=4)
     assert manager.save_reason(7) is None

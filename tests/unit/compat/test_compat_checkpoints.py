@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 from nemo_rl_cpp.compat.utils.checkpoint import CheckpointManager
 
@@ -88,3 +89,13 @@ def test_background_failure_is_raised_by_the_next_call(tmp_path):
     with manager:
         save(manager, 2)
     assert steps(manager) == [2]
+
+
+def test_checkpoint_metric(tmp_path):
+    manager = make(tmp_path, metric_name="val:accuracy")
+    assert manager.checkpoint_metric({"loss": 1}, {"accuracy": np.float64(0.25)}) == {"val:accuracy": 0.25}
+    with pytest.warns(UserWarning, match="this step has no val metrics"):
+        assert manager.checkpoint_metric({"loss": 1}, None) == {}
+    with pytest.raises(ValueError, match="no 'accuracy'; there are avg_length"):
+        manager.checkpoint_metric({}, {"avg_length": 3})
+    assert make(tmp_path).checkpoint_metric({}, {}) == {}

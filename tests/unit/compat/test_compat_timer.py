@@ -39,6 +39,14 @@ def test_start_stop_and_reductions(clock):
     assert timer.get_timing_metrics({}) == {"generation": pytest.approx([1.0, 2.0, 6.0])}
 
 
+def test_misuse_is_reported():
+    timer = Timer()
+    with pytest.raises(KeyError):
+        timer.get_elapsed("a")
+    with pytest.raises(ValueError, match="invalid operation 'avg'"):
+        timer.reduce("a", "avg")
+
+
 def test_record_mark_and_reset():
     timer = Timer({"rank": 3})
     timer.record("x", 1.5)

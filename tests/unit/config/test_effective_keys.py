@@ -26,7 +26,7 @@ from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.environments.ray_environment import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
 from nemo_rl_cpp.loggers.backends import TrackerLogger
-from nemo_rl_cpp.models.generation.vllm.server_check import client_of
+from nemo_rl_cpp.models.generation.vllm.server import client_of
 
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 from configuration_pages import document, document_without_effect, status_of  # noqa: E402

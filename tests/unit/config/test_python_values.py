@@ -229,7 +229,7 @@ def test_the_guides_names_are_known():
 
 def test_there_is_one_class_of_a_name():
     import nemo_rl_cpp.config as config
-    from nemo_rl_cpp.algorithms import reward_scaling
+    from nemo_rl_cpp.algorithms import reward_functions as house_rewards
     from nemo_rl_cpp.compat.algorithms import advantage_estimator, grpo, loss, reward_functions
     from nemo_rl_cpp.compat.distributed import virtual_cluster
     from nemo_rl_cpp.compat.environments import code_environment, math_environment
@@ -242,7 +242,7 @@ def test_there_is_one_class_of_a_name():
 
     assert loss.ClippedPGLossConfig is ClippedPGLossConfig and loss.MseValueLossConfig is MseValueLossConfig
     assert reward_functions.RewardShapingConfig is grpo.RewardShapingConfig is RewardShapingConfig
-    assert reward_scaling.RewardScalingConfig is grpo.RewardScalingConfig is RewardScalingConfig
+    assert house_rewards.RewardScalingConfig is grpo.RewardScalingConfig is RewardScalingConfig
     assert advantage_estimator.AdvEstimatorConfig is grpo.AdvEstimatorConfig is AdvEstimatorConfig
     assert grpo.RewardPenaltyConfig is RewardPenaltyConfig and grpo.MasterConfig is config.GRPOMasterConfig
     assert generation.GenerationConfig is GenerationConfig and virtual_cluster.ClusterConfig is cluster.ClusterConfig
@@ -254,7 +254,7 @@ def test_settings_in_other_forms_are_as_strict():
     import torch
     from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
-    from nemo_rl_cpp.algorithms.reward_scaling import scale_rewards
+    from nemo_rl_cpp.algorithms.reward_functions import scale_rewards
     from nemo_rl_cpp.environments.math_environment import MathEnvironment
 
     @dataclasses.dataclass

@@ -8,9 +8,8 @@ import statistics
 import pytest
 from nemo_rl_cpp.commands import compare as command
 from nemo_rl_cpp.config import load_eval_config
-from nemo_rl_cpp.evals.compare import Comparison, is_evaluation, text_of
 from nemo_rl_cpp.evals.metrics import Interval
-from nemo_rl_cpp.evals.page import evaluation_page, prompts_of
+from nemo_rl_cpp.evals.pages import Comparison, evaluation_page, is_evaluation, prompts_of, text_of
 from nemo_rl_cpp.evals.report import EvalResult, save_evaluation_data
 
 

@@ -6,7 +6,7 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.experience.prompt_source import PromptSource
+from nemo_rl_cpp.experience.rollouts import PromptSource
 
 
 def rows(count):

@@ -9,12 +9,8 @@ from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.utils import create_env
-from nemo_rl_cpp.experience.rollouts import (
-    calculate_rewards,
-    generate_responses,
-    repeat_prompts,
-    run_multi_turn_rollout,
-)
+from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
+from nemo_rl_cpp.experience.turns import calculate_rewards, generate_responses
 
 TOKENIZER = ByteTokenizer()
 

@@ -25,7 +25,7 @@ KINDS = ("gemma", "phi", "olmo", "gpt_neox", "mixtral", "gemma2", "gpt2", "bloom
 
 
 def policy_of(kind, cls=None, **generation):
-    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
+    from nemo_rl_cpp.models.hf.trained import HfPolicy
 
     overrides = {"model_type": kind, "initializer_range": 0.1, "max_position_embeddings": 24}
     overrides |= {"sliding_window": 3} if kind == "gemma2" else {"n_positions": 24} if kind == "gpt2" else {}
@@ -78,7 +78,7 @@ def test_draws_are_keyed(kind="gemma"):
 
 def test_the_draws_are_those_of_the_native_engine(tmp_path):
     """The same Llama, seed and keys: the same texts."""
-    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
+    from nemo_rl_cpp.models.hf.trained import HfPolicy
 
     values = dict(precision="float32", max_total_sequence_length=24, generation={"max_new_tokens": 12, "top_p": 0.9})
     made = []

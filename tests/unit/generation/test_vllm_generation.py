@@ -17,7 +17,7 @@ from hf_players import hf_policy
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.generation.vllm.process import VllmError, check_interpreter
-from nemo_rl_cpp.models.generation.vllm.shared_weights import WeightBuffer
+from nemo_rl_cpp.models.generation.vllm.weights import WeightBuffer
 from nemo_rl_cpp.models.generation.vllm.worker_script import TESTED_VERSION, begin_digest
 from paired_prompts import prompts, texts
 from vllm_policies import MODEL, change, engine_of

@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.models.generation.vllm.engine_arguments import worker_environment
 from nemo_rl_cpp.models.generation.vllm.process import VllmError, VllmProcess
-from nemo_rl_cpp.models.generation.vllm.shared_weights import WeightBuffer
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import worker_environment
+from nemo_rl_cpp.models.generation.vllm.weights import WeightBuffer
 from nemo_rl_cpp.models.generation.vllm.worker_script import send_frame
 
 

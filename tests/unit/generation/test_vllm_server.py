@@ -15,9 +15,11 @@ import vllm_server_stand_in
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.models.generation.native import NativeGeneration
-from nemo_rl_cpp.models.generation.vllm import server_check, server_generation, server_weights
+from nemo_rl_cpp.models.generation.vllm import server as server_module
+from nemo_rl_cpp.models.generation.vllm import server_generation
+from nemo_rl_cpp.models.generation.vllm import weights as weights_module
 from nemo_rl_cpp.models.generation.vllm.process import VllmError
-from nemo_rl_cpp.models.generation.vllm.server_check import EXTENSION, PROTOCOL, check_server, server_command
+from nemo_rl_cpp.models.generation.vllm.server import EXTENSION, PROTOCOL, check_server, server_command
 from nemo_rl_cpp.models.generation.vllm.server_generation import VllmServerGeneration
 from nemo_rl_cpp.models.generation.vllm.worker_script import begin_digest
 from paired_prompts import prompts, texts
@@ -103,11 +105,11 @@ def test_no_more_requests_at_a_time_than_the_server_takes(model):
         engine, running, most, one = engine_of(policy), set(), [], VllmServerGeneration._one
         engine.update_weights(policy.state_dict(), 0)
 
-        def counted(request, sampling):
+        def counted(request, *given):
             running.add(request.row)
             most.append(len(running))
             try:
-                return one(engine, request, sampling)
+                return one(engine, request, *given)
             finally:
                 running.discard(request.row)
 
@@ -265,8 +267,8 @@ def test_an_error_of_the_callers_callback_gives_the_requests_up(joined):
 @pytest.fixture
 def by_nccl(model, monkeypatch):
     """A server with the extension's NCCL, a policy, its engine, and the phases of the trainer's communicator, which the server hears."""
-    monkeypatch.setattr(server_check, "transfer_of", lambda device: "nemo_rl_cpp_nccl")
-    monkeypatch.setattr(server_generation, "road_of", server_weights.NcclRoad)
+    monkeypatch.setattr(server_module, "transfer_of", lambda device: "nemo_rl_cpp_nccl")
+    monkeypatch.setattr(server_generation, "road_of", weights_module.NcclRoad)
     with vllm_server_stand_in.serving("good", model[True], backend="nemo_rl_cpp_nccl") as server:
 
         class Communicator:
@@ -281,7 +283,7 @@ def by_nccl(model, monkeypatch):
             Communicator.phases.append(size)
             return Communicator()
 
-        monkeypatch.setattr(server_weights, "connect", connect)
+        monkeypatch.setattr(weights_module, "connect", connect)
         policy = policy_of(True, {"server_url": server.url, "timeout_s": 20.0})
         engine = engine_of(policy)
         yield server, policy, engine, Communicator
@@ -333,7 +335,7 @@ def test_workers_that_do_not_come_are_an_error(by_nccl, monkeypatch):
     def alone(store, size, device, seconds):
         raise C.TimedOut("rank 0 of 3: meeting the other ranks failed after 20 s")
 
-    monkeypatch.setattr(server_weights, "connect", alone)
+    monkeypatch.setattr(weights_module, "connect", alone)
     with pytest.raises(WorkerLostError, match="did not meet the trainer: rank 0 of 3: meeting"):
         engine.update_weights(policy.state_dict(), 0)
     assert not server.paused

@@ -12,8 +12,7 @@ from nemo_rl_cpp.algorithms.loss_functions import (
     MseValueLossFn,
 )
 from nemo_rl_cpp.config.value import ValueConfig
-from nemo_rl_cpp.models.hf.folder import open_frozen
-from nemo_rl_cpp.models.hf.resumed import hf_refusals
+from nemo_rl_cpp.models.hf.folder import hf_refusals, open_frozen
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.models.sources import ModelFolderError

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nemo_rl_cpp.models.hf.flat_model import FlatModel
-from nemo_rl_cpp.models.hf.outputs import outputs_of
-from nemo_rl_cpp.models.hf.rows import ModelRows
+from nemo_rl_cpp.models.hf.outputs import ModelRows, outputs_of
 from nemo_rl_cpp.models.hf.trainer import HfTrainer
 from nemo_rl_cpp.models.policy.train_step import Scoring
 from torch import nn

@@ -11,8 +11,7 @@ from nemo_rl_cpp.config.memory import ModelSizes
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import tiny_random
-from nemo_rl_cpp.models.slices import named_whole
-from nemo_rl_cpp.models.weights import initialize_weights
+from nemo_rl_cpp.models.weights import initialize_weights, named_whole
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=40)  # fmt: skip
 Q = "model.layers.1.self_attn.q_proj"

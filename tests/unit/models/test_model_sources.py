@@ -350,7 +350,7 @@ PREPARE = """
 
 def test_two_processes_prepare_the_model_once(small_gguf, tmp_path):
     file = small_gguf[0]
-    code = textwrap.dedent(PREPARE.format(file=str(file), digest=sources.sha256(file)))
+    code = textwrap.dedent(PREPARE.format(file=str(file), digest=sources.sha256_of(file)))
     env = {**os.environ, "NEMO_RL_CPP_CACHE": str(tmp_path)}
     both = [
         subprocess.Popen(
@@ -364,7 +364,7 @@ def test_two_processes_prepare_the_model_once(small_gguf, tmp_path):
     assert sum(err.count("(once)") for _, err in outputs) == 1
     assert sorted(p.name for p in folder.parent.iterdir()) == ["smollm2-135m-instruct", "smollm2-135m-instruct.lock"]
     manifest = json.loads((folder / "conversion.json").read_text())
-    assert manifest["sha256"]["model.safetensors"] == sources.sha256(folder / "model.safetensors")
+    assert manifest["sha256"]["model.safetensors"] == sources.sha256_of(folder / "model.safetensors")
 
 
 def test_an_incomplete_folder_is_made_again_and_a_damaged_source_refused(small_gguf, tmp_path, monkeypatch, capsys):
@@ -374,7 +374,7 @@ def test_an_incomplete_folder_is_made_again_and_a_damaged_source_refused(small_g
     with pytest.raises(ValueError, match="damaged"):
         sources.smollm2_folder()
     assert [p.name for p in (tmp_path / "models").iterdir()] == ["smollm2-135m-instruct.lock"]
-    monkeypatch.setattr(sources, "SMOLLM2_SHA256", sources.sha256(file))
+    monkeypatch.setattr(sources, "SMOLLM2_SHA256", sources.sha256_of(file))
     weights = sources.smollm2_folder() / "model.safetensors"
     whole = weights.read_bytes()
     capsys.readouterr()
@@ -387,7 +387,7 @@ def test_an_incomplete_folder_is_made_again_and_a_damaged_source_refused(small_g
 @pytest.mark.slow
 def test_the_hub_name_of_the_packaged_model_falls_back_on_the_package(small_gguf, tmp_path):
     file = small_gguf[0]
-    code = PREPARE.format(file=str(file), digest=sources.sha256(file)).replace(
+    code = PREPARE.format(file=str(file), digest=sources.sha256_of(file)).replace(
         "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
     out = python(code, tmp_path, HF_ENDPOINT=CLOSED_PORT)

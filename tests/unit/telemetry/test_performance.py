@@ -5,21 +5,19 @@ from nemo_rl_cpp.telemetry.performance import group_reward_metrics, performance_
 
 def test_performance_metrics_by_hand():
     timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
-    metrics = performance_metrics(
-        timing, num_samples=64, total_num_tokens=1200, num_generated_tokens=800, num_devices=2
-    )
+    metrics = performance_metrics(timing, num_samples=64, total_num_tokens=1200, num_generated_tokens=800)
     assert metrics == pytest.approx(
         {
             "samples_per_sec": 6.4,
-            "samples_per_sec_per_gpu": 3.2,
+            "samples_per_sec_per_gpu": 6.4,
             "tokens_per_sec": 120.0,
-            "tokens_per_sec_per_gpu": 60.0,
+            "tokens_per_sec_per_gpu": 120.0,
             "generation_tokens_per_sec": 300.0,
-            "generation_tokens_per_sec_per_gpu": 150.0,
-            "policy_training_tokens_per_sec_per_gpu": 200.0,
-            "policy_and_reference_logprobs_tokens_per_sec_per_gpu": 300.0,
+            "generation_tokens_per_sec_per_gpu": 300.0,
+            "policy_training_tokens_per_sec_per_gpu": 400.0,
+            "policy_and_reference_logprobs_tokens_per_sec_per_gpu": 600.0,
             "training_worker_group_tokens_per_sec": 240.0,
-            "training_worker_group_tokens_per_sec_per_gpu": 120.0,
+            "training_worker_group_tokens_per_sec_per_gpu": 240.0,
             "decode_tokens_per_sec": 200.0,
         }
     )
@@ -28,19 +26,6 @@ def test_performance_metrics_by_hand():
 def test_stages_that_did_not_run_have_no_rate():
     metrics = performance_metrics({"total_step_time": 2.0}, num_samples=4, total_num_tokens=10, num_generated_tokens=5)
     assert set(metrics) == {"samples_per_sec", "samples_per_sec_per_gpu", "tokens_per_sec", "tokens_per_sec_per_gpu"}
-
-
-def test_separate_devices_for_generation():
-    metrics = performance_metrics(
-        {"generation": 1.0, "policy_training": 1.0},
-        num_samples=1,
-        total_num_tokens=12,
-        num_devices=4,
-        num_training_devices=1,
-        num_generation_devices=3,
-    )
-    assert metrics["generation_tokens_per_sec_per_gpu"] == pytest.approx(4.0)
-    assert metrics["policy_training_tokens_per_sec_per_gpu"] == pytest.approx(12.0)
 
 
 def test_group_reward_metrics_by_hand():

@@ -6,9 +6,9 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.hf_config import native_config
-from nemo_rl_cpp.models.policy.bad_gradient import first_bad_gradient
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import GlobalCounts, NonFiniteError, Scoring, TrainingPass, fused_token_loss
+from nemo_rl_cpp.models.policy.updates import first_bad_gradient
 from nemo_rl_cpp.models.weights import initialize_weights
 from test_gradient_invariance import CONFIG, groups_batch
 

@@ -1,7 +1,7 @@
 """Colocated refit: nothing moves, and no change of the weights goes unseen."""
 
 import pytest
-from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
+from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
 
 class Role:

@@ -1,17 +1,348 @@
-"""Loss functions and their configurations."""
+"""What a loss is to a trainer, and the losses over the native ops: of policies (PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and on-policy
+losses with KL) and of critics."""
 
-from nemo_rl_cpp.algorithms.loss.clipped_pg import ClippedPGLossFn
-from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
-from nemo_rl_cpp.algorithms.loss.value_loss import MseValueLossFn
+from __future__ import annotations
+
+import enum
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp import ops
+from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig, MseValueLossConfig
+from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
-__all__ = [
-    "ClippedPGLossConfig",
-    "ClippedPGLossFn",
-    "LossFunction",
-    "LossInputType",
-    "LossType",
-    "MetricNormalizer",
-    "MseValueLossConfig",
-    "MseValueLossFn",
-]
+
+class LossType(enum.Enum):
+    """Which global count a loss divides by."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class MetricNormalizer(enum.Enum):
+    """Which global count a metric was divided by."""
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"
+
+
+class LossInputType(enum.Enum):
+    """What the loss wants from the model: `logits`, or `next_token_logprobs` [B, S-1]."""
+
+    LOGIT = "logit"
+    LOGPROB = "logprob"
+    DISTILLATION = "distillation"
+    DISTILLATION_CROSS_TOKENIZER = "distillation_cross_tokenizer"
+    DRAFT = "draft"
+
+
+class LossFunction(Protocol):
+    """A loss: called with its model output by keyword, the data and the global counts; returns (scalar, metrics). The base class
+    of losses of one's own.
+
+    Values of micro-batches and ranks are added, never averaged: a loss divides by the global counts itself.
+    """
+
+    loss_type: LossType = LossType.TOKEN_LEVEL
+    input_type: LossInputType = LossInputType.LOGPROB
+
+    @abstractmethod
+    def __call__(
+        self,
+        data: Mapping[str, torch.Tensor],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        **kwargs: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss of the samples of one micro-batch, padded to the longest of them.
+
+        `next_token_logprobs` [b, S-1] requires grad; entry t is the log-probability of token t+1. `data` has `token_mask` and
+        `advantages` [b, S], `sample_mask` [b], `prev_logprobs` and `generation_logprobs` [b, S], and `reference_policy_logprobs`
+        where there is a KL weight. The counts are those of the whole global batch.
+        """
+
+
+class NativeGradient(torch.autograd.Function):
+    """Gives a loss whose gradients are already known its place in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, loss, *inputs_and_grads):
+        half = len(inputs_and_grads) // 2
+        ctx.grads = inputs_and_grads[half:]
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.grads]
+        return (None, *scaled, *(None for _ in ctx.grads))
+
+
+class ClippedPGLossFn:
+    """Clipped policy-gradient loss with KL regularisation (NeMo RL's class of this name).
+
+        L = reduce(max(-A R, -A clip(R))) + beta reduce(KL) + mu NLL(correct samples)
+
+    Calling it gives (loss, metrics); the loss carries a gradient to `next_token_logprobs` when that requires one.
+    `native` gives loss, gradient and metrics without autograd. Settings that contradict each other raise
+    AssertionError in the constructor; ratio_clip_c <= 1 (AssertionError), an unknown KL type or a truncation ratio
+    without a known type (ValueError) at the first call.
+    """
+
+    input_type = LossInputType.LOGPROB
+
+    def __init__(self, cfg: ClippedPGLossConfig, use_fused_linear_logprobs: bool = False):
+        cfg = as_model(cfg, ClippedPGLossConfig)
+        self.cfg = cfg
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.reference_policy_kl_penalty = 0 if cfg.use_kl_in_reward else cfg.reference_policy_kl_penalty
+        self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
+        self._check()
+        self.metric_normalizations = self._metric_normalizations()
+        self._op_config: ops.ClippedPGConfig | None = None
+
+    def __getattr__(self, name: str) -> object:
+        """The settings of `cfg` are attributes, as in NeMo RL."""
+        if name == "cfg":  # it is not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.cfg, name)
+
+    def _check(self) -> None:
+        token_level = self.loss_type is LossType.TOKEN_LEVEL
+        assert not (self.sequence_level_importance_ratios and token_level), (
+            "sequence_level_importance_ratios (GSPO) needs token_level_loss: false"
+        )
+        if self.use_cispo:
+            assert not self.disable_ppo_ratio, "use_cispo needs the ratio that disable_ppo_ratio removes"
+            assert not self.force_on_policy_ratio, "use_cispo needs the ratio that force_on_policy_ratio sets to 1"
+            assert not self.sequence_level_importance_ratios, "use_cispo takes token-level ratios only"
+            assert self.ratio_clip_c is None, "use_cispo excludes dual clipping: set ratio_clip_c to null"
+            assert token_level, "use_cispo needs token_level_loss: true"
+        kind, high, low = self._truncation()
+        if kind is None:
+            return
+        assert self.use_importance_sampling_correction, (
+            "truncated_importance_sampling_type needs use_importance_sampling_correction: true"
+        )
+        assert kind in ("tis", "icepop", "seq-mask-tis"), (
+            f"truncated_importance_sampling_type is {kind!r}; expected tis, icepop or seq-mask-tis"
+        )
+        assert high is not None and high > 0, (
+            f"truncated_importance_sampling_ratio is {high}; expected a positive number"
+        )
+        assert low is None or low <= high, f"truncated_importance_sampling_ratio_min {low} exceeds the ratio {high}"
+        assert low is not None or kind == "tis", f"truncated_importance_sampling_ratio_min is needed by {kind}"
+        assert kind != "seq-mask-tis" or not self.sequence_level_importance_ratios, (
+            "seq-mask-tis does not go with sequence_level_importance_ratios"
+        )
+
+    def _truncation(self) -> tuple[str | None, float | None, float | None]:
+        return (
+            self.truncated_importance_sampling_type,
+            self.truncated_importance_sampling_ratio,
+            self.truncated_importance_sampling_ratio_min,
+        )
+
+    def _metric_normalizations(self) -> dict[str, MetricNormalizer]:
+        tokens, sequences, none = MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES, MetricNormalizer.NONE
+        by_loss = tokens if self.loss_type is LossType.TOKEN_LEVEL else sequences
+        table = {"loss": by_loss, "kl_penalty": by_loss}
+        table |= dict.fromkeys(
+            ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
+             "js_divergence_error", "approx_entropy"), tokens,
+        )  # fmt: skip
+        table["sampling_importance_ratio"] = sequences if self.sequence_level_importance_ratios else tokens
+        table |= dict.fromkeys(
+            ("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
+             "probs_ratio_clamped_max"), none,
+        )  # fmt: skip
+        if self.truncated_importance_sampling_type is not None:
+            by_row = self.truncated_importance_sampling_type == "seq-mask-tis"
+            table["is_oob_ratio"] = sequences if by_row else tokens
+        return table
+
+    def op_config(self) -> ops.ClippedPGConfig:
+        """The settings as the native op takes them."""
+        if self._op_config is None:
+            self._op_config = self._make_op_config()
+        return self._op_config
+
+    def __getstate__(self) -> dict[str, object]:
+        """It travels to workers also after it was used here: the op's own settings are made again there."""
+        return {**self.__dict__, "_op_config": None}
+
+    def _make_op_config(self) -> ops.ClippedPGConfig:
+        assert self.ratio_clip_c is None or self.ratio_clip_c > 1, (
+            f"ratio_clip_c must exceed 1 (null switches dual clipping off), but it is {self.ratio_clip_c}"
+        )
+        kind, high, low = self._truncation()
+        if high is not None and kind is None:
+            raise ValueError(
+                "Invalid truncated importance sampling type: None, though truncated_importance_sampling_ratio is set; "
+                "expected tis, icepop or seq-mask-tis"
+            )
+        if kind is None:
+            kind = "full" if self.use_importance_sampling_correction else "none"
+        if self.force_on_policy_ratio:
+            mode = "on_policy"
+        elif self.disable_ppo_ratio:
+            mode = "reinforce"
+        else:
+            mode = "cispo" if self.use_cispo else "ppo"
+        return ops.ClippedPGConfig(
+            ratio_mode=mode,
+            token_level_loss=self.loss_type is LossType.TOKEN_LEVEL,
+            sequence_level_ratios=self.sequence_level_importance_ratios,
+            ratio_clip_min=self.ratio_clip_min,
+            ratio_clip_max=self.ratio_clip_max,
+            ratio_clip_c=self.ratio_clip_c,
+            kl_penalty=float(self.reference_policy_kl_penalty),
+            kl_type=self.reference_policy_kl_type,
+            kl_input_clamp=self.kl_input_clamp_value,
+            kl_output_clamp=self.kl_output_clamp_value,
+            use_on_policy_kl_approximation=self.use_on_policy_kl_approximation,
+            importance_sampling=kind,
+            importance_min=low if low is not None else 0.0,
+            importance_max=high if high is not None else 0.0,
+            positive_nll_weight=self.positive_example_nll_weight,
+        )
+
+    def native(
+        self,
+        curr_logprobs: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor | float | None,
+        global_valid_toks: Tensor | float | None,
+        global_valid_positive_toks: Tensor | float | None = None,
+    ) -> ops.ClippedPGResult:
+        """Loss, gradient with respect to `curr_logprobs` [B, S-1], metrics and the first non-finite (sample, token).
+
+        `global_valid_positive_toks` counts the valid tokens of samples with a positive reward over the global batch;
+        without it (and without that key in the data) the NLL term divides by this batch's own count.
+        """
+        positive = (
+            data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
+        )
+        prev = None if self.op_config().ratio_mode == "on_policy" else data["prev_logprobs"]
+        return ops.clipped_pg_loss(
+            curr_logprobs.detach(),
+            self._op_inputs(data, prev),
+            ops.LossCounts(global_valid_toks, global_valid_seqs, positive),
+            self.op_config(),
+        )
+
+    def _op_inputs(self, data: Mapping[str, Tensor], prev_logprobs: Tensor | None) -> ops.ClippedPGInputs:
+        config = self.op_config()
+        with_kl = config.kl_penalty != 0
+        return ops.ClippedPGInputs(
+            advantages=data["advantages"],
+            prev_logprobs=prev_logprobs,
+            generation_logprobs=data["generation_logprobs"],
+            reference_policy_logprobs=data["reference_policy_logprobs"] if with_kl else None,
+            token_mask=data["token_mask"],
+            sample_mask=data["sample_mask"],
+            rewards=data.get("rewards") if config.positive_nll_weight > 0 else None,
+            curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if with_kl else None,
+        )
+
+    def token_loss(
+        self,
+        data: RaggedBatch,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        global_valid_positive_toks: Tensor | None,
+    ) -> C.TokenLoss | None:
+        """The gradient of `native` token by token (ops.token_loss), or None where that cannot be: the trainer then asks
+        `native` for it. `data` is the global batch; without `prev_logprobs` in it they are the ones being computed."""
+        if type(self).native is not ClippedPGLossFn.native:
+            return None
+        prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get("prev_logprobs")
+        return ops.token_loss(
+            self._op_inputs({**data.samples, **data.tokens}, prev),
+            ops.LossCounts(global_valid_toks, global_valid_seqs, global_valid_positive_toks),
+            self.op_config(),
+        )
+
+    def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
+        """Bool [B]: samples whose gradient is zero whatever their log-probabilities, since their advantages are (a group of
+        equal rewards under GRPO); None where another term than the advantages' has a gradient."""
+        config, advantages = self.op_config(), data.tokens.get("advantages")
+        if config.kl_penalty != 0 or config.positive_nll_weight > 0 or advantages is None:
+            return None
+        return data.by_sample(((advantages != 0) & (data.tokens["token_mask"] != 0)).int()) == 0
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        global_valid_positive_toks: Tensor | float | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """(loss, metrics) for log-probs [B, S-1]; differentiable in them and in data["curr_logprobs_unfiltered"]."""
+        x = next_token_logprobs
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.float()
+        result = self.native(x, data, global_valid_seqs, global_valid_toks, global_valid_positive_toks)
+        unfiltered = data.get("curr_logprobs_unfiltered") if result.grad_unfiltered is not None else None
+        if not torch.is_grad_enabled():
+            return result.loss, result.metrics
+        if unfiltered is not None:
+            grads = (result.grad_logprobs, result.grad_unfiltered)
+            return NativeGradient.apply(result.loss, x, unfiltered, *grads), result.metrics
+        return NativeGradient.apply(result.loss, x, result.grad_logprobs), result.metrics
+
+
+class MseValueLossFn:
+    """Squared error of value predictions, clipped around the old ones when `cliprange` is set (PPO).
+
+    data: token_mask, returns and (with a cliprange) values [B, S]; sample_mask [B]. No column is shifted here.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGIT
+
+    def __init__(self, cfg: MseValueLossConfig):
+        self.cfg = as_model(cfg, MseValueLossConfig)
+        self.scale, self.cliprange = self.cfg.scale, self.cfg.cliprange
+
+    def native(
+        self,
+        values: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor | float | None,
+        global_valid_toks: Tensor | float | None,
+    ) -> ops.ValueLossResult:
+        """Loss, gradient with respect to `values` [B, S], metrics and the first non-finite (sample, token)."""
+        clipping = bool(self.cliprange and self.cliprange > 0)
+        result = ops.mse_value_loss(
+            values.detach(),
+            returns=data["returns"],
+            token_mask=data["token_mask"],
+            sample_mask=data["sample_mask"],
+            old_values=data["values"] if clipping else None,
+            global_valid_toks=global_valid_toks,
+            scale=self.scale,
+            cliprange=self.cliprange,
+        )
+        result.metrics["num_valid_samples"] = int(values.shape[0])
+        return result
+
+    def __call__(
+        self, logits: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """(loss, metrics) for value predictions [B, S] or [B, S, 1]; differentiable in them."""
+        values = logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits
+        if values.dtype not in (torch.float32, torch.float64):
+            values = values.float()
+        result = self.native(values, data, global_valid_seqs, global_valid_toks)
+        if not torch.is_grad_enabled():
+            return result.loss, result.metrics
+        return NativeGradient.apply(result.loss, values, result.grad_values), result.metrics

@@ -14,9 +14,8 @@ from nemo_rl_cpp.algorithms.advantage_estimator import (
 from nemo_rl_cpp.algorithms.build import Parts
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.grpo import GRPOSaveState, MasterConfig, make_advantages
-from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping
-from nemo_rl_cpp.algorithms.reward_scaling import scale_rewards
-from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
+from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards
+from nemo_rl_cpp.algorithms.step import compute_and_apply_seq_logprob_error_masking
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
 from nemo_rl_cpp.compat.algorithms._run import (
     environments,
@@ -35,7 +34,7 @@ from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.experience.rollout_runner import join_of
+from nemo_rl_cpp.experience.rollout_metrics import join_of
 from nemo_rl_cpp.experience.train_batch import add_token_loss_masks, sampled_by_policy
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nemo_rl_cpp.algorithms._config import setting
+from nemo_rl_cpp.algorithms.utils import setting
 from nemo_rl_cpp.config.master import MasterConfig
 from nemo_rl_cpp.telemetry.performance import performance_metrics
 
@@ -56,10 +56,11 @@ def print_performance_metrics(
         },
         num_samples=samples,
         total_num_tokens=tokens,
-        num_devices=devices.total,
-        num_training_devices=devices.training,
-        num_generation_devices=devices.generation,
     )
+    of_stages = {"generation_tokens_per_sec_per_gpu": devices.generation} | dict.fromkeys(
+        ("samples_per_sec_per_gpu", "tokens_per_sec_per_gpu"), devices.total
+    )
+    found |= {n: v / of_stages.get(n, devices.training) for n, v in found.items() if n.endswith("_per_gpu")}
     print("  Throughputs (per GPU), and of the whole run:")
     for name, value in found.items():
         print(f"    {name}: {value:.2f}")

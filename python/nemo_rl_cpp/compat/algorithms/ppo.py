@@ -6,10 +6,10 @@ from typing import Any
 
 from nemo_rl_cpp.algorithms.advantage_estimator import RawRewardAdvantageEstimator
 from nemo_rl_cpp.algorithms.build import Parts
-from nemo_rl_cpp.algorithms.critic import critic_metrics as _compute_critic_metrics
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import MseValueLossFn
 from nemo_rl_cpp.algorithms.ppo import MasterConfig, PPOSaveState, make_advantages
+from nemo_rl_cpp.algorithms.step import critic_metrics as _compute_critic_metrics
 from nemo_rl_cpp.compat.algorithms._run import environments, main, nothing_but, parts_of, require_beside_training, train
 from nemo_rl_cpp.compat.algorithms._run import validate as validated
 from nemo_rl_cpp.compat.algorithms.advantage_estimator import GeneralizedAdvantageEstimator

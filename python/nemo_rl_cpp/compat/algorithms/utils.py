@@ -6,10 +6,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, get_gdpo_reward_component_keys, set_seed
 from nemo_rl_cpp.compat.algorithms.performance import print_performance_metrics
 from nemo_rl_cpp.data import tokenizer
-from nemo_rl_cpp.ops import calculate_kl
+
+
+class _CalculateKl(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logprobs, reference, weights, kl_type, input_clamp, output_clamp):
+        kl, d_r, d_weight = C.calculate_kl(logprobs, reference, kl_type, input_clamp, output_clamp, weights, True)
+        ctx.save_for_backward(d_r, d_weight)
+        return kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        d_r, d_weight = ctx.saved_tensors
+        wants_weight = ctx.needs_input_grad[2]
+        return -grad * d_r, grad * d_r, (grad * d_weight if wants_weight else None), None, None, None
+
+
+def calculate_kl(
+    logprobs: Tensor,
+    logprobs_reference: Tensor,
+    kl_type: str = "k3",
+    input_clamp_value: float | None = 20.0,
+    output_clamp_value: float | None = 10.0,
+    importance_sampling_weights: Tensor | None = None,
+) -> Tensor:
+    """Per-token estimate of KL(pi || reference): with r = clamp(reference - logprobs), k1 = -r, k2 = r^2/2,
+    k3 = e^r - 1 - r, times the weights, clamped. Same shape and dtype as `logprobs`; differentiable in all three.
+
+    Raises ValueError for an unknown kl_type.
+    """
+    input_clamp, output_clamp = (
+        math.inf if value is None else value for value in (input_clamp_value, output_clamp_value)
+    )
+    if logprobs.dtype not in (torch.float32, torch.float64):
+        logprobs = logprobs.float()
+    logprobs, logprobs_reference = torch.broadcast_tensors(logprobs, logprobs_reference)
+    weights = importance_sampling_weights
+    inputs = [t for t in (logprobs, logprobs_reference, weights) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        return _CalculateKl.apply(
+            logprobs,
+            logprobs_reference,
+            weights if weights is None else weights.expand_as(logprobs),
+            kl_type,
+            input_clamp,
+            output_clamp,
+        )
+    return C.calculate_kl(logprobs, logprobs_reference, kl_type, input_clamp, output_clamp, weights, False)[0]
 
 
 def masked_mean(

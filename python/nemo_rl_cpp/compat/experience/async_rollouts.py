@@ -13,8 +13,8 @@ import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn, WeightedParts
-from nemo_rl_cpp.experience.conversations import Conversations
 from nemo_rl_cpp.experience.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
+from nemo_rl_cpp.experience.rollouts import Conversations
 from nemo_rl_cpp.experience.turns import attach_responses, calculate_rewards
 
 if TYPE_CHECKING:

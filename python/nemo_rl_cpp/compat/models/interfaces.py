@@ -11,4 +11,4 @@ from nemo_rl_cpp.compat.models.policy.interfaces import (
     PolicyInterface,
     ReferenceLogprobOutputSpec,
 )
-from nemo_rl_cpp.models.value.interfaces import ValueInterface, ValueOutputSpec
+from nemo_rl_cpp.models.interfaces import ValueInterface, ValueOutputSpec

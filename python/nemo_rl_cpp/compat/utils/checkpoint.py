@@ -73,6 +73,37 @@ class CheckpointManager(house.CheckpointManager):
                 raise
             warnings.warn(f"{error} (while another exception was being raised)", stacklevel=2)
 
+    def checkpoint_metric(
+        self, train_metrics: Mapping[str, float] | None, val_metrics: Mapping[str, float] | None
+    ) -> dict[str, float]:
+        """`{metric_name: value}` for training_info, or an empty dict.
+
+        Empty with `metric_name: null`, and, with a warning, when a `val:` metric is wanted but no validation ran on
+        this step. ValueError when the metrics are there but have no such name; AssertionError when `metric_name` names
+        neither train nor val metrics.
+        """
+        if self.metric_name is None:
+            return {}
+        kind, _, name = self.metric_name.partition(":")
+        assert kind in ("train", "val") and name, (
+            f"checkpointing.metric_name={self.metric_name!r}: write train:NAME or val:NAME (for example val:accuracy), or null "
+            "to keep the newest checkpoints"
+        )
+        metrics = val_metrics if kind == "val" else train_metrics
+        if not metrics:
+            warnings.warn(
+                f"checkpointing.metric_name={self.metric_name!r}, but this step has no {kind} metrics: the checkpoint is "
+                "saved without it. Make save_period a multiple of val_period, or set val_at_end.",
+                stacklevel=2,
+            )
+            return {}
+        if name not in metrics:
+            raise ValueError(
+                f"checkpointing.metric_name={self.metric_name!r}: the {kind} metrics have no {name!r}; "
+                f"there are {', '.join(sorted(metrics))}"
+            )
+        return {self.metric_name: float(metrics[name])}
+
     def get_best_checkpoint_path(self) -> str | None:
         """Folder of the checkpoint with the best metric (ties: the newer); those without it are left out with a
         warning. The latest when none has it or no metric is configured, None when there is none at all."""

@@ -5,10 +5,8 @@ from typing import Any
 
 from nemo_rl_cpp.compat.weight_sync.interfaces import WeightSynchronizer
 from nemo_rl_cpp.telemetry.timer import Timer
-from nemo_rl_cpp.weight_sync.checked import CheckedWeights
-from nemo_rl_cpp.weight_sync.collective import CollectiveWeights
-from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer as create
-from nemo_rl_cpp.weight_sync.shared import SharedWeights
+from nemo_rl_cpp.weight_sync import CheckedWeights, CollectiveWeights, SharedWeights
+from nemo_rl_cpp.weight_sync import create_weight_synchronizer as create
 
 
 class _NemoCalls(CheckedWeights, WeightSynchronizer):

@@ -1,5 +1,5 @@
 """NeMo RL's contract of the way in which weights reach the engine. What the training loop asks is
-`nemo_rl_cpp.weight_sync.interfaces.WeightSynchronizer`.
+`nemo_rl_cpp.weight_sync.WeightSynchronizer`.
 """
 
 from abc import ABC, abstractmethod

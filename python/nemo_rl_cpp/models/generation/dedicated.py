@@ -4,33 +4,25 @@ Nothing here waits for the trainers: a `generate` in one thread runs while the p
 calls in their order, so a refit falls between two calls of `generate`, never into one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks, connect, deal
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.models.distributed_models import for_workers
-from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
-from nemo_rl_cpp.models.generation.engine_host import EngineHost
-from nemo_rl_cpp.models.generation.interfaces import Responses
-from nemo_rl_cpp.models.generation.on_model import generation_on
-from nemo_rl_cpp.models.generation.refit import Moved, RefitMeeting
+from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
+from nemo_rl_cpp.models.generation.interfaces import Moved, RefitMeeting, Responses
+from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.models.weights import named_views
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.generation import EvalGenerationConfig
-    from nemo_rl_cpp.config.policy import PolicyConfig
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-    from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-    from nemo_rl_cpp.distributed.worker_calls import WorkerCall
-    from nemo_rl_cpp.models.generation.native import NativeGeneration
 
 
 class EngineWorker(EngineHost):

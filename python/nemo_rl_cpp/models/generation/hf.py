@@ -2,104 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
-from nemo_rl_cpp.data.token_bytes import token_bytes_table
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, Responses
-from nemo_rl_cpp.models.generation.settings import (
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.models.generation.base_engine import (
     DEFAULT_CHUNK,
     STREAMS,
-    EngineSettings,
+    Answers,
+    Asked,
+    BaseEngine,
+    EngineOptions,
     get_setting,
-    ragged_prompts,
-    row_integers,
-    the_stream,
 )
-from nemo_rl_cpp.models.hf.decoding import Decoder, bytes_per_token, decoder_of
-from nemo_rl_cpp.models.hf.library import quietly
+from nemo_rl_cpp.models.generation.interfaces import Finished, Responses
+from nemo_rl_cpp.models.hf.library import accepts, quietly
 
-if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.models.generation.interfaces import GenerationOutputSpec
-
-Finished = Callable[[list[int], list[list[int]]], None]
 _SHRINK = 4  # a batch gives the room of ended rows back once they are a quarter of it
 
 
-class HfGeneration(EngineSettings, GenerationInterface):
+class HfGeneration(BaseEngine):
     """NeMo RL's generation interface on the trainer's own module.
 
     A token is drawn by the native sampler with the key (seed, stream, draw id, sample, position), as the native engine draws it.
     What a row yields therefore depends on the other rows by rounding alone: they change the shapes of the matrix products, and
-    with that a last bit of the logits. The token or the text that ends a response stays part of it.
+    with that a last bit of the logits.
 
     Args:
         module: the trainer's; it is read in place.
-        config: section `policy.generation`. Read are max_new_tokens, temperature, top_p, top_k, val_temperature, val_top_p, val_top_k,
-            stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
-        tokenizer, end_token_ids, max_model_len, seed: as of `EngineSettings`.
-        digest: gives a digest of the weights that the engine reads.
-        memory_share: the part of this machine's free memory that this engine may count on.
-
-    Raises ValueError for unknown keys and for values that cannot be.
+        config, tokenizer, options: as of `BaseEngine`. Read are max_new_tokens, temperature, top_p, top_k, val_temperature, val_top_p,
+            val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
     """
 
-    reports_finished = True
-    owns_process = False
-
     def __init__(
-        self, module: nn.Module, config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType, *,
-        end_token_ids: Sequence[int] | None = None, max_model_len: int | None = None, seed: int = 42,
-        digest: Callable[[], str] | None = None, memory_share: float = 1.0,
+        self, module: nn.Module, config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType,
+        **options: Unpack[EngineOptions],
     ) -> None:  # fmt: skip
-        super().__init__(config, tokenizer, end_token_ids=end_token_ids, max_model_len=max_model_len, seed=seed)
+        super().__init__(config, tokenizer, **options)
         self.module = module
-        self._digest, self._memory_share = digest, memory_share
         self._vocab_size = module.config.get_text_config().vocab_size
-        self._token_bytes: list[bytes] | None = None
         self._bytes_per_token: float | None = None
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
 
-    def generate(
-        self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False, on_finished: Finished | None = None
-    ) -> Responses | BatchedDataDict[GenerationOutputSpec]:  # fmt: skip
-        """A response for every row, as `NativeGeneration.generate` gives it.
-
-        Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
-        RuntimeError when the model's logits are not finite.
-        """
-        batch = data if isinstance(data, RaggedBatch) else ragged_prompts(data)
-        stream = the_stream(data.get("stream"), batch.size)
-        prompts = [row.to(torch.int64) for row in batch.rows(batch.tokens["input_ids"])]
-        room = self.max_new_tokens(batch.lengths)
-        if self.max_model_len:
-            room = torch.minimum(room, self.max_model_len - batch.lengths).clamp(min=0)
-        work = _Work(
-            prompts, room.tolist(), self.draw_ids(data.get("draw_ids"), batch.size).tolist(),
-            row_integers("sample_index", data.get("sample_index", torch.zeros(batch.size)), batch.size).tolist(),
-            self._stop_bytes(data.get("stop_strings"), batch.size), self.seed, STREAMS[stream], self.sampling_rule(greedy, stream),
-        )  # fmt: skip
+    def _respond(self, asked: Asked, on_finished: Finished | None) -> Responses:
+        if any("" in row for row in asked.stops):
+            raise ValueError("stop_strings: an empty text is in every text; leave it out")
+        rule = self.sampling_rule(asked.greedy, asked.stream)
+        work = _Work(asked, self._room(asked), on_finished, self.seed, rule, self._stop_token_ids)
+        work.token_bytes = self._token_bytes if any(asked.stops) else []
         with quietly(), torch.no_grad():
             for rows in self._batches(work):
-                self._answer(work, rows, on_finished)
-        responses = work.responses()
-        return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
-
-    def _stop_bytes(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[bytes, ...]]:
-        texts = [tuple(text.encode() for text in row) for row in self.stop_texts(per_row, rows)]
-        if any(b"" in row for row in texts):
-            raise ValueError("stop_strings: an empty text is in every text; leave it out")
-        if any(texts) and self._token_bytes is None:
-            self._token_bytes = token_bytes_table(self.tokenizer, self._vocab_size)
-        return texts
+                self._answer(work, rows)
+        return work.responses()
 
     def _batches(self, work: _Work) -> list[list[int]]:
         """Rows that are generated at the same time: neighbours, so that those of one prompt meet; no more than max_batch_size, than the
@@ -112,7 +71,6 @@ class HfGeneration(EngineSettings, GenerationInterface):
         last: Tensor | None = None
         for row, prompt in enumerate(work.prompts):
             if not work.room[row]:
-                work.truncated[row] = True
                 continue
             same = last is not None and torch.equal(last, prompt)
             size, most = max(longest, len(prompt)), max(total, len(prompt) + work.room[row])
@@ -133,10 +91,9 @@ class HfGeneration(EngineSettings, GenerationInterface):
             self._bytes_per_token = bytes_per_token(self.module)
         if not self._bytes_per_token:
             return float("inf")
-        device = next(self.module.parameters()).device
-        return self.cache_bytes(device, self._memory_share) / self._bytes_per_token
+        return self.cache_bytes(next(self.module.parameters()).device) / self._bytes_per_token
 
-    def _answer(self, work: _Work, rows: list[int], on_finished: Finished | None) -> None:
+    def _answer(self, work: _Work, rows: list[int]) -> None:
         """The responses of `rows`, all at the same time."""
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(work.prompts[row].tolist()), len(distinct)) for row in rows]
@@ -145,12 +102,9 @@ class HfGeneration(EngineSettings, GenerationInterface):
         alive, places = list(rows), torch.arange(len(rows))  # what is not ended, and its row of the decoder's batch
         while True:
             tokens = self._draw(work, alive, logits[places])
-            ended = [
-                work.append(row, token, self._stop_token_ids, self._token_bytes) for row, token in zip(alive, tokens)
-            ]
-            if on_finished is not None and any(ended) and not all(ended):
-                done = [row for row, end in zip(alive, ended) if end]
-                on_finished(done, [list(work.tokens[row]) for row in done])
+            ended = [work.append(row, token) for row, token in zip(alive, tokens)]
+            if not all(ended):
+                work.tell([row for row, end in zip(alive, ended) if end])
             going = torch.tensor([not end for end in ended])
             alive = [row for row, end in zip(alive, ended) if not end]
             if not alive:
@@ -176,44 +130,21 @@ class HfGeneration(EngineSettings, GenerationInterface):
             work.logprobs[row].append(logprob)
         return tokens
 
-    # ---- memory and weights
 
-    def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Nothing to do: the weights are in place, and a batch makes its own cache."""
-        return True
-
-    def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Nothing to do: the cache went with its batch."""
-        return True
-
-    def shutdown(self) -> bool:
-        """Nothing to give back. Safe to call twice."""
-        return True
-
-    def invalidate_kv_cache(self) -> bool:
-        """Nothing to forget: every `generate` begins with an empty cache."""
-        return True
-
-    def weight_digest(self) -> str:
-        """Digest of the weights that the engine reads. RuntimeError when it was made without one."""
-        if self._digest is None:
-            raise RuntimeError("this HfGeneration was made without `digest`")
-        return self._digest()
-
-
-class _Work:
+class _Work(Answers):
     """What one `generate` call was asked for, and what has been generated."""
 
+    token_bytes: list[bytes]
+
     def __init__(
-        self, prompts: list[Tensor], room: list[int], draws: list[int], samples: list[int], stop_texts: list[tuple[bytes, ...]],
-        seed: int, stream: int, rule: C.SamplingRule,
+        self, asked: Asked, room: list[int], on_finished: Finished | None, seed: int, rule: C.SamplingRule, ends: list[int]
     ) -> None:  # fmt: skip
-        self.prompts, self.room, self.draws, self.samples, self.stop_texts = prompts, room, draws, samples, stop_texts
-        self.seed, self.stream, self.rule = seed, stream, rule
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.logprobs: list[list[float]] = [[] for _ in prompts]
-        self.truncated = [False] * len(prompts)
-        self._tails = [b""] * len(prompts)
+        super().__init__(asked.batch.size, on_finished)
+        self.prompts = [row.to(torch.int64) for row in asked.batch.rows(asked.batch.tokens["input_ids"])]
+        self.room, self.draws, self.samples = room, asked.draws.tolist(), asked.samples.tolist()
+        self.stop_texts = [tuple(text.encode() for text in row) for row in asked.stops]
+        self.seed, self.stream, self.rule, self.ends = seed, STREAMS[asked.stream], rule, ends
+        self._tails = [b""] * len(self.prompts)
 
     def length(self, row: int) -> int:
         """Tokens of prompt and response so far: the position of the next one."""
@@ -223,24 +154,137 @@ class _Work:
         """The number in [0, 1) that decides about the next token of a row; of its own key alone."""
         return C.random_uniform(self.seed, self.stream, self.draws[row], self.samples[row], self.length(row))
 
-    def append(self, row: int, token: int, ends: Sequence[int], token_bytes: list[bytes] | None) -> bool:
+    def append(self, row: int, token: int) -> bool:
         """Whether the response of a row ends with this token."""
         self.tokens[row].append(token)
-        if token in ends or (self.stop_texts[row] and self._stops(row, token_bytes[token])):
-            return True
-        self.truncated[row] = len(self.tokens[row]) >= self.room[row]
-        return self.truncated[row]
+        stops = token in self.ends or (self.stop_texts[row] and self._stops(row, self.token_bytes[token]))
+        self.truncated[row] = not stops and len(self.tokens[row]) >= self.room[row]
+        return bool(stops) or self.truncated[row]
 
     def _stops(self, row: int, added: bytes) -> bool:
         text, longest = self._tails[row] + added, max(map(len, self.stop_texts[row]))
         self._tails[row] = text[-(longest - 1) :] if longest > 1 else b""
         return any(stop in text for stop in self.stop_texts[row])
 
-    def responses(self) -> Responses:
-        flat = [token for row in self.tokens for token in row]
-        logprobs = [value for row in self.logprobs for value in row]
-        lengths = torch.tensor([len(row) for row in self.tokens])
-        return Responses(
-            torch.tensor(flat, dtype=torch.int64), offsets_of(lengths), torch.tensor(logprobs, dtype=torch.float32),
-            torch.tensor(self.truncated),
-        )  # fmt: skip
+
+class Decoder(Protocol):
+    """A batch of texts that grow by a token at a time."""
+
+    def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
+        """Row r continues prompts[index[r]]. The logits [B, V] of the first new tokens."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Appends `tokens` [B]; the logits [B, V] of those that follow. A row with -1 has ended: it stays as it is, and its logits
+        mean nothing."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets all but these rows, which are then 0, 1, ..."""
+
+
+def decoder_of(module: nn.Module) -> Decoder:
+    """With a cache where transformers keeps keys and values of attention alone; states of other kinds (Mamba and the like) see
+    padding, so that such texts are computed anew for each token."""
+    return CachedDecoder(module) if _cache(module) is not None else WholeTextDecoder(module)
+
+
+def bytes_per_token(module: nn.Module) -> float:
+    """What one token of one row takes in the cache; 0 without a cache."""
+    cache, name = _cache(module), accepts(module, "cache", "past_key_values")
+    if cache is None:
+        return 0.0
+    with torch.no_grad():
+        module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=_device(module)), use_cache=True, **{name: cache})
+    parts = (getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values"))
+    return float(sum(part.nbytes for part in parts if isinstance(part, Tensor)))
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _cache(module: nn.Module) -> object | None:
+    """An empty cache for this module; None where it has none, or one with other states than keys and values."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    if accepts(module, "cache", "past_key_values") is None:
+        return None
+    try:
+        cache = DynamicCache(config=module.config)
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return None
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return cache if plain and not getattr(module, "_is_stateful", False) else None
+
+
+class CachedDecoder:
+    """Prompts are padded on the left and computed once each; then each step computes one token a row."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._cache = module, _cache(module)
+        self._name = accepts(module, "cache", "past_key_values")
+        self._positions = accepts(module, "position_ids") is not None
+
+    def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
+        device = _device(self._module)
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.stack([nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]).to(device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self._mask = (torch.arange(width, device=device)[None] >= width - lengths[:, None]).to(torch.int64)
+        logits = self._forward(ids, (self._mask.cumsum(-1) - 1).clamp(min=0))
+        index = index.to(device)
+        self._cache.batch_select_indices(index)
+        self._mask, self._next = self._mask[index], lengths[index]
+        return logits[index]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        tokens = tokens.to(self._mask.device)
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
+        logits = self._forward(tokens.clamp(min=0)[:, None], self._next[:, None])
+        self._next = self._next + (tokens >= 0)  # of ended rows they stay where the architecture has positions for
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        rows = rows.to(self._mask.device)
+        self._cache.batch_select_indices(rows)
+        self._mask, self._next = self._mask[rows], self._next[rows]
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        inputs: dict[str, object] = {
+            "input_ids": ids,
+            "attention_mask": self._mask,
+            "use_cache": True,
+            self._name: self._cache,
+        }
+        if self._positions:
+            inputs["position_ids"] = positions
+        if accepts(self._module, "logits_to_keep") is not None:
+            inputs["logits_to_keep"] = 1
+        return self._module(**inputs).logits[:, -1]
+
+
+class WholeTextDecoder:
+    """Each step computes the whole texts, padded on the right: slow, and right for every causal model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
+        self._texts = [prompts[i] for i in index.tolist()]
+        return self._forward()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self._texts = [
+            torch.cat([text, token[None]]) if token >= 0 else text for text, token in zip(self._texts, tokens)
+        ]
+        return self._forward()
+
+    def keep(self, rows: Tensor) -> None:
+        self._texts = [self._texts[row] for row in rows.tolist()]
+
+    def _forward(self) -> Tensor:
+        device = _device(self._module)
+        ids = nn.utils.rnn.pad_sequence(self._texts, batch_first=True).to(device)
+        last = torch.tensor([len(text) - 1 for text in self._texts], device=device)
+        logits = self._module(input_ids=ids, use_cache=False).logits
+        return logits[torch.arange(len(last), device=device), last]

@@ -1,18 +1,17 @@
-"""The contract between rollouts and a generation engine: token ids in, token ids out."""
+"""The contract between rollouts and a generation engine: token ids in, token ids out; and what trainer and engines say of a refit."""
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
+from typing import NamedTuple, NotRequired, Protocol, TypedDict
 
 import torch
 
-from nemo_rl_cpp.distributed.ragged_batch import offsets_of
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 
 _AT_ONCE_SECONDS = 1.0
 
@@ -29,11 +28,11 @@ class GenerationDatumSpec(TypedDict):
     stream: "train", "val" or "eval", one a row or one for all ("train" when missing): streams never share draws.
     """
 
-    input_ids: "torch.Tensor"
-    input_lengths: "torch.Tensor"
+    input_ids: torch.Tensor
+    input_lengths: torch.Tensor
     stop_strings: NotRequired[list[str]]
-    draw_ids: "NotRequired[torch.Tensor]"
-    sample_index: "NotRequired[torch.Tensor]"
+    draw_ids: NotRequired[torch.Tensor]
+    sample_index: NotRequired[torch.Tensor]
     stream: NotRequired[list[str] | str]
     __extra__: object
 
@@ -49,11 +48,11 @@ class GenerationOutputSpec(TypedDict):
     truncated: bool [B] whether the response ended for want of room, not by a stop token or string.
     """
 
-    output_ids: "torch.Tensor"
-    generation_lengths: "torch.Tensor"
-    unpadded_sequence_lengths: "torch.Tensor"
-    logprobs: "torch.Tensor"
-    truncated: "NotRequired[torch.Tensor]"
+    output_ids: torch.Tensor
+    generation_lengths: torch.Tensor
+    unpadded_sequence_lengths: torch.Tensor
+    logprobs: torch.Tensor
+    truncated: NotRequired[torch.Tensor]
     __extra__: object
 
 
@@ -76,7 +75,7 @@ class Responses:
     weight_version: int | None = None
 
     @classmethod
-    def of(cls, outputs: "Responses | Mapping[str, torch.Tensor]", prompt_lengths: torch.Tensor) -> "Responses":
+    def of(cls, outputs: Responses | Mapping[str, torch.Tensor], prompt_lengths: torch.Tensor) -> Responses:
         """From a `GenerationOutputSpec`, whose rows begin with prompts of `prompt_lengths` [B]."""
         if isinstance(outputs, Responses):
             return outputs
@@ -93,14 +92,12 @@ class Responses:
         """int64 [B]."""
         return self.offsets.diff()
 
-    def rows(self, of_tokens: torch.Tensor) -> "list[torch.Tensor]":
+    def rows(self, of_tokens: torch.Tensor) -> list[torch.Tensor]:
         """The part of each response, as views."""
         return list(of_tokens.split(self.lengths.tolist()))
 
-    def padded(self, prompts: "RaggedBatch", pad_token_id: int | None) -> "BatchedDataDict[GenerationOutputSpec]":
+    def padded(self, prompts: RaggedBatch, pad_token_id: int | None) -> BatchedDataDict[GenerationOutputSpec]:
         """As a `GenerationOutputSpec` with the prompts that were answered."""
-        from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-
         total = prompts.lengths + self.lengths
         position = torch.arange(int(total.max()))
         is_prompt = position < prompts.lengths.unsqueeze(1)
@@ -117,24 +114,28 @@ class Responses:
         )  # fmt: skip
 
 
+PaddedPrompts = BatchedDataDict[GenerationDatumSpec]
+Prompts = RaggedBatch | PaddedPrompts
+"""What an engine takes; a RaggedBatch, as a mapping, has the names of `GenerationDatumSpec`, too."""
+Answer = Responses | BatchedDataDict[GenerationOutputSpec]
+"""What an engine gives: `Responses` for a RaggedBatch, or padded."""
+Finished = Callable[[list[int], list[list[int]]], None]
+"""Is told of responses as they end: their rows, and the token ids of each."""
+
+
 class GenerationInterface(Protocol):
     """A generation engine. What a row yields depends on its prompt, its sampling settings and its random key alone, never on
     the rest of the batch."""
 
     reports_finished: bool = False
-    """Whether `generate` takes `on_finished`, a callable `(rows, token ids of each)` that is told of responses as they end."""
+    """Whether `generate` takes `on_finished` (`Finished`)."""
     owns_process: bool
     """Whether the engine has a process that its `shutdown` ends; the end of a run calls it then."""
 
     def prepare_for_generation(self) -> bool:
         """Called before `generate`: makes room and wakes up what generation needs."""
 
-    def generate(
-        self,
-        data: "RaggedBatch | BatchedDataDict[GenerationDatumSpec]",
-        greedy: bool = False,
-        **beside: Callable[[list[int], list[list[int]]], None],
-    ) -> "Responses | BatchedDataDict[GenerationOutputSpec]":
+    def generate(self, data: Prompts, greedy: bool = False, **beside: Finished) -> Answer:
         """A response for every prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
 
         The loop gives a RaggedBatch, which as a mapping is a `GenerationDatumSpec`; an engine may answer either way.
@@ -191,3 +192,36 @@ def end_engine(generation: GenerationInterface | None) -> None:
     """Ends the process of an engine that has one of its own."""
     if getattr(generation, "owns_process", False):
         generation.shutdown()
+
+
+DEFAULT_BUCKET_BYTES = 8_000_000
+"""Of `policy.refit_buffer_size_gb: null`. A bucket that stays in the cache is copied and digested faster (tests/benchmarks/bench_refit.py)."""
+
+
+class RefitMeeting(NamedTuple):
+    """Where rank 0 of the trainers (rank 0 here) and the engines (1, 2, ...) meet.
+
+    Attributes:
+        host, port: of the TCP store that the run's own process holds.
+        size: of all who meet.
+        deadline: seconds that one message may take.
+        bucket_bytes: weights of one message.
+        delta: only what has changed since the last refit is sent.
+    """
+
+    host: str
+    port: int
+    size: int
+    deadline: float
+    bucket_bytes: int
+    delta: bool = False
+
+
+class Moved(NamedTuple):
+    """What a refit came to for one process: bytes of weights, seconds, the digest of the weights that it has afterwards, and the
+    bytes of the messages that carried them."""
+
+    bytes: int
+    seconds: float
+    digest: str
+    sent: int = 0

@@ -1,33 +1,28 @@
 """Generation on the native engine: token ids in, token ids out, with the log-probability of every sampled token."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
-from nemo_rl_cpp.data.token_bytes import token_bytes_table
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.boundaries import end_token_ids
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, Responses
-from nemo_rl_cpp.models.generation.settings import (
+from nemo_rl_cpp.models.generation.base_engine import (
     DEFAULT_CHUNK,
     STREAMS,
-    EngineSettings,
+    Asked,
+    BaseEngine,
+    EngineOptions,
     get_setting,
-    ragged_prompts,
-    row_integers,
-    the_stream,
 )
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.models.generation.interfaces import GenerationOutputSpec
+from nemo_rl_cpp.models.generation.interfaces import Finished, Responses
+from nemo_rl_cpp.models.model_folder import ModelFolder
 
 _UNLIMITED_SLOTS = 1 << 20
 
@@ -43,45 +38,24 @@ def native_runner(model: C.DecoderModel, config: EvalGenerationConfig | Mapping[
     return C.NativeModelRunner(model, enforce_eager=eager, packed_weights="auto" if packed is None else packed)
 
 
-class NativeGeneration(EngineSettings, GenerationInterface):
+class NativeGeneration(BaseEngine):
     """NeMo RL's generation interface on the C++ engine.
 
-    What a row yields depends on its prompt, its sampling settings and its random key (seed, stream, draw id, sample)
-    alone, never on the rest of the batch or on the engine's limits. Rows with equal prompts share one prefill. The token
-    or the text that ends a response stays part of it, so that what is trained on is what was sampled.
+    What a row yields never depends on the rest of the batch or on the engine's limits. Rows with equal prompts share one prefill.
 
     Args:
         runner: the model; `native_runner(model, config)` reads the trainer's weights in place.
-        config: section `policy.generation`, a mapping or a typed model. Read are max_new_tokens, temperature, top_p,
-            top_k, val_temperature, val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size,
-            prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
-        tokenizer: gives the pad token and the bytes on which stop strings are matched.
-        end_token_ids: where responses end without `stop_token_ids` (`data.boundaries`); None: at the tokenizer's end tokens.
-        max_model_len: longest sequence, prompt and response together; None: `vllm_cfg.max_model_len`, or no limit.
-        seed: part of the key of every random draw.
-        digest: gives a digest of the weights that the engine reads.
-        memory_share: the part of this machine's free memory that this engine may count on.
-
-    Raises ValueError for unknown keys and for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop strings, ...).
+        config, tokenizer, options: as of `BaseEngine`. Read are max_new_tokens, temperature, top_p, top_k, val_temperature, val_top_p,
+            val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
     """
 
     def __init__(
-        self,
-        runner: C.ModelRunner,
-        config: EvalGenerationConfig | Mapping[str, object],
-        tokenizer: TokenizerType,
-        *,
-        end_token_ids: Sequence[int] | None = None,
-        max_model_len: int | None = None,
-        seed: int = 42,
-        digest: Callable[[], str] | None = None,
-        memory_share: float = 1.0,
-    ) -> None:
-        super().__init__(config, tokenizer, end_token_ids=end_token_ids, max_model_len=max_model_len, seed=seed)
+        self, runner: C.ModelRunner, config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType,
+        **options: Unpack[EngineOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(config, tokenizer, **options)
         self._runner = runner
         self._vocab_size = runner.vocab_size()
-        self._digest = digest
-        self._memory_share = memory_share
         self._agree: Callable[[int], int] | None = None
         self._knows_bytes = False
         self._engine = C.Engine(
@@ -93,77 +67,26 @@ class NativeGeneration(EngineSettings, GenerationInterface):
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
         self._limit_cache()
 
-    # ---- generating
-
-    reports_finished = True
-    owns_process = False
-
-    def generate(
-        self,
-        data: RaggedBatch | BatchedDataDict[GenerationDatumSpec],
-        greedy: bool = False,
-        on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
-    ) -> Responses | BatchedDataDict[GenerationOutputSpec]:
-        """A response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of `GenerationDatumSpec`: a
-        `GenerationOutputSpec`.
-
-        `greedy` takes the likeliest token each time and reports log-probabilities at temperature 1 without a filter.
-        Rows of the stream "val" use val_temperature, val_top_p and val_top_k where these are set. A prompt that leaves
-        no room under max_model_len gets an empty response that counts as truncated.
-
-        `on_finished(rows, token_ids)` is called between two steps of the engine with the rows whose responses have just
-        ended and these responses, each row once, those of the last step excepted; what it raises ends the generation.
-
-        Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
-        RuntimeError when the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
-        """
-        batch = data if isinstance(data, RaggedBatch) else ragged_prompts(data)
-        stream = the_stream(data.get("stream"), batch.size)
-        prompts = _distinct_prompts(batch)
-        self._runner.keep_activations(stream == "train")
-        generated = self._engine.generate(
-            prompts.ids,
-            prompts.offsets,
-            self._requests(data, prompts.index, batch.lengths, greedy, stream),
-            on_finished,
-        )
+    def _respond(self, asked: Asked, on_finished: Finished | None) -> Responses:
+        prompts = _distinct_prompts(asked.batch)
+        self._runner.keep_activations(asked.stream == "train")
+        requests = self._requests(asked, prompts.index)
+        generated = self._engine.generate(prompts.ids, prompts.offsets, requests, on_finished)
         truncated = generated.finish_reasons == int(C.FinishReason.length)
-        responses = Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
-        return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
+        return Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
 
-    def _requests(
-        self,
-        data: RaggedBatch | BatchedDataDict[GenerationDatumSpec],
-        prompt_index: Tensor,
-        lengths: Tensor,
-        greedy: bool,
-        stream: str,
-    ) -> C.GenerationRequests:
-        rows = len(lengths)
-        stop_sets, stop_set = self._stop_sets(data.get("stop_strings"), rows)
-        return C.GenerationRequests(
-            prompt_index=prompt_index,
-            draw_ids=self.draw_ids(data.get("draw_ids"), rows),
-            sample_index=row_integers("sample_index", data.get("sample_index", torch.zeros(rows)), rows),
-            streams=torch.full((rows,), STREAMS[stream]),
-            max_new_tokens=self.max_new_tokens(lengths),
-            stop_set=stop_set,
-            seed=self.seed,
-            rule=self.sampling_rule(greedy, stream),
-            stop_token_ids=self._stop_token_ids,
-            stop_sets=stop_sets,
-        )
-
-    def _stop_sets(
-        self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int
-    ) -> tuple[list[list[bytes]], Tensor]:
-        """The different sets of stop strings, and which one each row has."""
-        index: dict[tuple[str, ...], int] = {}
-        chosen = [index.setdefault(texts, len(index)) for texts in self.stop_texts(per_row, rows)]
+    def _requests(self, asked: Asked, prompt_index: Tensor) -> C.GenerationRequests:
+        index: dict[tuple[str, ...], int] = {}  # the different sets of stop strings
+        chosen = [index.setdefault(texts, len(index)) for texts in asked.stops]
         if any(index) and not self._knows_bytes:
-            self._engine.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
+            self._engine.set_token_bytes(self._token_bytes)
             self._knows_bytes = True
-        return [[text.encode() for text in texts] for texts in index], torch.tensor(chosen)
+        return C.GenerationRequests(
+            prompt_index=prompt_index, draw_ids=asked.draws, sample_index=asked.samples,
+            streams=torch.full((asked.batch.size,), STREAMS[asked.stream]), max_new_tokens=asked.most_new,
+            stop_set=torch.tensor(chosen), seed=self.seed, rule=self.sampling_rule(asked.greedy, asked.stream),
+            stop_token_ids=self._stop_token_ids, stop_sets=[[text.encode() for text in texts] for texts in index],
+        )  # fmt: skip
 
     # ---- memory, weights and metrics
 
@@ -177,14 +100,7 @@ class NativeGeneration(EngineSettings, GenerationInterface):
         self._engine.release_cache()
         return True
 
-    def shutdown(self) -> bool:
-        """Gives all memory back. Safe to call twice."""
-        self._engine.release_cache()
-        return True
-
-    def invalidate_kv_cache(self) -> bool:
-        """Nothing to forget: every `generate` begins with an empty cache, so no key of older weights is ever read."""
-        return True
+    shutdown = finish_generation
 
     def plan_with_peers(self, least: Callable[[int], int]) -> None:
         """For engines that have slices of one model and must plan the same steps: their caches get one size. `least` gives the least
@@ -199,13 +115,7 @@ class NativeGeneration(EngineSettings, GenerationInterface):
 
     def cache_bytes_now(self) -> int:
         """What keys and values of an engine on this model may take, of the memory that is free now."""
-        return self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")), self._memory_share)
-
-    def weight_digest(self) -> str:
-        """Digest of the weights that the engine reads. RuntimeError when it was made without one."""
-        if self._digest is None:
-            raise RuntimeError("this NativeGeneration was made without `digest`")
-        return self._digest()
+        return self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")))
 
     def get_logger_metrics(self) -> dict[str, float]:
         """Sums since `clear_logger_metrics`.
@@ -241,3 +151,27 @@ def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
     sizes = torch.tensor([0] + [len(prompt) for prompt in index])
     flat = torch.tensor([token for prompt in index for token in prompt], dtype=torch.int64)
     return _Prompts(flat, sizes.cumsum(0), torch.tensor(chosen))
+
+
+def engine_options(policy: PolicyConfig, config: EvalGenerationConfig, options: dict[str, object]) -> dict[str, object]:
+    """`options` with the longest sequence of an engine on a policy's weights: the policy's, or a shorter one of `config`."""
+    longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
+    engine = getattr(config, "vllm_cfg", None)  # an evaluation's may be shorter
+    return {"max_model_len": min(getattr(engine, "max_model_len", None) or longest, longest), **options}
+
+
+def generation_on(
+    model: C.DecoderModel, folder: ModelFolder, policy: PolicyConfig, tokenizer: TokenizerType | None, digest: Callable[[], str],
+    config: EvalGenerationConfig | None = None, **options: object,
+) -> NativeGeneration:  # fmt: skip
+    """An engine that reads the weights of `model` in place.
+
+    Args:
+        folder: of the model; its files say where responses end.
+        config: the engine's section; None: `policy.generation`.
+        options: for `NativeGeneration`.
+    """
+    config = config or policy.generation
+    options = engine_options(policy, config, options)
+    options.setdefault("end_token_ids", end_token_ids(folder.path, folder.config, tokenizer))
+    return NativeGeneration(native_runner(model, config), config, tokenizer, digest=digest, **options)

@@ -1,16 +1,26 @@
-"""The parameters of a module as views of one buffer, as the native model has them: digest, optimizer and resume are then the same."""
+"""A module's parameters as the native model has them, in flat buffers: whole in one process, or shared out among the ranks by torch's FSDP2."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.models.hf.library import quietly
+from nemo_rl_cpp.models.hf.outputs import ModelRows, outputs_of
+from nemo_rl_cpp.models.hf.value_net import ValueNet
+from nemo_rl_cpp.models.policy.train_step import Scoring
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """All parameters of a model, which has `total` elements: what `models/slices.py` reads of a native model's layout."""
+    """All parameters of a model, which has `total` elements: what `models/weights.py` reads of a native model's layout."""
 
     specs: list[FlatSpec]
     total: int
@@ -142,3 +152,161 @@ class FlatModel:
 
     def release_workspace(self) -> None:
         """Nothing to give back: torch frees what a pass needed."""
+
+
+class ShardedModel:
+    """What `FlatModel` is in one process. Each rank keeps some rows of every parameter, in float32; a pass gathers the weights of a layer
+    in the precision of the run, and its backward gives each rank the sums of its rows' gradients over all ranks.
+
+    Every pass is one of all ranks together, but for those within `gathered`.
+
+    Attributes:
+        module: the sharded one.
+        flat_layout: (name, shape, offset) of the rows of this rank, one behind the other.
+        whole: of the whole model, as one process has it.
+        layouts: of all ranks.
+    """
+
+    masters_begin = 0
+    device = "cpu"
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, trainable: bool, ranks: Ranks) -> None:
+        self.module, self._dtype, self.trainable, self._ranks = module, dtype, trainable, ranks
+        self.whole = FlatLayout.of((name, list(p.shape), -1) for name, p in module.named_parameters())
+        self.layouts = [_rows_of(self.whole, rank, ranks.size) for rank in range(ranks.size)]
+        self.flat_layout = self.layouts[ranks.rank]
+        self.layout = self.flat_layout.places
+        for parameter in module.parameters():
+            parameter.requires_grad_(trainable and parameter.requires_grad)
+        self._units = _shard(module, ranks.mesh(), dtype)
+        self._parameters: list[DTensor] = list(module.parameters())
+        with quietly(), torch.no_grad():  # the first pass tells FSDP2 which module is the outermost
+            outputs_of(module, ModelRows.smallest(), Scoring(), unfiltered=False)
+        self.forget()
+
+    # ---- the rows of this rank
+
+    def _local(self) -> list[Tensor]:
+        """Flat views of the weights that are kept here, in the order of the layout."""
+        with torch.no_grad():
+            return [parameter.to_local().view(-1) for parameter in self._parameters]
+
+    @property
+    def masters(self) -> Tensor | None:
+        """float32 [n], a copy; None for a frozen model."""
+        return torch.cat(self._local()) if self.trainable else None
+
+    @property
+    def compute(self) -> Tensor:
+        """[n] as products read them, a copy."""
+        return torch.cat(self._local()).to(self._dtype)
+
+    def write(self, masters: Tensor) -> None:
+        """Puts [n] in the place of the weights."""
+        self.reshard()
+        for piece, (_, _, offset) in zip(self._local(), self.layout):
+            piece.copy_(masters[offset : offset + piece.numel()])
+
+    def pieces(self) -> list[Piece]:
+        """As `FlatModel.pieces`, of this rank's rows."""
+        self.reshard()
+        return [
+            Piece(offset, offset + local.numel(), local, None)
+            for local, parameter, (_, _, offset) in zip(self._local(), self._parameters, self.layout)
+            if parameter.requires_grad and local.numel()
+        ]
+
+    def masters_changed(self) -> None:
+        """Nothing to do: a pass rounds them as it gathers them."""
+
+    @property
+    def grads(self) -> Tensor:
+        """float32 [n], a copy: the sums over all ranks so far."""
+        with torch.no_grad():
+            return torch.cat(
+                [
+                    torch.zeros(p.to_local().numel()) if p.grad is None else p.grad.to_local().reshape(-1)
+                    for p in self._parameters
+                ]
+            )
+
+    def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
+        """Nothing to do: FSDP2 adds them up itself."""
+
+    # ---- the whole model
+
+    def digest(self) -> int:
+        """As `FlatModel.digest`, of the whole model: the same for any number of ranks. All ranks call it."""
+        hashed = hashlib.blake2b(digest_size=8)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                whole = parameter.detach().to(self._dtype).full_tensor()
+                hashed.update(whole.contiguous().view(-1).view(torch.uint8).numpy())
+        return int.from_bytes(hashed.digest(), "big")
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it the weights are whole in this process, and passes without a gradient need no other rank. All ranks enter together."""
+        self.forget()
+        self.module.set_reshard_after_forward(False)
+        for unit in self._units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            self.module.set_reshard_after_forward(True)
+            self.module.set_reshard_after_forward(False, recurse=False)  # FSDP2's own choice for the outermost
+            self.forget()
+
+    def reshard(self) -> None:
+        """Lets gathered weights go: they are old once a rank has changed its rows."""
+        for unit in self._units:
+            unit.reshard()
+
+    def forget(self) -> None:
+        """Lets gathered weights, gradients and what passes have left go."""
+        self.module.reset_iter_state()
+
+    def release_workspace(self) -> None:
+        """Nothing to give back: torch frees what a pass needed."""
+
+
+def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
+    """What FSDP2 leaves on a rank: of d rows as many as the others, rounded up, so that the last ones may have fewer or none."""
+    parts = []
+    for spec in whole.specs:
+        if not spec.shape:
+            raise ValueError(
+                f"{spec.name} is a single number, which FSDP2 cannot share out: train this architecture in one process"
+            )
+        rows = -(-spec.shape[0] // size)
+        begin, end = (min(place * rows, spec.shape[0]) for place in (rank, rank + 1))
+        parts.append((spec.name, [end - begin, *spec.shape[1:]], begin))
+    return FlatLayout.of(parts)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Module]:
+    """Applies FSDP2 to each layer and to the rest; the modules that are gathered as one."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    base = module.backbone if isinstance(module, ValueNet) else module
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    layers = [m for m in base.modules() if type(m).__name__ in names and m is not base]
+    low = None if dtype == torch.float32 else dtype
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for unit in (*reversed([m for m in layers if not _shares_weights(m, module)]), module):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    for unit in units:
+        # losses are divided by the tokens of all ranks, so that gradients are sums
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # Gloo has no averages
+        unit.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank has gone to
+    return units
+
+
+def _shares_weights(part: nn.Module, module: nn.Module) -> bool:
+    """Whether a parameter of `part` is one of the rest of `module` too."""
+    own = set(part.modules())
+    rest = {p for m in module.modules() if m not in own for p in m.parameters(recurse=False)}
+    return any(p in rest for p in part.parameters())

@@ -1,7 +1,8 @@
-"""Where a transformers model comes from: a Hugging Face folder, or `tiny-random` with a `model_type` of its own."""
+"""Where a transformers model comes from: a Hugging Face folder, or `tiny-random` with a `model_type` of its own; and whether a checkpoint is of it."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,21 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from nemo_rl_cpp.config.policy import HfConfig, TrainedModelConfig
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.hf.flat_model import FlatModel
 from nemo_rl_cpp.models.hf.library import quietly, transformers
 from nemo_rl_cpp.models.hf.value_net import ValueNet
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, read_config_file
-from nemo_rl_cpp.models.json_values import Json, JsonObject
 from nemo_rl_cpp.models.model_folder import note_as_said, was_said
 from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError, resolve_model
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedConfig
 
-    from nemo_rl_cpp.config.policy import HfConfig, TrainedModelConfig
 
 _TINY_SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -48,7 +49,7 @@ class HfFolder:
     """
 
     config: PreTrainedConfig
-    raw: JsonObject
+    raw: dict[str, Plain]
     path: Path | None
     settings: HfConfig
     seed: int = 0
@@ -161,13 +162,11 @@ def open_frozen(
         raise ModelFolderError(
             f"generation.vllm_cfg.max_model_len is {longest}, but {name} has positions for {folder.positions} tokens: lower it"
         )
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[precision]
-    return folder, FlatModel(
-        folder.build(), dtype, False, device
-    ).module  # buffers, as rotary frequencies, stay float32
+    # buffers, as rotary frequencies, stay float32
+    return folder, FlatModel(folder.build(), getattr(torch, precision), False, device).module
 
 
-def _remarks(raw: Mapping[str, Json], key: str, name: str) -> Iterator[str]:
+def _remarks(raw: Mapping[str, Plain], key: str, name: str) -> Iterator[str]:
     kind = raw.get("model_type")
     if kind in SUPPORTED_ARCHITECTURES:
         yield (
@@ -178,7 +177,7 @@ def _remarks(raw: Mapping[str, Json], key: str, name: str) -> Iterator[str]:
         yield f"{key} is {name}, whose config.json has {', '.join(dropout)} above 0: training computes without dropout"
 
 
-def _tiny(overrides: Mapping[str, Json]) -> JsonObject:
+def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
     """The sizes of the native tiny model for any model_type."""
     sizes = {name: TINY_CONFIG[name] for name in _TINY_SIZES} | {"model_type": "llama"} | _TINY_TOKENS | overrides
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
@@ -187,7 +186,7 @@ def _tiny(overrides: Mapping[str, Json]) -> JsonObject:
     return sizes
 
 
-def config_object(raw: JsonObject, path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
+def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
     """transformers' own form of a config.json, `key` of which the configuration names. Raises ModelFolderError where it cannot be read."""
     library, kind = transformers(), raw.get("model_type")
     try:
@@ -217,3 +216,50 @@ def config_object(raw: JsonObject, path: Path | None, settings: HfConfig, key: s
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+_NOT_OF_THE_MODEL = {
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "id2label", "label2id",
+    "num_labels", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id",
+}  # fmt: skip
+"""What a save writes by itself, and what says how a model is used rather than what it computes."""
+
+
+def hf_refusals(weights: Path, model: TrainedModelConfig, section: str) -> Iterator[tuple[str, str]]:
+    """(key, why) for each number of the architecture that is another one in the configuration than in the checkpoint: transformers reads
+    both, so that it fills what they leave out, and names that older files have (`rope_theta`, `rope_scaling`) become its own."""
+    try:
+        now = open_hf_folder(model, section).config
+        before = config_object(read_config_file(weights), weights, model.hf_cfg, f"{section}.model_name")
+    except (OSError, ValueError):
+        return  # what cannot be read at all is said elsewhere
+    old, new = _numbers(before), _numbers(now)
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            outer = name.partition(".")[0]
+            overridden = any(outer == key or outer in _NAMES.get(key, ()) for key in model.hf_config_overrides or {})
+            key = f"{section}.hf_config_overrides" if overridden else f"{section}.model_name"
+            yield key, f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))} is another architecture"
+
+
+_NAMES = {
+    "rope_theta": ("rope_parameters",),
+    "rope_scaling": ("rope_parameters",),
+    "partial_rotary_factor": ("rope_parameters",),
+}
+"""What these keys become."""
+
+
+def _numbers(config: PreTrainedConfig) -> dict[str, Plain]:
+    """By dotted names, without those that say nothing of what is computed."""
+    return dict(_flat(json.loads(config.to_json_string(use_diff=False)), ""))
+
+
+def _flat(tree: dict[str, Plain], prefix: str) -> Iterator[tuple[str, Plain]]:
+    for name, value in tree.items():
+        if name in _NOT_OF_THE_MODEL:
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,9 +1,11 @@
-"""What `HfPolicy` and `HfValue` share: the model in training is a module of transformers."""
+"""Policy and critic on transformers (`policy.backend: hf`, `value.backend: hf`): any model that AutoModelForCausalLM or AutoModel loads."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,27 +13,110 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.data.boundaries import save_generation_config
+from nemo_rl_cpp.data.boundaries import end_token_ids, save_generation_config
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.models.hf.flat_model import FlatModel
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models.generation.distributed import EngineHost
+from nemo_rl_cpp.models.generation.hf import HfGeneration
+from nemo_rl_cpp.models.generation.interfaces import Responses
+from nemo_rl_cpp.models.hf.flat_model import FlatModel, ShardedModel
 from nemo_rl_cpp.models.hf.folder import HfFolder, open_hf_folder
+from nemo_rl_cpp.models.hf.library import quietly, transformers
 from nemo_rl_cpp.models.hf.outputs import keeps_packed_samples_apart
-from nemo_rl_cpp.models.hf.saving import names_in_checkpoints, save_module
-from nemo_rl_cpp.models.hf.sharded_model import ShardedModel
-from nemo_rl_cpp.models.hf.sharded_trainer import ShardedTrainer
-from nemo_rl_cpp.models.hf.trainer import HfTrainer
+from nemo_rl_cpp.models.hf.trainer import HfTrainer, ShardedTrainer
+from nemo_rl_cpp.models.hf.value_net import SCORE, ValueNet
 from nemo_rl_cpp.models.model_folder import note_as_said, was_said
-from nemo_rl_cpp.models.slices import Slices
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
+from nemo_rl_cpp.models.policy.train_step import Exactness
 from nemo_rl_cpp.models.trained_model import DTYPES, TrainedModel
+from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE
+from nemo_rl_cpp.models.weights import Slices
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from safetensors import PySafeSlice
 
-    from nemo_rl_cpp.models.json_values import JsonObject
-    from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
+
+_SHARD = "5GB"
+
+
+def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
+    """Weights in the module's precision under the names of the architecture's checkpoints, and config.json.
+
+    A critic is saved as transformers' `...ForSequenceClassification` with one label where the architecture has that class, as the
+    native critic is: its layers under the prefix that language models of the architecture use, and `score.weight`.
+
+    Args:
+        whole: the weights, by the module's names, where its parameters are shared out among ranks.
+    """
+    score = module.score.weight if isinstance(module, ValueNet) and whole is None else (whole or {}).get(SCORE)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        old.unlink(missing_ok=True)
+    with quietly():
+        backbone = module.backbone if isinstance(module, ValueNet) else module
+        tensors = None if whole is None else _named_as(backbone, whole, "backbone." if backbone is not module else "")
+        backbone.save_pretrained(folder, max_shard_size=_SHARD, state_dict=tensors)
+    if tensors is not None:
+        _say_dtype(folder, next(iter(whole.values())).dtype)
+    (folder / "generation_config.json").unlink(
+        missing_ok=True
+    )  # the caller writes the one with the ends that were used
+    if isinstance(module, ValueNet):
+        _add_score(module, folder, score)
+
+
+def names_in_checkpoints(module: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
+    """By which names `save_module` writes these tensors of the module."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return set(revert_weight_conversion(module, dict(tensors)))
+
+
+def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """What `module.state_dict()` would give if its parameters were whole: these, and its buffers."""
+    named = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return named | {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+
+
+def _say_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Of the tensors: transformers writes that of the module's parameters, which ranks keep in float32."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
+    """Puts the head and the prefix into the files, one file at a time."""
+    from safetensors.torch import load_file, save_file
+
+    prefix = module.backbone.base_model_prefix
+    files = sorted(folder.glob("model*.safetensors"))
+    weight_map = {}
+    for file in files:
+        tensors = {f"{prefix}.{name}" if prefix else name: tensor for name, tensor in load_file(file).items()}
+        if file == files[-1]:
+            tensors[SCORE] = score.detach().cpu().clone()
+        save_file(tensors, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file.name)
+    index = folder / INDEX_FILE
+    if index.is_file():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        index.write_text(json.dumps({**content, "weight_map": weight_map}, indent=2) + "\n", encoding="utf-8")
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    known = transformers().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    made = known[type(module.config)].__name__ if type(module.config) in known else type(module.backbone).__name__
+    one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    path.write_text(
+        json.dumps({**config, "architectures": [made], **one_label}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 class HfTrainedModel(TrainedModel):
@@ -130,7 +215,7 @@ class HfTrainedModel(TrainedModel):
             else None
         )
 
-    def saved_config(self) -> JsonObject:
+    def saved_config(self) -> dict[str, Plain]:
         """config.json of a checkpoint."""
         module = self.model.module
         made = json.loads(module.config.to_json_string(use_diff=False))
@@ -151,3 +236,58 @@ class HfTrainedModel(TrainedModel):
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
         return True
+
+
+class HfPolicy(HfTrainedModel, Policy):
+    """As `Policy`, its arguments included, for architectures without a native core.
+
+    Generation and training are two computations on the same weights here: they agree up to rounding, so that a batch is scored
+    before it is trained on, and the metrics of the mismatch say how far the two were apart.
+    """
+
+    @property
+    def skips_prev_logprobs(self) -> bool:
+        """False: generation's log-probabilities are not to the bit those of the training forward."""
+        return False
+
+    def _compare_whole_pass_now_and_then(self) -> None:
+        """Nothing: generation keeps no activations."""
+
+    def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
+        """Nothing: generation keeps no activations."""
+
+    def create_generation(
+        self, generation_config: EvalGenerationConfig | None = None, **options: object
+    ) -> HfGeneration:
+        """An engine on this very module: no copy, no refit."""
+        from nemo_rl_cpp.models.generation.hf import HfGeneration
+        from nemo_rl_cpp.models.generation.native import engine_options
+
+        config = generation_config or self.config.generation
+        options = engine_options(self.config, config, options)
+        options.setdefault("memory_share", 1 / self.ranks.size)
+        options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.raw, self.tokenizer))
+        return HfGeneration(self.model.module, config, self.tokenizer, digest=self.weight_digest, **options)
+
+    def performance(self) -> dict[str, float]:
+        """`zero_gradient_share` of the last `train`."""
+        return {"zero_gradient_share": self.zero_gradient_share}
+
+
+class HfPolicyWorker(HfPolicy, EngineHost):
+    """In a worker: its policy, with the engines that read its weights."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        HfPolicy.__init__(self, *args, **options)
+        EngineHost.__init__(self)
+
+    def generate_with(
+        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
+    ) -> Responses:
+        """As `EngineHost.generate_with`; the weights are gathered for it, by all ranks, those without prompts too."""
+        with self.model.gathered():
+            return super().generate_with(number, prompts, greedy, on_finished)
+
+
+class HfValue(HfTrainedModel, Value):
+    """As `Value`, its arguments included, for architectures without a native core."""

@@ -1,8 +1,7 @@
 """A critic on any architecture of transformers: its layers, and one number a token."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class ValueNet(nn.Module):
         nn.init.zeros_(self.score.weight)
 
     @classmethod
-    def of(cls, backbone: nn.Module, folder: Path | None) -> ValueNet:
+    def of(cls, backbone: nn.Module, folder: Path | None) -> Self:
         """With the head of `folder`, where it has one with one label. ModelFolderError where its width is another."""
         made = cls(backbone)
         for name, raw in () if folder is None else raw_tensors(weight_files(folder)):

@@ -5,41 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
 from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, Scoring, TrainingPass
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.telemetry.memory import available_bytes
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.config.generation import EvalGenerationConfig
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-    from nemo_rl_cpp.models.generation.native import NativeGeneration
-    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
-    from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class Policy(TrainedModel, PolicyInterface):
     """A language model in training: log-probabilities, optimizer steps, checkpoints (NeMo RL's `Policy`).
 
     Args:
-        cluster: one device (`RayVirtualCluster` of world size 1) or None.
+        cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: as of `TrainedModel`.
         config: the `policy` section, or a dictionary of its keys.
-        tokenizer: saved beside the weights.
-        weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
-        optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
         init_reference_model: keep a frozen copy of `config.model_name` for `get_reference_policy_logprobs`.
-        total_steps: length of the run, for schedules that decay over the whole of it.
     """
 
     section = "policy"
@@ -84,7 +76,7 @@ class Policy(TrainedModel, PolicyInterface):
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
     def get_logprobs(
-        self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
+        self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """{"logprobs": [T], or [B, S] of padded `data`}: log pi(token | tokens before it); 0 where `token_mask` or `sample_mask`
         is 0, at first tokens, on padding, and for a token that top-k or top-p removes. Under generation's temperature, top_p
@@ -95,7 +87,7 @@ class Policy(TrainedModel, PolicyInterface):
         )
 
     def get_reference_policy_logprobs(
-        self, data: Mapping[str, object] | RaggedBatch, micro_batch_size: int | None = None, timer: Timer | None = None
+        self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         """{"reference_logprobs": [T] or [B, S]} under the frozen initial weights and generation's temperature, but without top-k
         and top-p; else as `get_logprobs`."""
@@ -109,7 +101,7 @@ class Policy(TrainedModel, PolicyInterface):
 
     def train(
         self,
-        data: Mapping[str, object] | RaggedBatch,
+        data: Batch,
         loss_fn: Loss,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -199,7 +191,7 @@ class Policy(TrainedModel, PolicyInterface):
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
         """An engine on these weights: no copy, no refit."""
-        from nemo_rl_cpp.models.generation.on_model import generation_on
+        from nemo_rl_cpp.models.generation.native import generation_on
 
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
         engine = generation_on(
@@ -213,9 +205,6 @@ class Policy(TrainedModel, PolicyInterface):
         """`reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's first step: it says
         how a step ran, not what it did."""
         return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
-
-    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Nothing to do: weights and workspace stay where they are."""
 
 
 @dataclass
@@ -251,7 +240,7 @@ class PolicyUpdates:
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused
 
-    def report(self, data: Mapping[str, object] | RaggedBatch, batch: RaggedBatch) -> TrainingResult:
+    def report(self, data: Batch, batch: RaggedBatch) -> TrainingResult:
         """What `train` returns for `data`, which is `batch` in the caller's layout."""
         prev = in_layout_of(data, batch, self.prev_logprobs)
         return self.updates.report() | {"exactness": self.exactness, "prev_logprobs": prev}

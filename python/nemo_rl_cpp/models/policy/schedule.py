@@ -1,32 +1,14 @@
 """Learning-rate schedules: torch's own classes by name, or Megatron's warm-up and decay."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
-from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule
-
-if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from nemo_rl_cpp.config.policy import TrainedModelConfig
-
-
-class LearningRateSchedule(Protocol):
-    """The learning rate and weight decay of the next optimizer step; `step` is called once a `train()` call."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    def step(self) -> None: ...
-    def state_dict(self) -> dict[str, object]: ...
-    def load_state_dict(self, state: dict[str, object]) -> None: ...
+from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 
 class _StandInOptimizer(torch.optim.Optimizer):
@@ -163,6 +145,10 @@ class MegatronLearningRate:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         self._steps = steps_of(state)
+
+
+LearningRateSchedule = TorchLearningRate | MegatronLearningRate
+"""The learning rate and weight decay of the next optimizer step; `step` is called once a `train()` call."""
 
 
 def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) -> LearningRateSchedule:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.distributed.moves import Move
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, Ranks
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, wanted_tokens
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.generation import GenerationConfig
-
 
 Loss: TypeAlias = Callable[..., object]
 """A loss of this package, or any callable: see `evaluate_loss` and `evaluate_value_loss`."""

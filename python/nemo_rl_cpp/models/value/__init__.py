@@ -1,15 +1,1 @@
-"""The value model of PPO. `Value` and its interface load torch, so they are imported when they are asked for."""
-
-from importlib import import_module
-
-from nemo_rl_cpp.config.value import ValueConfig
-
-_EXPORTS = {"Value": "lm_value", "ValueInterface": "interfaces", "ValueOutputSpec": "interfaces"}
-
-__all__ = ["Value", "ValueConfig", "ValueInterface", "ValueOutputSpec"]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+"""The value model of PPO."""

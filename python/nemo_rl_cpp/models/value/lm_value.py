@@ -1,27 +1,20 @@
 """PPO's critic on the native core: the policy's architecture with a scalar head in place of the language-model head."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
 from nemo_rl_cpp.models.policy.train_step import Loss, TrainingPass, evaluate_value_loss
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
-from nemo_rl_cpp.models.value.interfaces import ValueInterface
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.value import ValueConfig
-    from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-    from nemo_rl_cpp.models.json_values import JsonObject
-    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
-    from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class Value(TrainedModel, ValueInterface):
@@ -33,12 +26,8 @@ class Value(TrainedModel, ValueInterface):
     first values are exactly 0 whatever the seed. (NeMo RL draws a random head.)
 
     Args:
-        cluster: one device (`RayVirtualCluster` of world size 1) or None.
+        cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: as of `TrainedModel`.
         config: the `value` section.
-        tokenizer: saved beside the weights.
-        weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
-        optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
-        total_steps: `train` calls of the run, for schedules that decay over the whole of it.
     """
 
     section = "value"
@@ -57,7 +46,7 @@ class Value(TrainedModel, ValueInterface):
         self.name = name_prefix
 
     def get_values(
-        self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
+        self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """{"values": [T], or [B, S] of padded `data`}: the value of the state before each token; 0 where `token_mask` or
         `sample_mask` is 0, at first tokens and on padding. Without masks in `data`, of every token but the first."""
@@ -65,7 +54,7 @@ class Value(TrainedModel, ValueInterface):
         return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size)))
 
     def train(
-        self, data: Mapping[str, object] | RaggedBatch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
+        self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
         """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
@@ -90,13 +79,7 @@ class Value(TrainedModel, ValueInterface):
         )  # fmt: skip
         return self._pass_over(data, gbs, way, eval_mode)
 
-    def prepare_for_inference(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: weights and workspace stay where they are."""
-
-    def finish_inference(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: values keep no state."""
-
-    def saved_config(self) -> JsonObject:
+    def saved_config(self) -> dict[str, Plain]:
         """The checkpoint's config.json names the transformers class with one label, which reads it as it is."""
         title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title
         one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}

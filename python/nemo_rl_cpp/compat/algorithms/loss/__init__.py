@@ -1,6 +1,6 @@
 """Loss functions, their configurations and the wrappers for packed sequences."""
 
-from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
+from nemo_rl_cpp.algorithms.loss import LossFunction, LossInputType, LossType, MetricNormalizer
 from nemo_rl_cpp.compat.algorithms.loss.loss_functions import (
     ClippedPGLossConfig,
     ClippedPGLossDataDict,

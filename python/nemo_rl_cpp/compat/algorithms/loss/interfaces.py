@@ -1,5 +1,5 @@
 """What a loss function is to a trainer."""
 
-from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
+from nemo_rl_cpp.algorithms.loss import LossFunction, LossInputType, LossType, MetricNormalizer
 
 __all__ = ["LossFunction", "LossInputType", "LossType", "MetricNormalizer"]

@@ -6,9 +6,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.algorithms.loss.clipped_pg import ClippedPGLossFn
-from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
-from nemo_rl_cpp.algorithms.loss.value_loss import MseValueLossFn
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, LossInputType, LossType, MetricNormalizer, MseValueLossFn
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig, MseValueLossConfig
 
 __all__ = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction, LossInputType
+from nemo_rl_cpp.algorithms.loss import LossFunction, LossInputType
 from nemo_rl_cpp.compat.algorithms.logits_sampling_utils import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from nemo_rl_cpp.compat.algorithms.utils import mask_out_neg_inf_logprobs
 from nemo_rl_cpp.compat.distributed.model_utils import (

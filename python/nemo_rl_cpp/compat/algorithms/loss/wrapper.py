@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
+from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.compat.distributed.model_utils import require_single_process
 
 _MINIMA = frozenset({"probs_ratio_min", "probs_ratio_clamped_min"})

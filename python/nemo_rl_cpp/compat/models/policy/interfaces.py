@@ -1,20 +1,30 @@
 """NeMo RL's contract of a policy, with the calls by which weights would be moved to other processes.
 
-What the training loop itself asks of a policy is `nemo_rl_cpp.models.policy.interfaces.PolicyInterface`.
+What the training loop itself asks of a policy is `nemo_rl_cpp.models.interfaces.PolicyInterface`.
 """
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from nemo_rl_cpp.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec
-
 if TYPE_CHECKING:
     import torch
 
-    from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
+    from nemo_rl_cpp.algorithms.loss import LossFunction
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec
     from nemo_rl_cpp.telemetry.timer import Timer
+
+
+class LogprobOutputSpec(TypedDict):
+    """logprobs: float32 [T], or [B, S] of a padded batch: of each token given those before it; 0 at first tokens."""
+
+    logprobs: "torch.Tensor"
+
+
+class ReferenceLogprobOutputSpec(TypedDict):
+    """reference_logprobs: as `LogprobOutputSpec.logprobs`, of the reference policy."""
+
+    reference_logprobs: "torch.Tensor"
 
 
 class ScoreOutputSpec(TypedDict):

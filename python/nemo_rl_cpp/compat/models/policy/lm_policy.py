@@ -7,3 +7,6 @@ from nemo_rl_cpp.models.policy import lm_policy as house
 
 class Policy(house.Policy, ColocatablePolicyInterface, SingleProcessPolicy):
     """A language model in training, see `nemo_rl_cpp.models.policy.lm_policy.Policy`."""
+
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """Nothing to do: weights and workspace stay where they are."""

@@ -1,10 +1,10 @@
-"""NeMo RL's contract of a value model. What the critic asks is `nemo_rl_cpp.models.value.interfaces.ValueInterface`."""
+"""NeMo RL's contract of a value model. What the critic asks is `nemo_rl_cpp.models.interfaces.ValueInterface`."""
 
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.compat.models.policy.interfaces import TrainedInterface
-from nemo_rl_cpp.models.value.interfaces import ValueOutputSpec
+from nemo_rl_cpp.models.interfaces import ValueOutputSpec
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict

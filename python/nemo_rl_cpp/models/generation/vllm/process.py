@@ -1,7 +1,5 @@
 """The process in which vLLM runs, as the trainer sees it: started, asked with deadlines, ended."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

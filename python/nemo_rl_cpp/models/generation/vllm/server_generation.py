@@ -1,33 +1,24 @@
 """Generation by a vLLM server that somebody else has started, with weights that each refit brings there."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.models.generation.refit import Moved
+from nemo_rl_cpp.models.generation.base_engine import Answers
+from nemo_rl_cpp.models.generation.interfaces import Moved
 from nemo_rl_cpp.models.generation.vllm.process import VllmError
-from nemo_rl_cpp.models.generation.vllm.server_check import GENERATE, ask, check_server, client_of
-from nemo_rl_cpp.models.generation.vllm.server_weights import WeightsRoad, road_of
-from nemo_rl_cpp.models.generation.vllm.vllm_engine import (
-    Answers,
-    Asked,
-    Request,
-    VllmEngine,
-    WeightsOwner,
-    vocabulary_of,
-)
+from nemo_rl_cpp.models.generation.vllm.server import GENERATE, ask, check_server, client_of
+from nemo_rl_cpp.models.generation.vllm.vllm_engine import Request, VllmEngine
+from nemo_rl_cpp.models.generation.vllm.weights import WeightsRoad, road_of
 from nemo_rl_cpp.models.generation.vllm.worker_script import Row
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.policy import PolicyConfig
-    from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.models.trained_model import TrainedModel
 
 _REFIT, _GENERATE = "a refit", "generate"
 _PLAIN = {  # what a server's own defaults must not change
@@ -52,20 +43,18 @@ class VllmServerGeneration(VllmEngine):
     is given up there. Others may use the server, too: their requests end before each refit.
 
     Args:
-        policy: whose weights vLLM gets.
+        policy, tokenizer, end_token_ids, seed: as of `VllmEngine`.
         config: section `policy`. Read are precision and of `generation` max_new_tokens, temperature, top_p, top_k, val_temperature,
             val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size and of `vllm_cfg` server_url, timeout_s, max_model_len,
             precision, http_refit_api_key_env_var.
-        tokenizer, end_token_ids, seed: as of `EngineSettings`.
 
     Raises ValueError for a server that the run cannot use.
     """
 
     def __init__(
-        self, policy: WeightsOwner, config: PolicyConfig, tokenizer: TokenizerType, *, end_token_ids: list[int] | None = None, seed: int = 42
+        self, policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, *, end_token_ids: list[int] | None = None, seed: int = 42
     ) -> None:  # fmt: skip
-        model = policy.saved_config()
-        super().__init__(config, vocabulary_of(model), tokenizer, end_token_ids=end_token_ids, seed=seed)
+        super().__init__(policy, config, tokenizer, end_token_ids=end_token_ids, seed=seed)
         weights = policy.state_dict()
         device = next(iter(weights.values())).device.type
         facts = check_server(config, device)
@@ -78,25 +67,23 @@ class VllmServerGeneration(VllmEngine):
         self._rows = min(config.generation.max_batch_size or facts["max_num_seqs"], facts["max_num_seqs"])
         self._road: WeightsRoad = road_of(weights, self._client)
         self._label = ""
-        self._bytes: list[bytes] = []
 
     # ---- token ids in, token ids out
 
-    def _answer(self, asked: Asked, answers: Answers) -> None:
+    def _answer(self, requests: list[Request], sampling: dict[str, float], answers: Answers) -> None:
         if self.weight_version is None:
             raise VllmError(f"vLLM at {self._client.url} has no weights: a refit is missing, or has failed")
-        if not self._bytes and any(request.stops for request in asked.requests):
-            self._bytes = self._token_bytes()
         try:
-            self._answer_all(asked, answers)
+            self._answer_all(requests, sampling, answers)
         finally:
             self._client.take_up()
         label = self._client.call(_GENERATE, "GET", "/weight_info").get("weight_version")
         self._check_label(label)
 
-    def _answer_all(self, asked: Asked, answers: Answers) -> None:
-        with ThreadPoolExecutor(min(self._rows, len(asked.requests)), thread_name_prefix="vllm") as threads:
-            left = {threads.submit(self._one, request, asked.sampling) for request in asked.requests}
+    def _answer_all(self, requests: list[Request], sampling: dict[str, float], answers: Answers) -> None:
+        token_bytes = self._token_bytes if any(request.stops for request in requests) else []
+        with ThreadPoolExecutor(min(self._rows, len(requests)), thread_name_prefix="vllm") as threads:
+            left = {threads.submit(self._one, request, sampling, token_bytes) for request in requests}
             try:
                 while left:
                     done, left = wait(left, return_when=FIRST_COMPLETED)
@@ -114,7 +101,7 @@ class VllmServerGeneration(VllmEngine):
         if others_run:
             answers.tell([text.request.row for text in texts])
 
-    def _one(self, request: Request, sampling: Mapping[str, float]) -> Text:
+    def _one(self, request: Request, sampling: Mapping[str, float], token_bytes: list[bytes]) -> Text:
         stops = [text.encode() for text in request.stops]
         row = Row(request.prompt, stops, max(map(len, stops), default=0))
         body = {
@@ -128,7 +115,7 @@ class VllmServerGeneration(VllmEngine):
             for choice in _choices(events, self._client.url):
                 ids, chances = _sampled(choice, self._client.url)
                 for token, chance in zip(ids, chances):
-                    row.add(token, chance, self._bytes)
+                    row.add(token, chance, token_bytes)
                 if row.stopped:
                     break
                 reason = choice.get("finish_reason")
@@ -153,7 +140,7 @@ class VllmServerGeneration(VllmEngine):
         """As `VllmEngine.update_weights`. Requests of others end first. Where it fails before the update begins, the server goes on with
         its old weights; later it stays paused, since it has some of the new ones."""
         began = time.perf_counter()
-        self.weight_version = self._digest = None
+        self.weight_version = self._arrived = None
         with self._resumed_where_nothing_changed():
             self._call("POST", "/pause?mode=wait")
             self._road.prepare(weights)
@@ -167,7 +154,7 @@ class VllmServerGeneration(VllmEngine):
                 f"the weights that vLLM has are not the policy's: digest {', '.join(map(str, digests))} against {sent}; the server stays paused"
             )
         self._call("POST", "/resume")
-        self._label, self.weight_version, self._digest = label, version, sent
+        self._label, self.weight_version, self._arrived = label, version, sent
         return Moved(self._road.weight_bytes, time.perf_counter() - began, sent)
 
     def _call(self, method: str, path: str, body: object = None) -> dict:
@@ -182,16 +169,6 @@ class VllmServerGeneration(VllmEngine):
             with contextlib.suppress(VllmError, WorkerLostError):
                 self._call("POST", "/resume")
             raise
-
-    # ---- memory
-
-    def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Nothing to do: the server is somebody else's, and is not put to sleep."""
-        return True
-
-    def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Nothing to do, as `prepare_for_generation`."""
-        return True
 
     def shutdown(self) -> bool:
         """Gives the memory of weights back; the server goes on. Safe to call twice."""

@@ -198,12 +198,9 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
         if services.progress is not None:
             services.progress.finish(
                 summary(run, first, time.monotonic() - began) | published,
-                title=_title(run.config.title, status, services.alerts.learned_nothing),
+                title=f"{run.config.title}: {status}"
+                + (", but nothing was learned" if services.alerts.learned_nothing else ""),
             )
-
-
-def _title(title: str, status: str, learned_nothing: bool) -> str:
-    return f"{title}: {status}" + (", but nothing was learned" if learned_nothing else "")
 
 
 def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]:

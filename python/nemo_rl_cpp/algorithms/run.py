@@ -104,7 +104,6 @@ def make_services(
         report=report,
         memory=PhaseMemory(),
         trace=trace,
-        stop=GracefulStop(),
         timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True),
     )
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl_cpp.config.eval import EvalConfig
 from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
 from nemo_rl_cpp.config.python_values import checked
@@ -34,11 +33,6 @@ from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.sources import find_policy_weights
-
-__all__ = [
-    "EvalConfig", "EvaluationRun", "MasterConfig", "build_evaluation", "evaluate_policy", "main", "make_dataset", "make_generation",
-    "run_env_eval", "setup",
-]  # fmt: skip
 
 
 @dataclass
@@ -88,8 +82,8 @@ def build_evaluation(config: MasterConfig) -> EvaluationRun:
     environment = _make_environment(config)
     try:
         tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
-        generation, loader, config = setup(config, tokenizer, make_dataset(config, tokenizer))
-        return EvaluationRun(config, tokenizer, environment, generation, loader)
+        loader = make_loader(config, make_dataset(config, tokenizer))
+        return EvaluationRun(config, tokenizer, environment, make_generation(config, tokenizer), loader)
     except BaseException:
         shut_down(environment)
         raise
@@ -104,7 +98,7 @@ def evaluate_policy(
     config = checked(config, MasterConfig)
     environment = _make_environment(config)
     try:
-        loader = _loader(config, make_dataset(config, tokenizer))
+        loader = make_loader(config, make_dataset(config, tokenizer))
         engine = config.generation.vllm_cfg
         engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)  # not as if it had been given
         generation = policy.create_generation(config.generation, seed=config.eval.seed)
@@ -120,7 +114,8 @@ def _make_environment(config: MasterConfig) -> Environment:
     return create_env(env_name=config.data.env_name, env_config=config.env[config.data.env_name])
 
 
-def _loader(config: MasterConfig, dataset: AllTaskProcessedDataset) -> StatefulDataLoader:
+def make_loader(config: MasterConfig, dataset: AllTaskProcessedDataset) -> StatefulDataLoader:
+    """The loader of prompts."""
     size = config.generation.num_prompts_per_step
     return StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
 
@@ -132,15 +127,6 @@ def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProce
     environment = config.data.env_name, config.env.get(config.data.env_name)
     say(inspect_rows(raw, raw.dataset, tokenizer, Limits(limit), "data", environment))
     return AllTaskProcessedDataset(raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=limit)
-
-
-def setup(
-    master_config: MasterConfig, tokenizer: TokenizerType, dataset: AllTaskProcessedDataset
-) -> tuple[BaseEngine, StatefulDataLoader, MasterConfig]:
-    """(engine with the model loaded, loader of prompts, the configuration). Raises ConfigError."""
-    master_config = checked(master_config, MasterConfig)
-    loader = _loader(master_config, dataset)
-    return make_generation(master_config, tokenizer), loader, master_config
 
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:

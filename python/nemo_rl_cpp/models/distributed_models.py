@@ -35,10 +35,7 @@ ModelConfig = TypeVar("ModelConfig", bound="TrainedModelConfig")
 class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy's
     """In a worker: its policy with the engines that read these weights, and the way to engines with weights of their own."""
 
-    def __init__(self, *args: object, **options: object) -> None:
-        Policy.__init__(self, *args, **options)
-        EngineHost.__init__(self)
-        self._publisher: C.RefitPublisher | None = None
+    _publisher: C.RefitPublisher | None = None
 
     def init_collective(self, meeting: RefitMeeting) -> None:
         """Meets the engines."""
@@ -184,8 +181,6 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
         """An engine in every process, on its own weights: no copy, no refit."""
-        from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
-
         in_turns = self.config.shards_gradients and self.config.backend != "hf"
         blocks = self.config.gradient_blocks, self.config.train_global_batch_size, in_turns
         config = generation_config or self.config.generation

@@ -8,8 +8,16 @@ from torch import Tensor
 
 from nemo_rl_cpp.config.eval import EvalConfig
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
-from nemo_rl_cpp.evals.eval import main, make_dataset, make_generation, run_env_eval, setup
+from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.evals.eval import main, make_dataset, make_generation, make_loader, run_env_eval
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
+
+
+def setup(master_config: MasterConfig, tokenizer: Any, dataset: Any) -> tuple[Any, Any, MasterConfig]:
+    """(engine with the model loaded, loader of prompts, the configuration). Raises ConfigError."""
+    master_config = checked(master_config, MasterConfig)
+    loader = make_loader(master_config, dataset)
+    return make_generation(master_config, tokenizer), loader, master_config
 
 
 def eval_pass_k(rewards: Tensor, num_tests_per_prompt: int, k: int) -> float:

@@ -32,7 +32,6 @@ class EngineWorker(EngineHost):
     """
 
     def __init__(self, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> None:
-        super().__init__()
         self.config, self.tokenizer, self.ranks = config, tokenizer, ranks
         self.folder = open_model_folder(
             config.model_name, config.hf_config_overrides, seed=seed, max_length=config.max_total_sequence_length
@@ -77,11 +76,6 @@ class EngineWorker(EngineHost):
         return Moved(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 
-def _built(config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> EngineWorker:
-    """In a worker: its engine."""
-    return EngineWorker(config, tokenizer, seed, ranks)
-
-
 class DedicatedGeneration(DistributedGeneration):
     """`NativeGeneration` on the workers of a cluster that trains nothing.
 
@@ -99,7 +93,7 @@ class DedicatedGeneration(DistributedGeneration):
         self.cluster = cluster
         self.weight_version: int | None = None
         self._mean_response = float(config.generation.max_new_tokens or 0) / 2
-        group = RayWorkerGroup(cluster, partial(_built, config, tokenizer, seed), name_prefix="engines")
+        group = RayWorkerGroup(cluster, partial(EngineWorker, config, tokenizer, seed), name_prefix="engines")
         super().__init__(group, config.generation, {"seed": seed}, tokenizer)
 
     def _shares(self, batch: RaggedBatch) -> list[list[int]]:

@@ -5,7 +5,7 @@ A response does not depend on which engine gives it: its draws follow from its p
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -27,8 +27,9 @@ from nemo_rl_cpp.models.generation.native import NativeGeneration
 class EngineHost:
     """What a worker with engines answers; its class says by `create_generation` how one is made."""
 
-    def __init__(self) -> None:
-        self._engines: dict[int, NativeGeneration] = {}
+    @cached_property
+    def _engines(self) -> dict[int, NativeGeneration]:
+        return {}
 
     def create_generation(self, config: EvalGenerationConfig | None = None, **options: object) -> NativeGeneration:
         """An engine on this worker's weights."""

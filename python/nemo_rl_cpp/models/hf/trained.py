@@ -277,10 +277,6 @@ class HfPolicy(HfTrainedModel, Policy):
 class HfPolicyWorker(HfPolicy, EngineHost):
     """In a worker: its policy, with the engines that read its weights."""
 
-    def __init__(self, *args: object, **options: object) -> None:
-        HfPolicy.__init__(self, *args, **options)
-        EngineHost.__init__(self)
-
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:

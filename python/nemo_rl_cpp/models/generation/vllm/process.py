@@ -157,26 +157,23 @@ class VllmProcess:
 
     def _answer(self, what: str, patience: float, on_step: Callable[[dict, bytes], None] | None) -> dict:
         try:
-            return self._last_frame(what, patience, on_step)
+            while True:
+                message, payload = self._receive(what, patience)
+                if message["event"] == "error":
+                    if what == "loading vLLM":
+                        self.kill()
+                    error = VllmError(f"vLLM, {what}: {message['text']}")
+                    error.add_note(f"in vLLM's process:\n{message['trace']}")
+                    raise error
+                if message["event"] != "step":
+                    return message
+                if on_step is not None:
+                    on_step(message, payload)
         except VllmError:
             raise
         except BaseException:  # also one of `on_step`: what it answers later is nobody's
             self.kill()
             raise
-
-    def _last_frame(self, what: str, patience: float, on_step: Callable[[dict, bytes], None] | None) -> dict:
-        while True:
-            message, payload = self._receive(what, patience)
-            if message["event"] == "error":
-                if what == "loading vLLM":
-                    self.kill()
-                error = VllmError(f"vLLM, {what}: {message['text']}")
-                error.add_note(f"in vLLM's process:\n{message['trace']}")
-                raise error
-            if message["event"] != "step":
-                return message
-            if on_step is not None:
-                on_step(message, payload)
 
     def _receive(self, what: str, patience: float) -> tuple[dict, bytes]:
         self._connection.settimeout(patience)

@@ -20,19 +20,7 @@ from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.model_folder import open_model_folder
-from nemo_rl_cpp.preflight.resumed import (
-    Change,
-    Saved,
-    architecture_refusals,
-    changes,
-    environment_keys,
-    headline,
-    read_saved,
-    refusal_text,
-    refusals,
-    short,
-    weights_identity,
-)
+from nemo_rl_cpp.preflight import resumed
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.utils import Datasets
@@ -66,15 +54,15 @@ def opened(
 
 def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, object]) -> None:
     """Prints what is resumed and what changed since; ResumeError when it would be another run."""
-    saved = read_saved(resume.path)
-    refused = [*refusals(saved, config), *_loaded_refusals(saved, config, identity)]
+    saved = resumed.read_saved(resume.path)
+    refused = [*resumed.refusals(saved, config), *_loaded_refusals(saved, config, identity)]
     if refused:
-        raise ResumeError(refusal_text(saved, refused))
-    print(headline(saved, [*changes(saved, config), *_said(saved, identity)]), flush=True)
-    if unknown := environment_keys(config):
+        raise ResumeError(resumed.refusal_text(saved, refused))
+    print(resumed.headline(saved, [*resumed.changes(saved, config), *_said(saved, identity)]), flush=True)
+    if unknown := resumed.environment_keys(config):
         print(f"Not compared, since their values come from environment variables: {', '.join(unknown)}", flush=True)
     if text := end_reached(resume.state, config):
-        print(f"{short(resume.path)} {text}", flush=True)
+        print(f"{resumed.short(resume.path)} {text}", flush=True)
 
 
 def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
@@ -102,7 +90,7 @@ def run_identity(
     chat template, the prompt files, and the rows."""
     sections = [name for name in ("policy", "value") if hasattr(config, name)]
     return {
-        "models": {name: weights_identity(getattr(config, name).model_name) for name in sections},
+        "models": {name: resumed.weights_identity(getattr(config, name).model_name) for name in sections},
         "tokenizer": tokenizer_identity(tokenizer),
         "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
         "prompt_files": _digest(sorted(_prompt_texts(dataset))),
@@ -178,7 +166,7 @@ def _canonical(value: object) -> Plain:
 
 
 def _loaded_refusals(
-    saved: Saved, config: TrainMasterConfig, identity: Mapping[str, object]
+    saved: resumed.Saved, config: TrainMasterConfig, identity: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
     before = saved.identity
     if _differ(before, identity, "tokenizer"):
@@ -197,19 +185,19 @@ def _loaded_refusals(
 
                 yield from hf_refusals(saved.path / section / "weights", model, section)
                 continue
-            yield from architecture_refusals(
+            yield from resumed.architecture_refusals(
                 saved, section, model, open_model_folder(model.model_name, model.hf_config_overrides).config
             )
 
 
-def _said(saved: Saved, identity: Mapping[str, object]) -> list[Change]:
+def _said(saved: resumed.Saved, identity: Mapping[str, object]) -> list[resumed.Change]:
     names = {
         "chat_template": "the chat template",
         "prompt_files": "the prompt files",
         "validation": "the validation rows",
     }
     return [
-        Change(text, "those of the checkpoint", "others")
+        resumed.Change(text, "those of the checkpoint", "others")
         for name, text in names.items()
         if _differ(saved.identity, identity, name)
     ]

@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_rl_cpp.algorithms import step_metrics
 from nemo_rl_cpp.algorithms.collection import Collected
 from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.algorithms.observe import StepReport
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards
-from nemo_rl_cpp.algorithms.step_metrics import (
-    Metrics,
-    baseline_metrics,
-    batch_metrics,
-    mean_over_epochs,
-    rollout_table,
-    training_metrics,
-)
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
@@ -68,7 +61,7 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
         if epoch < loop.policy_epochs and run.state.step >= loop.first_policy_step:
             with timer("policy_training"):
                 epochs[-1] |= train_policy(run, batch, timer)
-    return mean_over_epochs(epochs)
+    return step_metrics.mean_over_epochs(epochs)
 
 
 def train_policy(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
@@ -79,17 +72,19 @@ def train_policy(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
     run.refit.mark_stale()
     if run.config.loop.policy_epochs > 1:
         batch.prev_logprobs = result["prev_logprobs"]
-    return training_metrics(result)
+    return step_metrics.training_metrics(result)
 
 
-def report_step(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: Metrics) -> StepReport:
+def report_step(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: step_metrics.Metrics) -> StepReport:
     """Everything that is logged of a step but its times."""
     samples, rollout_metrics = collected.samples, collected.rollout_metrics
     rewards, groups = batch.rewards, batch.group_id[:, None]
     baseline, _ = calculate_baseline_and_std_per_prompt(
         groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=run.config.loop.leave_one_out
     )
-    metrics = metrics | rollout_metrics | batch_metrics(samples, batch) | baseline_metrics(baseline)
+    metrics = (
+        metrics | rollout_metrics | step_metrics.batch_metrics(samples, batch) | step_metrics.baseline_metrics(baseline)
+    )
     stale = {"stale_samples": metrics["stale_samples"]}  # by the weights that train, not those that have generated
     metrics |= collected.sampler_metrics | stale | run.advantages.metrics
     trained = batch.is_valid
@@ -98,7 +93,7 @@ def report_step(run: TrainingRun, collected: Collected, batch: TrainBatch, metri
     histograms |= {name: batch.tokens[name][trained].tolist() for name in names}
     return StepReport(
         metrics=metrics,
-        table=rollout_table(samples, batch),
+        table=step_metrics.rollout_table(samples, batch),
         histograms=histograms,
         generated_tokens=rollout_metrics.get("total_generated_tokens"),
         rollout_names=frozenset(rollout_metrics),
@@ -194,7 +189,7 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 
     over the valid tokens, from their means and mean squares.
     """
-    metrics = training_metrics(value_results)
+    metrics = step_metrics.training_metrics(value_results)
     returns, values = metrics.get("returns_mean", 0.0), metrics.get("values_mean", 0.0)
     residual_variance = metrics.get("residual_sq_mean", 0.0) - (returns - values) ** 2
     variance = metrics.get("returns_sq_mean", 0.0) - returns**2

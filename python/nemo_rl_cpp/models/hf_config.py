@@ -9,16 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models import rope
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.rope import (
-    check_rope,
-    lay_rope_over,
-    position_factor,
-    respell,
-    rope_frequencies,
-    rope_remarks,
-    section_name,
-)
 from nemo_rl_cpp.models.sources import ModelFolderError, find_policy_weights
 
 TINY_CONFIG = {
@@ -107,7 +99,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}; policy.backend=hf trains what transformers loads"
         )
     positions = SUPPORTED_ARCHITECTURES[kind].defaults["max_position_embeddings"]
-    form = respell(config, positions)
+    form = rope.respell(config, positions)
     if overrides:
         rope_keys = (
             "rope_scaling",
@@ -117,12 +109,12 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
             "original_max_position_embeddings",
         )
         form.update({key: value for key, value in overrides.items() if key not in rope_keys})
-        form = respell(lay_rope_over(form, overrides), positions)
+        form = rope.respell(rope.lay_rope_over(form, overrides), positions)
     form = {**SUPPORTED_ARCHITECTURES[kind].defaults, **form}
     _derive(form)
     _check(form)
-    check_rope(
-        form, section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
+    rope.check_rope(
+        form, rope.section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
     )
     return form
 
@@ -240,7 +232,7 @@ def _windows(config: Mapping[str, Plain]) -> str:
 
 def max_positions(config: Mapping[str, Plain]) -> int:
     """Tokens of the longest sequence that the model has positions for, with rope scaling, as vLLM derives it."""
-    positions, factor = position_factor(config)
+    positions, factor = rope.position_factor(config)
     return int((positions or config["max_position_embeddings"]) * factor)
 
 
@@ -259,7 +251,7 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
     )  # an evaluation has none
     stated = config.get("model_max_length")  # a length that the model's makers allow beyond, as in vLLM
     if length > max(positions, stated if _is_size(stated) else 0):
-        of_pretraining, factor = position_factor(config)
+        of_pretraining, factor = rope.position_factor(config)
         raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
         scaled = f", with its rope scaling by {factor:g}" if factor != 1 else ""
         advice = f", or set {overrides}.{raises} if the model can do more" if overrides else ""
@@ -277,7 +269,7 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
 
 def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
     """What a reader of a config.json (as it stands) may not expect; each a sentence."""
-    yield from rope_remarks(config)
+    yield from rope.rope_remarks(config)
     dropout = config.get("attention_dropout")
     if dropout:
         yield f"attention_dropout is {dropout}, but training computes without dropout"
@@ -344,7 +336,7 @@ def native_config(
             f"sliding-window attention of {window} tokens (use_sliding_window, sliding_window) is not supported: keep sequences within the window, "
             f"or set hf_config_overrides.{_full_attention(form)} for full attention in every layer"
         )
-    inv_freq, attention_factor = rope_frequencies(form, head_dim)
+    inv_freq, attention_factor = rope.rope_frequencies(form, head_dim)
     made = SUPPORTED_ARCHITECTURES[kind]
     bias = "attention" in made.biases and bool(form["attention_bias"])
     return {

@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.models.hf_config import (
-    TINY_CONFIG,
-    canonical_config,
-    check_length,
-    config_remarks,
-    native_config,
-    parameter_shapes,
-    read_config,
-    read_config_file,
-)
+from nemo_rl_cpp.models import hf_config
 from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
 
@@ -65,13 +56,13 @@ class ModelFolder:
 
     def native(self) -> dict[str, Plain]:
         """The keyword dictionary of the native `DecoderModel`."""
-        return native_config(self.config, value_head=self.value_head, max_length=self.max_length)
+        return hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
 
     def check_weights(self) -> None:
         """Raises what building and filling the model would raise, by the files' headers alone."""
         native = self.native()
         if self.path is not None:
-            check_parameters(self.path, parameter_shapes(native))
+            check_parameters(self.path, hf_config.parameter_shapes(native))
 
     def check_slices(self, count: int, key: str) -> None:
         """Raises ModelFolderError where tensor parallelism cannot cut the model into `count` slices, as `key` says."""
@@ -136,7 +127,7 @@ def open_model_folder(
             resolve_model(name, key=key), overrides, value_head=value_head, max_length=max_length
         )
     if max_length is not None:
-        check_length(folder.config, max_length, length_key, name)
+        hf_config.check_length(folder.config, max_length, length_key, name)
     folder.print_remarks()
     return folder
 
@@ -144,7 +135,7 @@ def open_model_folder(
 def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: Unpack[FolderFields]) -> ModelFolder:
     """The small model that starts random; `fields` are those of `ModelFolder`."""
     try:
-        return ModelFolder(canonical_config(TINY_CONFIG, overrides), None, **fields)
+        return ModelFolder(hf_config.canonical_config(hf_config.TINY_CONFIG, overrides), None, **fields)
     except ModelFolderError as error:
         raise ModelFolderError(f"{TINY_RANDOM} with hf_config_overrides: {error}") from None
 
@@ -157,8 +148,10 @@ def read_model_folder(
     A head beside tied weights that is not the embedding counts, and the two are untied, as vLLM does it (transformers 5 keeps both,
     too). A critic has no such head.
     """
-    config = read_config(path, overrides)
-    remarks = [f"{path / 'config.json'}: {remark}" for remark in config_remarks(read_config_file(path))]
+    config = hf_config.read_config(path, overrides)
+    remarks = [
+        f"{path / 'config.json'}: {remark}" for remark in hf_config.config_remarks(hf_config.read_config_file(path))
+    ]
     if (path / SINGLE_FILE).is_file() and (path / INDEX_FILE).is_file():
         remarks.append(
             f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, not the files of the index"

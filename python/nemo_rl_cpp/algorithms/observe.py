@@ -19,6 +19,8 @@ from nemo_rl_cpp.telemetry.performance import performance_metrics
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun
 
+AT_ONCE = "stopped at once, in the middle of a step"
+
 
 @dataclass
 class StepReport:
@@ -152,9 +154,6 @@ def log_times(run: TrainingRun, report: StepReport) -> None:
             services.progress.print(f"warning: {starved}")
     if services.report is not None:
         services.report.update()
-
-
-AT_ONCE = "stopped at once, in the middle of a step"
 
 
 def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:

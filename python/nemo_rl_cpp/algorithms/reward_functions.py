@@ -15,6 +15,9 @@ from nemo_rl_cpp.environments.single_turn import assistant_text
 
 BatchT = TypeVar("BatchT", bound=MutableMapping)
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+_TOLERANCE = 1e-6
+_SMALLEST_RELATIVE_MAD = 0.015  # lengths that spread less than this around their median have no outliers
+Lengths = dict[str, list[int]]
 
 
 def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig, quiet: bool = False) -> BatchT:
@@ -131,12 +134,6 @@ def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfi
         span = torch.tensor(high - low, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
         repeated_batch[key] = target_low + (rewards.clamp(low, high) - low) / span * (target_high - target_low)
     return repeated_batch
-
-
-_TOLERANCE = 1e-6
-_SMALLEST_RELATIVE_MAD = 0.015  # lengths that spread less than this around their median have no outliers
-
-Lengths = dict[str, list[int]]
 
 
 def apply_length_penalty(

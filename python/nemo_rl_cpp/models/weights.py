@@ -24,6 +24,9 @@ from nemo_rl_cpp.models.weight_files import (
 )
 from nemo_rl_cpp.stages import work
 
+DEFAULT_SHARD_BYTES = 5 * 1000**3
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
     """What a process has of a parameter [spec.whole], as a view."""
@@ -90,10 +93,6 @@ def _view(flat: Tensor, spec: C.ParameterSpec) -> Tensor:
 def named_whole(layout: C.ParameterLayout, flat: Tensor) -> dict[str, Tensor]:
     """Every parameter by its Hugging Face name, as a view of a flat buffer in this layout."""
     return {spec.name: _view(flat, spec) for spec in layout.specs}
-
-
-DEFAULT_SHARD_BYTES = 5 * 1000**3
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -20,6 +20,12 @@ from nemo_rl_cpp.models.sources import local_folder
 
 _MOST_OF_A_TEXT = 600
 _LARGEST_ANSWER = 1 << 28
+Refuse = Callable[[str], ValueError]
+KEY = "policy.generation.vllm_cfg.server_url"
+EXTENSION = Path(worker_script.__file__).parent / "server_extension"
+GENERATE = "/inference/v1/generate"
+_LEAST_BATCHED_TOKENS = 2048
+_JOINING = "saying what it is"
 
 
 class ServerStatusError(VllmError):
@@ -160,14 +166,6 @@ def _message_of(body: dict) -> str:
     error = body.get("error", body.get("detail", body))
     text = error.get("message", error) if isinstance(error, dict) else error
     return str(text)[:_MOST_OF_A_TEXT]
-
-
-Refuse = Callable[[str], ValueError]
-KEY = "policy.generation.vllm_cfg.server_url"
-EXTENSION = Path(worker_script.__file__).parent / "server_extension"
-GENERATE = "/inference/v1/generate"
-_LEAST_BATCHED_TOKENS = 2048
-_JOINING = "saying what it is"
 
 
 def transfer_of(device: str) -> str:

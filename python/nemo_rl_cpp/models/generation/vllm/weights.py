@@ -20,6 +20,8 @@ from nemo_rl_cpp.models.generation.vllm.server import ServerClient
 from nemo_rl_cpp.models.generation.vllm.worker_script import begin_digest
 
 _ALIGNED = 64  # bytes
+REFIT = "a refit"
+_ID = "nccl_unique_id"  # where csrc/distributed/nccl_communicator.cpp leaves it in the store
 
 
 class WeightBuffer:
@@ -79,10 +81,6 @@ def _unnamed_file() -> int:
         return os.memfd_create("nemo_rl_cpp_weights")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-REFIT = "a refit"
-_ID = "nccl_unique_id"  # where csrc/distributed/nccl_communicator.cpp leaves it in the store
 
 
 class WeightsRoad(Protocol):

@@ -25,7 +25,7 @@ from nemo_rl_cpp.models.weight_files import (
 from nemo_rl_cpp.stages import work
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
 
 def _tensor(raw: RawTensor) -> torch.Tensor:
     """A view of the mapped bytes."""
-    return torch.frombuffer(raw.data, dtype=_DTYPES[raw.dtype]).view(raw.shape)
+    return torch.frombuffer(raw.data, dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
 
 
 def save_weights(

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.hf.library import quietly
-from nemo_rl_cpp.models.hf.outputs import ModelRows, outputs_of
-from nemo_rl_cpp.models.hf.value_net import ValueNet
+from nemo_rl_cpp.models.hf.outputs import ModelRows, ValueNet, outputs_of
 from nemo_rl_cpp.models.policy.train_step import Scoring
 
 if TYPE_CHECKING:

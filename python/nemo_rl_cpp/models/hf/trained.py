@@ -25,9 +25,8 @@ from nemo_rl_cpp.models.generation.interfaces import Responses
 from nemo_rl_cpp.models.hf.flat_model import FlatModel, ShardedModel
 from nemo_rl_cpp.models.hf.folder import HfFolder, open_hf_folder
 from nemo_rl_cpp.models.hf.library import quietly, transformers
-from nemo_rl_cpp.models.hf.outputs import keeps_packed_samples_apart
+from nemo_rl_cpp.models.hf.outputs import SCORE, ValueNet, keeps_packed_samples_apart
 from nemo_rl_cpp.models.hf.trainer import HfTrainer, ShardedTrainer
-from nemo_rl_cpp.models.hf.value_net import SCORE, ValueNet
 from nemo_rl_cpp.models.model_folder import note_as_said, was_said
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching

@@ -13,8 +13,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import OtherRankFailedError, Ranks
 from nemo_rl_cpp.models.hf.flat_model import FlatModel, ShardedModel
 from nemo_rl_cpp.models.hf.library import quietly
-from nemo_rl_cpp.models.hf.outputs import ModelRows, Outputs, outputs_of
-from nemo_rl_cpp.models.hf.value_net import ValueNet
+from nemo_rl_cpp.models.hf.outputs import ModelRows, Outputs, ValueNet, outputs_of
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch
 from nemo_rl_cpp.models.policy.train_step import Scoring
 

@@ -11,8 +11,9 @@
 //
 // A CPU with bfloat16 instructions multiplies bfloat16 in pairs, two terms of a chain at a time: q as it is, the sum of
 // a score times c * log2(e) afterwards; w(j) rounded to bfloat16 where it is multiplied (l adds it unrounded), as
-// FlashAttention does. The backward rounds P, dS and d_out likewise. Sums stay float. CUDA multiplies bfloat16 so on
-// tensor cores, sixteen terms at a time.
+// FlashAttention does. The backward rounds P, dS and d_out likewise. Sums stay float. Where tiles multiply, terms come
+// in steps of 32, which is a tile of keys (kernels/tiles/attention_tiles.h). CUDA multiplies bfloat16 so on tensor
+// cores, sixteen terms at a time.
 //
 // Layouts: `qkv` [T, (N+2K)*H] row-major after RoPE: N query heads, K key heads, K value heads.
 // Cache: [num_blocks, K, 2, H*kKeyTile], of each kv head a tile of keys [H, kKeyTile] (transposed: lanes run over
@@ -93,10 +94,10 @@ struct AttentionItem {
 
 /// Bytes of workspace for items whose sequences have at most `max_keys` keys (prefix + own).
 using AttentionForwardWorkspace = std::size_t(const AttentionShape& shape, std::int64_t max_keys);
-NRL_DECLARE_PAIR_KERNEL(attention_forward_workspace, AttentionForwardWorkspace);
+NRL_DECLARE_TILE_KERNEL(attention_forward_workspace, AttentionForwardWorkspace);
 
 using AttentionForward = void(const AttentionForwardArgs& args, const AttentionItem& item, std::byte* workspace);
-NRL_DECLARE_PAIR_KERNEL(attention_forward_item, AttentionForward);
+NRL_DECLARE_TILE_KERNEL(attention_forward_item, AttentionForward);
 
 // ---------------------------------------------------------------- blocked KV cache
 
@@ -121,10 +122,10 @@ struct PagedItem {
 };
 
 using PagedWorkspace = std::size_t(const AttentionShape& shape);
-NRL_DECLARE_PAIR_KERNEL(attention_paged_workspace, PagedWorkspace);
+NRL_DECLARE_TILE_KERNEL(attention_paged_workspace, PagedWorkspace);
 
 using PagedAttention = void(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace);
-NRL_DECLARE_PAIR_KERNEL(attention_paged_item, PagedAttention);
+NRL_DECLARE_TILE_KERNEL(attention_paged_item, PagedAttention);
 
 /// Stores the keys and values of one slice's new tokens, all kv heads.
 using KvCacheWrite = void(const AttentionShape& shape, const void* qkv, const PagedSlice& slice, void* cache);
@@ -170,17 +171,17 @@ struct AttentionBackwardArgs {
 /// Bytes of workspace for jobs with at most so many owner keys, and keys of one sharer after its whole prefix tiles.
 using AttentionBackwardWorkspace = std::size_t(const AttentionShape& shape, std::int64_t owner_keys,
                                                std::int64_t sharer_keys);
-NRL_DECLARE_PAIR_KERNEL(attention_backward_workspace, AttentionBackwardWorkspace);
+NRL_DECLARE_TILE_KERNEL(attention_backward_workspace, AttentionBackwardWorkspace);
 
 using AttentionBackward = void(const AttentionBackwardArgs& args, const AttentionBackwardJob& job, std::int64_t kv_head,
                                std::byte* workspace);
-NRL_DECLARE_PAIR_KERNEL(attention_backward_job, AttentionBackward);
+NRL_DECLARE_TILE_KERNEL(attention_backward_job, AttentionBackward);
 
 /// Adds up the partial sums of the `count` jobs of one group, in order, and writes d_qkv of the owner's keys
 /// [key_begin, key_end).
 using AttentionBackwardReduce = void(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs,
                                      std::int64_t count, std::int64_t kv_head, std::int64_t key_begin,
                                      std::int64_t key_end);
-NRL_DECLARE_PAIR_KERNEL(attention_backward_reduce, AttentionBackwardReduce);
+NRL_DECLARE_TILE_KERNEL(attention_backward_reduce, AttentionBackwardReduce);
 
 }  // namespace nemo_rl::kernels

@@ -1,151 +1,22 @@
-// Causal attention, forward: packed sequences and sequences in a blocked cache run the same tiles.
-#include "kernels/cpu/attention_tile.h"
-#include "kernels/cpu/kv_cache_write.h"
+#include "kernels/cpu/attention_forward_item.h"
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
-namespace {
-
-/// Of a block of query tokens of one kv head, or of one token of every kv head.
-template <class Elem>
-std::size_t query_rows_bytes(const AttentionShape& shape) {
-  const std::size_t block = QueryRows<Elem>::bytes(shape, attention_query_tokens(shape.group()));
-  return round_up(larger<std::size_t>(block, shape.num_kv_heads * QueryRows<Elem>::bytes(shape, 1)), 64);
-}
-
-/// Query tokens of one sequence: `first` points to the first one's first head, `position` is its own.
-template <class Elem, class Real>
-struct Queries {
-  const Elem* first;
-  std::int64_t position, begin, end;  ///< tokens [begin, end) after it
-  Elem* out;                          ///< of the first one
-  Real* lse;                          ///< likewise; nullptr: not wanted
-};
-
-/// Queries over the tiles of `heads` kv heads. Several heads go through the tiles side by side, for a single token
-/// only: then all that a block of the cache holds is read in one go, as the machine's own prefetching likes it.
-template <class Elem, class Real, class Tiles>
-void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tiles, std::int64_t heads,
-            const Queries<Elem, Real>& queries) {
-  const std::int64_t most = heads > 1 ? 1 : attention_query_tokens(shape.group());
-  const std::int64_t size = QueryRows<Elem>::bytes(shape, most);
-  const std::int64_t stride = shape.row_stride(), out_stride = shape.num_heads * shape.head_dim,
-                     head_step = shape.group() * shape.head_dim;
-  for (std::int64_t token = queries.begin; token < queries.end;) {
-    // blocks end at multiples of `most`, so that only a block's last tile is cut by causality
-    const std::int64_t position = queries.position + token,
-                       next = smaller(queries.end, round_up(position + 1, most) - queries.position);
-    const auto rows_of = [&](std::int64_t head) {
-      QueryRows<Elem> rows(shape, workspace + head * size, most);
-      rows.place(next - token, position);
-      return rows;
-    };
-    for (std::int64_t head = 0; head < heads; ++head)
-      rows_of(head).begin(queries.first + token * stride + head * head_step, stride);
-    for (std::int64_t t = 0, count = rows_of(0).tiles(); t < count; ++t)
-      for (std::int64_t head = 0; head < heads; ++head)
-        rows_of(head).add_tile(t, tiles.key_tile(t, head), tiles.value_tile(t, head));
-    for (std::int64_t head = 0; head < heads; ++head)
-      rows_of(head).finish(
-          queries.out + token * out_stride + head * head_step, out_stride,
-          queries.lse == nullptr ? nullptr : queries.lse + token * shape.num_heads + head * shape.group(),
-          shape.num_heads);
-    token = next;
-  }
-}
-
-template <class Elem>
-void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, std::byte* workspace) {
-  using Real = accumulate_t<Elem>;
-  using Word = AttentionWord<Elem>;
-  const AttentionShape& shape = args.shape;
-  const std::int64_t stride = shape.row_stride(), head_dim = shape.head_dim, first_head = item.kv_head * shape.group();
-  const auto* qkv = static_cast<const Elem*>(args.qkv);
-  const Elem* keys = qkv + (shape.num_heads + item.kv_head) * head_dim;
-  const Elem* values = keys + shape.num_kv_heads * head_dim;
-
-  auto* key_tiles = reinterpret_cast<Word*>(workspace + query_rows_bytes<Elem>(shape));
-  const std::int64_t tile_size = head_dim * kTile / Terms<Elem>::kPerWord;
-  std::int64_t most_keys = 0;
-  for (auto i = item.sequence_begin; i < item.sequence_end; ++i)
-    most_keys = larger(most_keys, args.sequences[i].prefix_length + smaller(args.sequences[i].length, item.token_end));
-  Word* value_tiles = key_tiles + round_up(most_keys, kTile) / kTile * tile_size;
-
-  std::int64_t packed = 0;  // whole tiles of the common prefix that are in place already
-  for (auto i = item.sequence_begin; i < item.sequence_end; ++i) {
-    const AttentionSequence& sequence = args.sequences[i];
-    const std::int64_t end = smaller(sequence.length, item.token_end), total = sequence.prefix_length + end;
-    const SegmentRows<Elem> key_rows{keys + sequence.prefix_start * stride, keys + sequence.start * stride,
-                                     sequence.prefix_length, total, stride};
-    const SegmentRows<Elem> value_rows{values + sequence.prefix_start * stride, values + sequence.start * stride,
-                                       sequence.prefix_length, total, stride};
-    for (std::int64_t t = packed; t * kTile < total; ++t) {
-      pack_transposed(key_rows, t, head_dim, key_tiles + t * tile_size);
-      pack_straight(value_rows, t, head_dim, value_tiles + t * tile_size);
-    }
-    packed = sequence.prefix_length / kTile;
-    const std::int64_t out_offset = sequence.start * shape.num_heads + first_head;
-    const PackedTiles<Word> tiles{key_tiles, value_tiles, head_dim, tile_size};
-    const Queries<Elem, Real> queries{qkv + sequence.start * stride + first_head * head_dim,
-                                      sequence.prefix_length,
-                                      item.token_begin,
-                                      end,
-                                      static_cast<Elem*>(args.out) + out_offset * head_dim,
-                                      args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
-    attend(shape, workspace, tiles, 1, queries);
-  }
-}
-
-template <class Elem>
-void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace) {
-  using Real = accumulate_t<Elem>;
-  const AttentionShape& shape = args.shape;
-  const std::int64_t kv_heads = shape.num_kv_heads, head_dim = shape.head_dim, tile_size = head_dim * kTile;
-  const auto* qkv = static_cast<const Elem*>(args.qkv);
-  auto* cache = static_cast<Elem*>(args.cache);
-  const auto tiles_of = [&](std::int64_t pair) {
-    return CachedTiles<Elem>{cache + pair % kv_heads * 2 * tile_size, args.slices[pair / kv_heads].block_table,
-                             kv_heads * 2 * tile_size, head_dim, tile_size};
-  };
-  for (std::int64_t pair = item.pair_begin; pair < item.pair_end;) {
-    const PagedSlice& slice = args.slices[pair / kv_heads];
-    const std::int64_t kv_head = pair % kv_heads, first_head = kv_head * shape.group();
-    const std::int64_t heads = slice.query_length == 1 ? smaller(kv_heads - kv_head, item.pair_end - pair) : 1,
-                       next = pair + heads;
-    for (std::int64_t head = kv_head; item.store && head < kv_head + heads; ++head)
-      write_head(shape, qkv, slice, head, cache);
-    const std::int64_t out_offset = slice.query_start * shape.num_heads + first_head;
-    const Queries<Elem, Real> queries{qkv + slice.query_start * shape.row_stride() + first_head * head_dim,
-                                      slice.context_length,
-                                      item.token_begin,
-                                      smaller(item.token_end, slice.query_length),
-                                      static_cast<Elem*>(args.out) + out_offset * head_dim,
-                                      args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
-    attend(shape, workspace, tiles_of(pair), heads, queries);
-    pair = next;
-  }
-}
-
-}  // namespace
 
 std::size_t attention_forward_workspace(const AttentionShape& shape, std::int64_t max_keys) {
-  return with_element(shape.type, [&](auto elem) {
-    using Elem = decltype(elem);
-    const std::size_t words = 2 * round_up(max_keys, kTile) * shape.head_dim / Terms<Elem>::kPerWord;
-    return query_rows_bytes<Elem>(shape) + words * sizeof(AttentionWord<Elem>);
-  });
+  return with_element(shape.type, [&](auto elem) { return forward_bytes<QueryRows<decltype(elem)>>(shape, max_keys); });
 }
 
 void attention_forward_item(const AttentionForwardArgs& args, const AttentionItem& item, std::byte* workspace) {
-  with_element(args.shape.type, [&](auto elem) { forward_item<decltype(elem)>(args, item, workspace); });
+  with_element(args.shape.type, [&](auto elem) { forward_item<QueryRows<decltype(elem)>>(args, item, workspace); });
 }
 
 std::size_t attention_paged_workspace(const AttentionShape& shape) {
-  return with_element(shape.type, [&](auto elem) { return query_rows_bytes<decltype(elem)>(shape); });
+  return with_element(shape.type, [&](auto elem) { return query_rows_bytes<QueryRows<decltype(elem)>>(shape); });
 }
 
 void attention_paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace) {
-  with_element(args.shape.type, [&](auto elem) { paged_item<decltype(elem)>(args, item, workspace); });
+  with_element(args.shape.type, [&](auto elem) { paged_item<QueryRows<decltype(elem)>>(args, item, workspace); });
 }
 
 }  // namespace NRL_CAPABILITY

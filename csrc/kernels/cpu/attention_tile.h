@@ -115,10 +115,12 @@ NRL_INLINE_MEMBER void write_row(const Real* from, std::int64_t head_dim, Real f
 
 /// Rows of one query block and their running state, in workspace memory. Pairs hold the queries as they are, and their
 /// scores are scaled; numbers are scaled before they are multiplied.
-template <class Elem>
+template <class Element>
 struct QueryRows {
+  using Elem = Element;
   using Real = accumulate_t<Elem>;
   using Word = AttentionWord<Elem>;
+  struct Unit {};  ///< what multiplies: of vectors there is nothing to hold
   static constexpr int W = kRegisterLanes<Real>;
   static constexpr bool kPairs = Terms<Elem>::kPerWord == 2;
   std::int64_t head_dim, group, tokens, rows, acc_stride;
@@ -130,6 +132,18 @@ struct QueryRows {
   Real* max;              ///< [rows]
   Real* sum;              ///< [rows][W], lane-wise
 
+  /// Words of a packed tile of keys or values, and how they come there.
+  static std::int64_t key_words(std::int64_t head_dim) { return head_dim * kTile / Terms<Elem>::kPerWord; }
+  static std::int64_t value_words(std::int64_t head_dim) { return key_words(head_dim); }
+  template <class Rows>
+  static void pack_keys(const Rows& rows, std::int64_t t, std::int64_t head_dim, Word* to) {
+    pack_transposed(rows, t, head_dim, to);
+  }
+  template <class Rows>
+  static void pack_values(const Rows& rows, std::int64_t t, std::int64_t head_dim, Word* to) {
+    pack_straight(rows, t, head_dim, to);
+  }
+
   /// For blocks of at most `most` tokens.
   static std::size_t bytes(const AttentionShape& shape, std::int64_t most) {
     const std::int64_t rows = most * shape.group();
@@ -138,7 +152,7 @@ struct QueryRows {
   }
 
   /// In workspace that may hold them already.
-  QueryRows(const AttentionShape& shape, std::byte* workspace, std::int64_t most)
+  QueryRows(Unit&, const AttentionShape& shape, std::byte* workspace, std::int64_t most)
       : head_dim(shape.head_dim), group(shape.group()) {
     acc_stride = round_up(head_dim, kRegisterBytes / 4);
     score_scale = static_cast<Real>(shape.scale * kLog2E);
@@ -299,9 +313,9 @@ template <class Word>
 struct PackedTiles {
   const Word* keys;
   const Word* values;
-  std::int64_t head_dim, tile_size;  ///< tile_size: words
-  WordRows<Word> key_tile(std::int64_t t, std::int64_t) const { return {keys + t * tile_size, kTile}; }
-  WordRows<Word> value_tile(std::int64_t t, std::int64_t) const { return {values + t * tile_size, head_dim}; }
+  std::int64_t head_dim, key_words, value_words;
+  WordRows<Word> key_tile(std::int64_t t, std::int64_t) const { return {keys + t * key_words, kTile}; }
+  WordRows<Word> value_tile(std::int64_t t, std::int64_t) const { return {values + t * value_words, head_dim}; }
 };
 
 /// Tiles that lie in cache blocks, of the kv heads from some first one on.

@@ -78,20 +78,22 @@ void gemm(const GemmArgs<bfloat16, O>& args, const GemmTile& tile) {
       for (int i = 0; i < 2; ++i)
         a[i] = {reinterpret_cast<const char*>(rows + ((m - tile.m0) / kTileRows + i) * group), kTileBytes,
                 kTileRows * kTileBytes};
+      const OperandPairs columns[2] = {packed_columns(b), packed_columns(b + group)};
       alignas(64) float sums[kBlockRows * kBlockRows];
       with_constant<2>(m + kTileRows < m1 ? 2 : 1, [&](auto tall) {
-        with_constant<2>(n + kTileRows < tile.n1 ? 2 : 1,
-                         [&](auto wide) { tile_block<tall(), wide()>(tiles, a, b, terms, sums, kBlockRows); });
+        with_constant<2>(n + kTileRows < tile.n1 ? 2 : 1, [&](auto wide) {
+          tile_block<tall(), wide()>(tiles, a, columns, tile_steps(terms), sums, kBlockRows);
+        });
       });
       const BlockSums<bfloat16, O> to{
           args.c + m * args.ldc + n, args.ldc,       args.sums ? args.sums + m * p.N + n : nullptr, p.N, tile.k0 == 0,
           tile.k0 + terms == p.K,    args.accumulate};
-      const int columns = static_cast<int>(smaller<std::int64_t>(kBlockRows, tile.n1 - n));
+      const int width = static_cast<int>(smaller<std::int64_t>(kBlockRows, tile.n1 - n));
       for (int i = 0; i < kBlockRows && m + i < m1; ++i) {
-        if (columns == kBlockRows) {
+        if (width == kBlockRows) {
           to.store(i, sums + i * kBlockRows, kBlockRows);  // a known length: whole vectors
         } else {
-          to.store(i, sums + i * kBlockRows, columns);
+          to.store(i, sums + i * kBlockRows, width);
         }
       }
     }

@@ -50,7 +50,7 @@ class SoftwareTiles {
         }
       }
       for (int j = 0; j < kTilePairs; ++j) {
-        const float sum = flushed(__builtin_bit_cast(float, tile_[kC][i][j]) + flushed(even[j] + odd[j]));
+        const float sum = flushed(operand(tile_[kC][i][j]) + flushed(even[j] + odd[j]));
         tile_[kC][i][j] = __builtin_bit_cast(std::uint32_t, sum);
       }
     }

@@ -3,44 +3,13 @@
 // the number of rows, the tiling and threads change no bit, because terms always come in steps of 32 from the first on.
 #pragma once
 #include "kernels/cpu/linear_panel.h"
-#if defined(NRL_HARDWARE_TILES)
-#include "kernels/tiles/amx_tiles.h"
-#else
-#include "kernels/tiles/software_tiles.h"
-#endif
+#include "kernels/tiles/tile_block.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-#if defined(NRL_HARDWARE_TILES)
-using Tiles = AmxTiles;
-#else
-using Tiles = SoftwareTiles;
-#endif
-static_assert(Tiles::kOrder == SumOrder::tiles);
-
 /// 32-bit words of 16 packed rows of x: [pairs][16 rows].
 constexpr std::int64_t packed_group_words(std::int64_t K) { return tile_steps(K) * kTilePairs * kTileRows; }
-
-/// out[j][i] = square[i][j], 16 by 16 words.
-inline void turn_words(const std::uint32_t (&square)[kTileRows][kTilePairs], std::uint32_t* out) {
-  using V = ShortVec<float>;
-  if constexpr (V::kLanes == kTileRows) {
-    V v[V::kLanes];
-    for (int i = 0; i < kTileRows; ++i) v[i] = load<V>(reinterpret_cast<const float*>(square[i]));
-    transpose(v);
-    for (int i = 0; i < kTileRows; ++i) store(reinterpret_cast<float*>(out + i * kTileRows), v[i]);
-  } else {
-    for (int j = 0; j < kTilePairs; ++j)
-      for (int i = 0; i < kTileRows; ++i) out[j * kTileRows + i] = square[i][j];
-  }
-}
-
-/// 16 rows of operand A: the tile of step s lies at rows + s * step, its rows `stride` apart; both in bytes.
-struct OperandRows {
-  const char* rows;
-  std::int64_t stride, step;
-};
 
 /// Lays out 16 rows of w, of which `have` exist, tile after tile; what does not exist is zero.
 inline OperandRows lay_out(const bfloat16* w, std::int64_t ldw, std::int64_t have, std::int64_t K, char* out) {
@@ -55,36 +24,8 @@ inline OperandRows lay_out(const bfloat16* w, std::int64_t ldw, std::int64_t hav
   return {out, kTileBytes, kTileRows * kTileBytes};
 }
 
-/// sums[16 * kA][stride] = kA times 16 rows of A (of the forward product: of w, so a row of sums is a column of y) with
-/// kB groups of 16 packed columns of B. Tiles 0 to 3 hold sums, 4 and 5 A, 6 and 7 B.
-template <int kA, int kB>
-[[gnu::always_inline]] inline void tile_block(Tiles& tiles, const OperandRows* w, const std::uint32_t* x,
-                                              std::int64_t K, float* sums, std::int64_t stride) {
-  static_assert(kA <= 2 && kB <= 2);
-  const std::int64_t group = packed_group_words(K), bytes = stride * static_cast<std::int64_t>(sizeof(float));
-  tiles.template zero<0>();
-  if constexpr (kB > 1) tiles.template zero<1>();
-  if constexpr (kA > 1) tiles.template zero<2>();
-  if constexpr (kA > 1 && kB > 1) tiles.template zero<3>();
-  for (std::int64_t s = 0; s < tile_steps(K); ++s, x += kTilePairs * kTileRows) {
-    tiles.template load<4>(w[0].rows + s * w[0].step, w[0].stride);
-    tiles.template load<6>(x, kTileBytes);
-    tiles.template multiply<0, 4, 6>();
-    if constexpr (kB > 1) {
-      tiles.template load<7>(x + group, kTileBytes);
-      tiles.template multiply<1, 4, 7>();
-    }
-    if constexpr (kA > 1) {
-      tiles.template load<5>(w[1].rows + s * w[1].step, w[1].stride);
-      tiles.template multiply<2, 5, 6>();
-    }
-    if constexpr (kA > 1 && kB > 1) tiles.template multiply<3, 5, 7>();
-  }
-  tiles.template store<0>(sums, bytes);
-  if constexpr (kB > 1) tiles.template store<1>(sums + kTileRows, bytes);
-  if constexpr (kA > 1) tiles.template store<2>(sums + kTileRows * stride, bytes);
-  if constexpr (kA > 1 && kB > 1) tiles.template store<3>(sums + kTileRows * stride + kTileRows, bytes);
-}
+/// 16 packed columns of B, as linear_pack_bf16 and gemm_pack_bf16 lay them out.
+inline OperandPairs packed_columns(const std::uint32_t* packed) { return {packed, kTileRows, kTilePairs * kTileRows}; }
 
 /// kWidth columns with up to kLinearTileM rows from row m on; a row's sums go to store(m, sums).
 template <std::int64_t kWidth, class Store>
@@ -99,10 +40,11 @@ void tile_rows_by_columns(Tiles& tiles, const LinearInput<bfloat16>& p, std::int
   for (int strip = 0; strip < kStrips; strip += 2)
     for (std::int64_t g = 0; g < groups; g += 2) {
       const auto* const at = x + g * packed_group_words(p.K);
+      const OperandPairs columns[2] = {packed_columns(at), packed_columns(at + packed_group_words(p.K))};
       float* const out = by_column + strip * kTileRows * kRows + g * kTileRows;
       with_constant<2>(strip + 1 < kStrips ? 2 : 1, [&](auto a) {
         with_constant<2>(g + 1 < groups ? 2 : 1,
-                         [&](auto b) { tile_block<a(), b()>(tiles, w + strip, at, p.K, out, kRows); });
+                         [&](auto b) { tile_block<a(), b()>(tiles, w + strip, columns, tile_steps(p.K), out, kRows); });
       });
     }
   for (std::int64_t first = 0; first < rows; first += V::kLanes) {

@@ -1,39 +1,28 @@
-// The forward products by tiles (kernels/tiles/) give the bits of the instruction's rules, written down here once more
-// as a plain loop over one output: by the tile in software on every machine with AVX2, and by AMX's where it can be
-// had.
+// The products by tiles (kernels/tiles/) give the bits of the instruction's rules (tile_rules.h): by the tile in
+// software on every machine with AVX2, and by AMX's where it can be had.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstring>
-#include <random>
 #include <vector>
 
-#include "common/cpu_capability.h"
 #include "kernels/aligned_room.h"
 #include "kernels/gemm.h"
 #include "kernels/linear.h"
+#include "kernels/tile_rules.h"
 
 namespace nemo_rl::kernels {
 namespace {
 
-float without_denormals(float v) { return std::fpclassify(v) == FP_SUBNORMAL ? std::copysign(0.0f, v) : v; }
-
-float term(const std::vector<bfloat16>& values, std::int64_t at, bool exists) {
-  return exists ? without_denormals(static_cast<float>(values[static_cast<std::size_t>(at)])) : 0.0f;
+float term(const std::vector<bfloat16>& values, std::int64_t at) {
+  return static_cast<float>(values[static_cast<std::size_t>(at)]);
 }
 
-/// One output: steps of 32 terms; in a step a chain of the even and one of the odd terms.
+/// One output.
 float by_the_rules(const std::vector<bfloat16>& x, std::int64_t row, const std::vector<bfloat16>& w,
                    std::int64_t column, std::int64_t K) {
-  float sum = 0;
-  for (std::int64_t k0 = 0; k0 < K; k0 += 32) {
-    float chains[2] = {0, 0};
-    for (std::int64_t k = k0; k < k0 + 32; ++k)
-      chains[k % 2] =
-          without_denormals(std::fma(term(w, column * K + k, k < K), term(x, row * K + k, k < K), chains[k % 2]));
-    sum = without_denormals(sum + without_denormals(chains[0] + chains[1]));
-  }
-  return sum;
+  return tile_sum(
+      K, [&](std::int64_t k) { return term(w, column * K + k); }, [&](std::int64_t k) { return term(x, row * K + k); });
 }
 
 struct TileKernels {
@@ -49,33 +38,15 @@ struct TileKernels {
 std::vector<TileKernels> kernels_of_this_machine() {
   std::vector<TileKernels> all;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+  if (has_software_tiles())
     all.push_back({"software", software_tiles::linear_pack_bf16, software_tiles::linear_forward_bf16_f32,
                    software_tiles::linear_swiglu_bf16, software_tiles::linear_strip_floats_bf16,
                    software_tiles::gemm_pack_bf16, software_tiles::gemm_bf16_f32});
-  if (__builtin_cpu_supports("avx512bf16") && amx_is_granted())
+  if (has_amx_tiles())
     all.push_back({"amx", amx::linear_pack_bf16, amx::linear_forward_bf16_f32, amx::linear_swiglu_bf16,
                    amx::linear_strip_floats_bf16, amx::gemm_pack_bf16, amx::gemm_bf16_f32});
 #endif
   return all;
-}
-
-enum class Values { normal, spread, any_bits };
-
-std::vector<bfloat16> drawn(std::int64_t count, Values values, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::uniform_int_distribution<int> exponent(-30, 30);
-  std::vector<bfloat16> out(static_cast<std::size_t>(count));
-  for (auto& v : out) {
-    if (values == Values::any_bits) {
-      v.bits = static_cast<std::uint16_t>(random());
-    } else {
-      v = bfloat16(std::ldexp(normal(random), values == Values::spread ? exponent(random) : 0));
-    }
-  }
-  return out;
 }
 
 std::vector<float> product(const TileKernels& with, const std::vector<bfloat16>& x, const std::vector<bfloat16>& w,
@@ -86,15 +57,6 @@ std::vector<float> product(const TileKernels& with, const std::vector<bfloat16>&
   std::vector<float> y(static_cast<std::size_t>(M * N), NAN);
   with.forward({input, w.data(), K, nullptr, y.data(), N, N, false}, 0, LinearTiles(M, N, K).count(), false);
   return y;
-}
-
-void expect_bits(float got, float expected, const char* kernels, std::int64_t at) {
-  if (std::isnan(expected)) {
-    EXPECT_TRUE(std::isnan(got)) << kernels << " at " << at;
-  } else {
-    EXPECT_EQ(std::memcmp(&got, &expected, sizeof(got)), 0)
-        << kernels << " at " << at << ": " << got << ", not " << expected;
-  }
 }
 
 }  // namespace

@@ -43,6 +43,49 @@ for dtype in (torch.bfloat16, torch.float32):
 print(C.cpu_capability())
 """
 
+ATTENTION = """
+import math
+import torch
+from nemo_rl_cpp._native import C
+
+N, K, H = 6, 2, 24
+heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H))
+
+def packed(qkv, sequences):
+    return C.attention_forward(qkv, sequences, heads)
+
+def gradient(qkv, sequences):
+    out, lse = packed(qkv, sequences)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return C.attention_backward(qkv, out, d_out, lse, sequences, heads)
+
+def chunked(qkv, chunk):
+    blocks = -(-len(qkv) // C.KEY_TILE)
+    cache = torch.full((blocks, K, 2, H * C.KEY_TILE), math.nan, dtype=qkv.dtype)
+    table, pieces = list(reversed(range(blocks))), qkv.split(chunk)
+    return torch.cat([C.attention_paged(piece, [(0, len(piece), i * chunk, table)], heads, cache) for i, piece in enumerate(pieces)])
+
+for dtype in (torch.bfloat16, torch.float32):
+    qkv = torch.randn(400, (N + 2 * K) * H, generator=torch.Generator().manual_seed(0)).to(dtype)
+    shared = [(0, 300, 0, 0), (300, 33, 0, 45), (333, 67, 0, 130)]
+    gradients = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        whole = packed(qkv[:300], [(0, 300, 0, 0)])
+        for rows in range(1, 301, 1 if threads == 2 and dtype is torch.bfloat16 else 13):
+            alone, beside = packed(qkv[:rows], [(0, rows, 0, 0)]), packed(qkv, [(300, 100, 0, 0), (0, rows, 0, 0)])
+            assert all(torch.equal(a, w[:rows]) and torch.equal(b[:rows], w[:rows]) for a, b, w in zip(alone, beside, whole)), rows
+        for chunk in (1, 5, 32, 33, 300):
+            assert torch.equal(chunked(qkv[:300], chunk), whole[0]), (dtype, threads, chunk)
+        for start, length, _, prefix in shared[1:]:
+            own = packed(torch.cat([qkv[:prefix], qkv[start : start + length]]), [(0, prefix + length, 0, 0)])
+            together = packed(qkv, shared)
+            assert all(torch.equal(a[prefix:], b[start : start + length]) for a, b in zip(own, together)), (dtype, threads, prefix)
+        gradients.append(gradient(qkv, shared))
+    assert torch.equal(*gradients) and gradients[0].isfinite().all()
+print(C.cpu_capability())
+"""
+
 
 def under(capability: str, *command: str) -> str:
     """What a process that may use this set prints."""
@@ -53,9 +96,13 @@ def under(capability: str, *command: str) -> str:
     return run.stdout
 
 
+def used_where(asked: str) -> str:
+    return under(asked, "-c", "from nemo_rl_cpp._native import C; print(C.cpu_capability())").strip()
+
+
 @pytest.fixture(params=CPU_CAPABILITIES)
 def capability(request):
-    used = under(request.param, "-c", "from nemo_rl_cpp._native import C; print(C.cpu_capability())").strip()
+    used = used_where(request.param)
     if used != request.param:
         pytest.skip(f"this machine has no {request.param}, {used} would be used")
     return request.param
@@ -64,6 +111,11 @@ def capability(request):
 @pytest.mark.slow
 def test_rows_are_independent(capability):
     assert under(capability, "-c", PRODUCTS).strip() == capability
+
+
+@pytest.mark.slow
+def test_attention_is_independent_of_rows_packing_chunks_prefixes_and_threads(capability):
+    assert under(capability, "-c", ATTENTION).strip() == capability
 
 
 @pytest.mark.slow
@@ -77,6 +129,11 @@ def test_generation_equals_training(capability, tmp_path):
     steps = [row for row in rows if "train/max_logprob_gap" in row]
     assert len(steps) == 3
     assert all(row["train/max_logprob_gap"] == 0 and row["train/token_mult_prob_error"] == 1 for row in steps)
+
+
+@pytest.mark.slow
+def test_without_amx_or_its_permission_the_best_vectors_are_taken():
+    assert used_where("amx") in ("amx", used_where("avx512_bf16"))
 
 
 def test_an_unknown_set_is_said(monkeypatch):

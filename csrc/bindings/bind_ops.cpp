@@ -11,25 +11,11 @@ namespace nemo_rl::bindings {
 
 namespace {
 
-/// `with PackedWeights.use(weights):`
-struct UsePackedWeights {
-  explicit UsePackedWeights(std::shared_ptr<ops::PackedWeights> used) : weights(std::move(used)) {}
-  std::shared_ptr<ops::PackedWeights> weights;
-  std::optional<ops::PackedWeights::Use> use;
-};
-
 void bind_packed_weights(py::module_& m) {
   using ops::PackedWeights;
-  py::class_<PackedWeights, std::shared_ptr<PackedWeights>> packed(m, "PackedWeights", "See csrc/ops/packed_weights.h");
-  py::class_<UsePackedWeights>(packed, "Use")
-      .def("__enter__", [](UsePackedWeights& self) { self.use.emplace(self.weights.get()); })
-      .def("__exit__", [](UsePackedWeights& self, const py::args&) { self.use.reset(); });
-  packed.def(py::init<>())
+  py::class_<PackedWeights>(m, "PackedWeights", "See csrc/ops/packed_weights.h")
+      .def(py::init<>())
       .def_static("most_rows", &PackedWeights::most_rows)
-      .def_static(
-          "use",
-          [](std::shared_ptr<PackedWeights> weights) { return std::make_unique<UsePackedWeights>(std::move(weights)); },
-          py::arg("weights"))
       .def("pack", &PackedWeights::pack, py::arg("w"), py::arg("gated"), release_gil())
       .def("holds", &PackedWeights::holds, py::arg("w"))
       .def("clear", &PackedWeights::clear)
@@ -41,13 +27,15 @@ void bind_packed_weights(py::module_& m) {
 void bind_ops(py::module_& m) {
   bind_packed_weights(m);
   m.def("linear_forward", &ops::linear_forward, py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("y"),
-        py::arg("accumulate") = false, release_gil());
+        py::arg("accumulate") = false, py::arg("packed") = nullptr, release_gil());
   m.def(
       "linear_swiglu",
       [](const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-         const std::optional<at::Tensor>& gate_up,
-         const at::Tensor& act) { ops::linear_swiglu(x, w, bias, gate_up.value_or(at::Tensor()), act); },
-      py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("gate_up"), py::arg("act"), release_gil());
+         const std::optional<at::Tensor>& gate_up, const at::Tensor& act, const ops::PackedWeights* packed) {
+        ops::linear_swiglu(x, w, bias, gate_up.value_or(at::Tensor()), act, packed);
+      },
+      py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("gate_up"), py::arg("act"), py::arg("packed") = nullptr,
+      release_gil());
   m.def(
       "swiglu_forward",
       [](const at::Tensor& gate_up, const at::Tensor& act, const std::string& activation) {

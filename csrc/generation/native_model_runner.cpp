@@ -83,8 +83,10 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   step_.set(std::move(slices), batch.token_ids, rows, cache_.front().size(0));
   model_->decoder().reserve_positions(step_.num_positions());
   if (!recorded) {
-    const ops::PackedWeights::Use packed(model_->packed_for(T, pack_after_));
-    const auto compute = [&] { keep_ && model_->kept().enabled() ? run_keeping(batch) : run(batch.logits_rows); };
+    const auto* const packed = model_->packed_for(T, pack_after_);
+    const auto compute = [&] {
+      keep_ && model_->kept().enabled() ? run_keeping(batch, packed) : run(batch.logits_rows, packed);
+    };
     // Threads of a team never sleep: they would keep the processor from the messages of peers.
     if (model_->device().is_cpu() && T <= kTeamRows && model_->peers() == nullptr) {
       runtime::Team::lead(compute);
@@ -95,7 +97,7 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   }
   std::vector<std::int64_t> all(static_cast<std::size_t>(rows));
   std::iota(all.begin(), all.end(), 0);
-  recorded_.run(rows, [this] { return places(); }, [this, all] { run(all); });
+  recorded_.run(rows, [this] { return places(); }, [this, all] { run(all, nullptr); });
   return logits(rows).narrow(0, 0, T);
 }
 
@@ -106,19 +108,22 @@ model::Attention NativeModelRunner::attention() {
 }
 
 /// Computes the step: the logits of `rows`. Reads nothing that belongs to one batch but what lies in step_.
-void NativeModelRunner::run(std::span<const std::int64_t> rows) {
+void NativeModelRunner::run(std::span<const std::int64_t> rows, const ops::PackedWeights* packed) {
   model::NothingKept nothing(model_->decoder(), step_.token_ids().numel(), workspace_);
-  finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), rows, nothing, workspace_));
+  finish(
+      model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), rows, nothing, workspace_, packed),
+      packed);
 }
 
 /// The same, with the rows that training will need put where it finds them.
-void NativeModelRunner::run_keeping(const ForwardBatch& batch) {
+void NativeModelRunner::run_keeping(const ForwardBatch& batch, const ops::PackedWeights* packed) {
   auto& kept = model_->kept();
   try {
     const auto& nodes = kept_rows_.plan(batch, kept);
     model::KeptSink sink(model_->decoder(), kept, nodes, workspace_);
     finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), batch.logits_rows, sink,
-                                     workspace_));
+                                     workspace_, packed),
+           packed);
   } catch (...) {
     kept.clear();  // rows were promised that are not there
     throw;
@@ -126,16 +131,16 @@ void NativeModelRunner::run_keeping(const ForwardBatch& batch) {
 }
 
 /// The logits of rows h [R, D] of the residual stream.
-void NativeModelRunner::finish(const at::Tensor& h) {
+void NativeModelRunner::finish(const at::Tensor& h, const ops::PackedWeights* packed) {
   const auto& decoder = model_->decoder();
-  ops::linear_ask_ahead(decoder.parameters().lm_head);
+  ops::linear_ask_ahead(decoder.parameters().lm_head, /*gated=*/false, packed);
   const auto normed = workspace_.take(model::Slot::rows_normed, h.sizes(), decoder.compute_dtype());
   decoder.final_norm(h, normed, at::Tensor());
   const auto& w = decoder.parameters().lm_head;
   const auto whole = logits(h.size(0));
-  if (vocab_.is_whole()) return ops::linear_forward(normed, w, std::nullopt, whole);
+  if (vocab_.is_whole()) return ops::linear_forward(normed, w, std::nullopt, whole, /*accumulate=*/false, packed);
   const auto own = workspace_.take(model::Slot::own_logits, {h.size(0), w.size(0)}, at::kFloat);
-  ops::linear_forward(normed, w, std::nullopt, own);
+  ops::linear_forward(normed, w, std::nullopt, own, /*accumulate=*/false, packed);
   vocab_.gather_rows(own, whole);
 }
 

@@ -38,9 +38,9 @@ class NativeModelRunner : public ModelRunner {
 
  private:
   model::Attention attention();
-  void run(std::span<const std::int64_t> rows);
-  void run_keeping(const ForwardBatch& batch);
-  void finish(const at::Tensor& h);
+  void run(std::span<const std::int64_t> rows, const ops::PackedWeights* packed);
+  void run_keeping(const ForwardBatch& batch, const ops::PackedWeights* packed);
+  void finish(const at::Tensor& h, const ops::PackedWeights* packed);
   at::Tensor logits(std::int64_t rows);
   std::vector<const void*> places() const;
 

@@ -43,13 +43,14 @@ at::Tensor Decoder::on_device(const at::Tensor& positions) {
 }
 
 at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
-                            std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace) {
+                            std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
+                            const ops::PackedWeights* packed) {
   const std::int64_t T = token_ids.numel(), R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers - 1;
   const bool all = are_all(rows, T), stop_early = !all && !sink.keeps();
   const auto places = on_device(positions);
   auto h = sink.stream(0);
   embed(token_ids, h);
-  const auto s = scratch(T, workspace);
+  const auto s = scratch(T, workspace, packed);
   for (std::int64_t l = 0; l <= last; ++l) {
     auto a = sink.layer(l);
     a.h_in = h;
@@ -61,7 +62,7 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
       at::index_select_out(attn, a.attn, 0, index);
       at::index_select_out(h_rows, h, 0, index);
       a.attn = attn, a.h_in = h_rows;
-      finish_layer(l, a, h_rows, scratch(R, workspace));
+      finish_layer(l, a, h_rows, scratch(R, workspace, packed));
       return h_rows;
     }
     h = sink.stream(l + 1);
@@ -100,14 +101,15 @@ void Decoder::embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, 
   ops::embedding_backward(dh.index_select(0, own.index), own.ids, d_embedding);
 }
 
-Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace) const {
+Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed) const {
   const auto& c = config_;
   const auto S = compute_dtype();
   Scratch s{workspace.take(Slot::normed, {T, c.hidden_size}, S),
             workspace.take(Slot::act, {T, c.intermediate_size}, S),
             {},
             {},
-            {}};
+            {},
+            packed};
   if (c.activation != kernels::Gate::silu) s.gate_up = workspace.take(Slot::gate_up, {T, 2 * c.intermediate_size}, S);
   const bool norms = !c.norms.after_attention.empty() || !c.norms.after_mlp.empty();
   if (!norms && peers_ == nullptr) return s;
@@ -128,10 +130,11 @@ void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const A
                             LayerActivations& a, const Scratch& s) {
   const auto& p = layer(l);
   const auto& c = config_;
-  ops::linear_ask_ahead(p.qkv_weight);
+  ops::linear_ask_ahead(p.qkv_weight, /*gated=*/false, s.packed);
   const auto x = normalised(a.h_in, p.norm_before_attention, a.rstd_in, s.normed);
-  ops::linear_forward(x, p.qkv_weight, optional(p.qkv_bias), c.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw);
-  ops::linear_ask_ahead(p.o_weight);
+  ops::linear_forward(x, p.qkv_weight, optional(p.qkv_bias), c.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw,
+                      /*accumulate=*/false, s.packed);
+  ops::linear_ask_ahead(p.o_weight, /*gated=*/false, s.packed);
   if (c.qk_norm != QkNorm::none) normalise_heads(p, a);
   ops::rope(a.qkv, c.num_heads + c.num_kv_heads, c.head_dim, positions, rope_.cos(), rope_.sin());
   attention(l, a.qkv, a.attn, a.lse);
@@ -154,7 +157,7 @@ void Decoder::finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor
   const auto& h = a.h_mid.defined() ? a.h_mid : a.h_in;
   add_branch(a.attn, p.o_weight, p.o_bias, p.norm_after_attention, a.attn_branch, h, s);
   run_mlp(l, a, h, s);
-  ops::linear_ask_ahead(p.down_weight);
+  ops::linear_ask_ahead(p.down_weight, /*gated=*/false, s.packed);
   if (!h_out.is_same(h)) h_out.copy_(h);
   add_branch(s.act, p.down_weight, p.down_bias, p.norm_after_mlp, a.mlp_branch, h_out, s);
 }
@@ -162,11 +165,12 @@ void Decoder::finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor
 /// The MLP up to its last product, which reads s.act.
 void Decoder::run_mlp(std::int64_t l, LayerActivations& a, const at::Tensor& h, const Scratch& s) {
   const auto& p = layer(l);
-  ops::linear_ask_ahead(p.gate_up_weight, has_gated_product());
+  ops::linear_ask_ahead(p.gate_up_weight, has_gated_product(), s.packed);
   const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
-  if (has_gated_product()) return ops::linear_swiglu(x, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, s.act);
+  if (has_gated_product())
+    return ops::linear_swiglu(x, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, s.act, s.packed);
   const auto gate_up = a.gate_up.defined() ? a.gate_up : s.gate_up;
-  ops::linear_forward(x, p.gate_up_weight, optional(p.gate_up_bias), gate_up);
+  ops::linear_forward(x, p.gate_up_weight, optional(p.gate_up_bias), gate_up, /*accumulate=*/false, s.packed);
   ops::swiglu_forward(gate_up, s.act, config_.activation);
 }
 
@@ -185,9 +189,11 @@ at::Tensor Decoder::normalised(const at::Tensor& h, const at::Tensor& weight, co
 /// the product adds by itself.
 void Decoder::add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm,
                          const Branch& branch, const at::Tensor& h, const Scratch& s) const {
-  if (!norm.defined() && peers_ == nullptr) return ops::linear_forward(x, w, optional(bias), h, /*accumulate=*/true);
+  if (!norm.defined() && peers_ == nullptr)
+    return ops::linear_forward(x, w, optional(bias), h, /*accumulate=*/true, s.packed);
   const auto& out = branch.out.defined() ? branch.out : s.branch_out;
-  ops::linear_forward(x, w, config_.slice.rank == 0 ? optional(bias) : std::nullopt, out);
+  ops::linear_forward(x, w, config_.slice.rank == 0 ? optional(bias) : std::nullopt, out, /*accumulate=*/false,
+                      s.packed);
   if (peers_ != nullptr) peers_->sum(out, "adding what all slices of a layer give");
   if (!norm.defined()) {
     h.add_(out);

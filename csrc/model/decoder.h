@@ -16,6 +16,7 @@
 #include "model/rope_table.h"
 #include "model/workspace.h"
 #include "ops/attention.h"
+#include "ops/linear.h"
 
 namespace nemo_rl::model {
 
@@ -54,9 +55,10 @@ class Decoder {
   /// Residual stream [R, D] after the last layer, for the R rows that are wanted. token_ids and positions are int64 [T]
   /// on the CPU, for parameters on any device. They may lie on the parameters' device if the ids are checked and the
   /// positions reserved already. If `sink` keeps nothing, the other rows stop once the last layer has their keys and
-  /// values.
+  /// values. `packed`: as of ops::linear_forward.
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
-                     std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace);
+                     std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
+                     const ops::PackedWeights* packed = nullptr);
 
   /// Adds the gradients of what is trained, but the head's and the final norm's, to `grads`; dh [T, D] is the gradient
   /// of the forward's result and is overwritten. `source`: what that forward left. `layer_done`: hears the number of
@@ -69,15 +71,16 @@ class Decoder {
   void final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const;
 
  private:
-  /// Buffers that a layer's forward writes and nobody reads later. All layers share them.
+  /// What all layers of a forward share: buffers that each writes and nobody reads later.
   struct Scratch {
-    at::Tensor normed;      ///< [T, D] S: what a branch reads
-    at::Tensor act;         ///< [T, I] S
-    at::Tensor gate_up;     ///< [T, 2I] S, where the gated product does not end in the activation
-    at::Tensor branch_out;  ///< [T, D] A, where a norm or a sum over peers stands behind a branch
-    at::Tensor branch;      ///< [T, D] S, the same normalised
+    at::Tensor normed;                           ///< [T, D] S: what a branch reads
+    at::Tensor act;                              ///< [T, I] S
+    at::Tensor gate_up;                          ///< [T, 2I] S, where the gated product does not end in the activation
+    at::Tensor branch_out;                       ///< [T, D] A, where a norm or a sum over peers stands behind a branch
+    at::Tensor branch;                           ///< [T, D] S, the same normalised
+    const ops::PackedWeights* packed = nullptr;  ///< copies of weights, for few rows
   };
-  Scratch scratch(std::int64_t T, Workspace& workspace) const;
+  Scratch scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed = nullptr) const;
   const LayerParameters& layer(std::int64_t l) const { return parameters_.layers[static_cast<std::size_t>(l)]; }
   /// Of T tokens those whose rows of the vocabulary are here.
   struct OwnTokens {

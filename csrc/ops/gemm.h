@@ -1,8 +1,8 @@
 // One backward product on LibTorch's threads, for every op that needs one.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
+#include <utility>
 
 #include "kernels/gemm.h"
 #include "runtime/parallel_items.h"
@@ -17,30 +17,11 @@ inline auto* gemm_of(const kernels::GemmArgs<double, double>&) { return kernels:
 inline auto* gemm_of(const kernels::GemmArgs<bfloat16, bfloat16>&) { return kernels::gemm_bf16; }
 inline auto* gemm_of(const kernels::GemmArgs<bfloat16, float>&) { return kernels::gemm_bf16_f32; }
 
-/// A thread's packed rows of the first operand, and which ones they are.
-class PackedRows {
- public:
-  static PackedRows& of_this_thread() {
-    thread_local PackedRows rows;
-    return rows;
-  }
-  static std::uint64_t next_product() {
-    static std::atomic<std::uint64_t> products{0};
-    return ++products;
-  }
-  void* memory(std::size_t bytes) { return memory_.get(bytes); }
-  /// Marks the rows as those of this chunk of this product. Returns whether they already were.
-  bool are(std::uint64_t product, std::int64_t chunk) {
-    const bool same = product == product_ && chunk == chunk_;
-    product_ = product, chunk_ = chunk;
-    return same;
-  }
-
- private:
-  runtime::ScratchMemory memory_;
-  std::uint64_t product_ = 0;
-  std::int64_t chunk_ = -1;
-};
+/// This thread's room for packed rows of the first operand.
+inline void* packed_rows_room(std::size_t bytes) {
+  thread_local runtime::ScratchMemory memory;
+  return memory.get(bytes);
+}
 
 /// Some strips of a chunk of rows, and the place of the thread's packed rows. `more`: the thread will most likely
 /// continue with the following strips.
@@ -54,16 +35,19 @@ struct ChunkTile {
 /// a thread packs a chunk's rows (of so many bytes) once and multiplies them for all of its tiles.
 template <class F>
 void parallel_chunks(std::int64_t chunks, std::int64_t strips, std::int64_t at_least, std::size_t bytes, const F& f) {
-  const std::uint64_t product = PackedRows::next_product();
-  runtime::parallel_tiles(chunks * strips, at_least, [&](std::int64_t begin, std::int64_t end, bool more) {
-    auto& rows = PackedRows::of_this_thread();
-    void* const packed = rows.memory(bytes);
-    while (begin < end) {
-      const std::int64_t chunk = begin / strips, last = std::min(end, (chunk + 1) * strips);
-      f(ChunkTile{chunk, begin % strips, last - chunk * strips, packed, rows.are(product, chunk), more || last < end});
-      begin = last;
-    }
-  });
+  struct Packed {
+    std::int64_t chunk = -1;  ///< whose rows lie in this worker's room
+  };
+  runtime::parallel_tiles_with<Packed>(
+      chunks * strips, at_least, [&](Packed& mine, std::int64_t begin, std::int64_t end, bool more) {
+        void* const room = packed_rows_room(bytes);
+        while (begin < end) {
+          const std::int64_t chunk = begin / strips, last = std::min(end, (chunk + 1) * strips);
+          const bool is_packed = std::exchange(mine.chunk, chunk) == chunk;
+          f(ChunkTile{chunk, begin % strips, last - chunk * strips, room, is_packed, more || last < end});
+          begin = last;
+        }
+      });
 }
 
 /// Multiplies the block of terms that begins at k0.

@@ -23,6 +23,11 @@ void check_matrix(const at::Tensor& t, const at::Tensor& like, const char* name,
                 like.device().str(), ", got shape ", t.sizes(), " on ", t.device().str());
 }
 
+const PackedWeights::Matrix* packed_copy(const PackedWeights* packed, const at::Tensor& w, std::int64_t rows,
+                                         bool gated) {
+  return packed == nullptr ? nullptr : packed->for_rows(w, rows, gated);
+}
+
 bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
   return !bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type());
 }
@@ -216,7 +221,7 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
 }  // namespace
 
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& y, bool accumulate) {
+                    const at::Tensor& y, bool accumulate, const PackedWeights* packed) {
   check_matrix(x, x, "x", "linear_forward");
   check_matrix(w, x, "w", "linear_forward");
   check_matrix(y, x, "y", "linear_forward");
@@ -225,8 +230,8 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
                 "linear_forward: x ", x.sizes(), ", w ", w.sizes(), ", y ", y.sizes(), " or their dtypes do not match");
   if (y.numel() == 0) return;
   if (x.is_cuda()) return linear_forward_cuda.get(x)(x, w, bias, y, accumulate);
-  if (const auto* packed = PackedWeights::in_use(w, x.size(0), /*gated=*/false))
-    return packed_weights_forward(x, *packed, bias, y, accumulate);
+  if (const auto* copy = packed_copy(packed, w, x.size(0), /*gated=*/false))
+    return packed_weights_forward(x, *copy, bias, y, accumulate);
   using namespace kernels;
   const auto type = x.scalar_type(), out = y.scalar_type();
   if (type == at::kFloat && out == at::kFloat)
@@ -248,7 +253,7 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
 }
 
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                   const at::Tensor& gate_up, const at::Tensor& act) {
+                   const at::Tensor& gate_up, const at::Tensor& act, const PackedWeights* packed) {
   check_matrix(x, x, "x", "linear_swiglu");
   check_matrix(w, x, "w", "linear_swiglu");
   const std::int64_t M = x.size(0), I = w.size(0) / 2;
@@ -265,8 +270,8 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
     linear_forward(x, w, bias, both);
     return swiglu_forward(both, act);
   }
-  if (const auto* packed = PackedWeights::in_use(w, M, /*gated=*/true))
-    return packed_weights_swiglu(x, *packed, bias, gate_up, act);
+  if (const auto* copy = packed_copy(packed, w, M, /*gated=*/true))
+    return packed_weights_swiglu(x, *copy, bias, gate_up, act);
   using namespace kernels;
   switch (x.scalar_type()) {
     case at::kFloat:
@@ -284,11 +289,11 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
   }
 }
 
-void linear_ask_ahead(const at::Tensor& w, bool gated) {
+void linear_ask_ahead(const at::Tensor& w, bool gated, const PackedWeights* packed) {
   runtime::Team* team = runtime::Team::current();
   if (team == nullptr || !w.is_cpu() || !w.is_contiguous()) return;
-  if (const auto* packed = PackedWeights::in_use(w, 1, gated))
-    return team->ask_ahead({{{packed->memory.const_data_ptr(), packed->bytes()}, {}}});
+  if (const auto* copy = packed_copy(packed, w, 1, gated))
+    return team->ask_ahead({{{copy->memory.const_data_ptr(), copy->bytes()}, {}}});
   const std::int64_t parts = gated ? 2 : 1,
                      bytes = static_cast<std::int64_t>(w.nbytes()) / parts;  // gates and ups are read side by side
   const auto* at = static_cast<const char*>(w.const_data_ptr());

@@ -6,22 +6,26 @@
 
 namespace nemo_rl::ops {
 
+class PackedWeights;  // ops/packed_weights.h
+
 /// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N].
 /// Each row of y depends on its row of x alone, bit for bit: not on M, not on the number of threads.
 /// x, w (and bias) share a dtype: float32, float64, or bfloat16 with y in bfloat16 or float32 (sums are always
 /// float32 at least). Rows may be strided; the last dimension is contiguous. `accumulate` adds to y.
+/// `packed`: copies of weights that few rows read in their place, w's if it is among them; the same bits. nullptr:
+/// none.
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& y, bool accumulate = false);
+                    const at::Tensor& y, bool accumulate = false, const PackedWeights* packed = nullptr);
 
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I], in one pass: the same bits as
 /// linear_forward into gate_up and swiglu_forward of it. gate_up [M, 2I] is written when it is defined. All in one
 /// dtype.
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                   const at::Tensor& gate_up, const at::Tensor& act);
+                   const at::Tensor& gate_up, const at::Tensor& act, const PackedWeights* packed = nullptr);
 
 /// The next product reads w (of linear_swiglu: `gated`): threads of a team (runtime/team.h) that wait for it read their
 /// part into their caches.
-void linear_ask_ahead(const at::Tensor& w, bool gated = false);
+void linear_ask_ahead(const at::Tensor& w, bool gated = false, const PackedWeights* packed = nullptr);
 
 /// dx[M, K] (+)= dy[M, N] · w[N, K].
 void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate = false);

@@ -42,8 +42,6 @@ const bfloat16* bias_of(const std::optional<at::Tensor>& bias) { return bias ? p
 
 }  // namespace
 
-thread_local const PackedWeights* PackedWeights::current_ = nullptr;
-
 kernels::PackedMatrix PackedWeights::Matrix::view() const {
   auto* const at = static_cast<std::byte*>(memory.data_ptr());
   return {at, reinterpret_cast<kernels::PackedPatch*>(at + bytes()), K};
@@ -84,9 +82,9 @@ const PackedWeights::Matrix* PackedWeights::find(const at::Tensor& w) const {
   return m.is_packed && w.is_contiguous() && w.size(0) == m.N && w.size(1) == m.K ? &m : nullptr;
 }
 
-const PackedWeights::Matrix* PackedWeights::in_use(const at::Tensor& w, std::int64_t rows, bool gated) {
-  if (current_ == nullptr || rows > most_rows()) return nullptr;
-  const Matrix* const found = current_->find(w);
+const PackedWeights::Matrix* PackedWeights::for_rows(const at::Tensor& w, std::int64_t rows, bool gated) const {
+  if (rows > most_rows()) return nullptr;
+  const Matrix* const found = find(w);
   return found != nullptr && found->gated == gated ? found : nullptr;
 }
 

@@ -35,26 +35,14 @@ class PackedWeights {
   /// Memory that the copy takes.
   std::int64_t bytes() const;
 
-  /// While this object lives, products on this thread read `weights` (if any) for every matrix that they hold.
-  class Use {
-   public:
-    explicit Use(const PackedWeights* weights) : before_(current_) { current_ = weights; }
-    ~Use() { current_ = before_; }
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
-
-   private:
-    const PackedWeights* before_;
-  };
   /// The packed w for so many rows, in the order of the gated product or of the ordinary one. nullptr: the product
   /// reads w itself.
-  static const Matrix* in_use(const at::Tensor& w, std::int64_t rows, bool gated);
+  const Matrix* for_rows(const at::Tensor& w, std::int64_t rows, bool gated) const;
 
  private:
   const Matrix* find(const at::Tensor& w) const;
 
   std::map<const void*, Matrix> matrices_;  ///< by where their weights lie
-  static thread_local const PackedWeights* current_;
 };
 
 /// linear_forward and linear_swiglu (ops/linear.h) with packed weights: the same bits. Shapes and dtypes have been

@@ -82,26 +82,37 @@ inline std::int64_t tiles_at_least(std::int64_t work) {
   return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work));
 }
 
-/// Calls f(begin, end, more) until tiles [0, count) are done, at least `at_least` of them at a time. Every thread works
-/// through a range of its own. Then it takes tiles from the ends of other ranges, so that no thread waits for a slower
-/// core. `more`: the caller will most likely continue with tile `end`. count < 2^31.
-template <class F>
-void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
+/// Calls f(mine, begin, end, more) until tiles [0, count) are done, at least `at_least` of them at a time. Every thread
+/// works through a range of its own. Then it takes tiles from the ends of other ranges, so that no thread waits for a
+/// slower core. `mine`: a Mine of this worker alone, for what it learns from tile to tile; it begins as Mine{}. `more`:
+/// the caller will most likely continue with tile `end`. count < 2^31.
+template <class Mine, class F>
+void parallel_tiles_with(std::int64_t count, std::int64_t at_least, const F& f) {
   const std::int64_t workers = std::min<std::int64_t>(threads_at_hand(), (count + at_least - 1) / at_least);
   if (workers < 2) {
-    if (count > 0) f(std::int64_t{0}, count, false);
+    Mine mine{};
+    if (count > 0) f(mine, std::int64_t{0}, count, false);
     return;
   }
   std::vector<TileRange> ranges(static_cast<std::size_t>(workers));
   for (std::int64_t w = 0; w < workers; ++w)
     ranges[static_cast<std::size_t>(w)].set(count * w / workers, count * (w + 1) / workers);
   parallel_workers(workers, [&](std::int64_t own) {
+    Mine mine{};
     for (std::int64_t i = 0; i < workers; ++i) {
       TileRange& range = ranges[static_cast<std::size_t>((own + i) % workers)];
       for (auto t = range.take(at_least, i == 0); t.begin < t.end; t = range.take(at_least, i == 0))
-        f(t.begin, t.end, t.left > 0);
+        f(mine, t.begin, t.end, t.left > 0);
     }
   });
+}
+
+/// The same without anything of a worker's own: f(begin, end, more).
+template <class F>
+void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
+  struct Nothing {};
+  parallel_tiles_with<Nothing>(count, at_least,
+                               [&](Nothing&, std::int64_t begin, std::int64_t end, bool more) { f(begin, end, more); });
 }
 
 /// Calls f(begin, end) until [0, count) is done, about `grain` or more at a time. It is at::parallel_for that also uses

@@ -61,13 +61,12 @@ def our_products(weights: list[list[torch.Tensor]], batch: int):
                 packed.pack(w, i == 2)
 
     def run() -> None:
-        with packed.use(packed):
-            for qkv, o, gate_up, down in layers:
-                C.linear_forward(hidden, qkv, None, y)
-                C.linear_forward(attn, o, None, out)
-                C.linear_swiglu(hidden, gate_up, None, None, act)
-                C.linear_forward(act, down, None, out)
-            C.linear_forward(hidden, head, None, logits)
+        for qkv, o, gate_up, down in layers:
+            C.linear_forward(hidden, qkv, None, y, False, packed)
+            C.linear_forward(attn, o, None, out, False, packed)
+            C.linear_swiglu(hidden, gate_up, None, None, act, packed)
+            C.linear_forward(act, down, None, out, False, packed)
+        C.linear_forward(hidden, head, None, logits, False, packed)
 
     return run
 

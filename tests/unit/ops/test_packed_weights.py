@@ -18,8 +18,7 @@ def bits(t):
 
 def forward(x, w, bias=None, dtype=torch.bfloat16, add_to=None, packed=None):
     y = torch.full((len(x), len(w)), float("nan"), dtype=dtype) if add_to is None else add_to.clone()
-    with C.PackedWeights.use(packed) if packed else torch.no_grad():
-        C.linear_forward(x, w, bias, y, add_to is not None)
+    C.linear_forward(x, w, bias, y, add_to is not None, packed)
     return bits(y)
 
 
@@ -62,9 +61,8 @@ def test_the_gated_product_has_the_same_bits(rows, bias):
             torch.empty(rows, I).bfloat16(),
             torch.empty(rows, I).bfloat16(),
         )
-        with C.PackedWeights.use(use):
-            C.linear_swiglu(x, w, b, gate_up, act)
-            C.linear_swiglu(x, w, b, None, alone)
+        C.linear_swiglu(x, w, b, gate_up, act, use)
+        C.linear_swiglu(x, w, b, None, alone, use)
         assert torch.equal(bits(act), bits(alone))
         results.append((bits(gate_up), bits(act)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -122,7 +120,7 @@ def test_they_are_used_only_where_they_hold_this_very_matrix():
     x, expected = normal(2, 64), forward(normal(2, 64), w)
     w.zero_()  # what is read shows which
     assert torch.equal(forward(x, w, packed=packed), expected)
-    assert torch.equal(forward(x, w), torch.zeros_like(expected))  # out of use
+    assert torch.equal(forward(x, w), torch.zeros_like(expected))  # not given
     assert torch.equal(
         forward(x, w[:32], packed=packed), torch.zeros_like(expected[:, :32])
     )  # another shape at the same place
@@ -132,9 +130,8 @@ def test_they_are_used_only_where_they_hold_this_very_matrix():
     plain = forward(x, w)
     assert torch.equal(forward(x, w, packed=gated), plain)  # packed for the other product
     C.linear_swiglu(x, w, None, None, act)
-    with C.PackedWeights.use(packed):
-        other = torch.empty_like(act)
-        C.linear_swiglu(x, w, None, None, other)
+    other = torch.empty_like(act)
+    C.linear_swiglu(x, w, None, None, other, packed)
     assert torch.equal(bits(other), bits(act))
     w.zero_()
     many = normal(ROWS + 1, 64)

@@ -1,0 +1,29 @@
+"""No call of an op hands another one anything through a thread: what a thread keeps in csrc/ops is memory that is used again, never
+a value. What a call needs is an argument."""
+
+import re
+from pathlib import Path
+
+OPS = Path(__file__).resolve().parents[2] / "csrc" / "ops"
+MEMORY = re.compile(
+    r"(static )?thread_local (runtime::ScratchMemory|std::vector<[\w:]+>|runtime::UploadedArray<\w+(::\w+)?>) \w+;"
+)
+
+
+def kept(text: str) -> list[str]:
+    """The declarations of what a thread keeps."""
+    return [line.strip() for line in text.splitlines() if "thread_local" in line]
+
+
+def test_a_thread_of_an_op_keeps_memory_alone():
+    found = [line for path in sorted(OPS.iterdir()) for line in kept(path.read_text())]
+    assert [line for line in found if not MEMORY.fullmatch(line)] == []
+    assert found, "csrc/ops keeps nothing any more: this test can go"
+
+
+def test_a_value_is_seen():
+    assert kept("int x;\n  thread_local const Weights* current = nullptr;") == [
+        "thread_local const Weights* current = nullptr;"
+    ]
+    assert not MEMORY.fullmatch("thread_local const Weights* current = nullptr;")
+    assert not MEMORY.fullmatch("static thread_local const PackedWeights* current_;")

@@ -31,25 +31,25 @@ void bind_token_advantages(py::module_& m) {
   m.def(
       "reinforce_plus_plus",
       [](const at::Tensor& advantages, const at::Tensor& mask, const OptTensor& logprobs, const OptTensor& reference,
-         double kl_coef, const std::string& kl_type) {
+         double kl_coef, const std::string& kl_type, const OptTensor& offsets) {
         const auto r = ops::reinforce_plus_plus(advantages, mask, or_undefined(logprobs), or_undefined(reference),
-                                                kl_coef, ops::parse_kl_estimator(kl_type));
+                                                kl_coef, ops::parse_kl_estimator(kl_type), or_undefined(offsets));
         return std::make_tuple(r.advantages, r.degenerate);
       },
       py::arg("advantages"), py::arg("mask"), py::arg("logprobs"), py::arg("reference"), py::arg("kl_coef"),
-      py::arg("kl_type"), release_gil());
+      py::arg("kl_type"), py::arg("offsets") = py::none(), release_gil());
   m.def(
       "raw_reward",
-      [](const at::Tensor& rewards, const at::Tensor& mask, bool normalize) {
-        const auto r = ops::raw_reward(rewards, mask, normalize);
+      [](const at::Tensor& rewards, const at::Tensor& mask, bool normalize, const OptTensor& offsets) {
+        const auto r = ops::raw_reward(rewards, mask, normalize, or_undefined(offsets));
         return std::make_tuple(r.advantages, r.degenerate);
       },
-      py::arg("rewards"), py::arg("mask"), py::arg("normalize"), release_gil());
+      py::arg("rewards"), py::arg("mask"), py::arg("normalize"), py::arg("offsets") = py::none(), release_gil());
   m.def(
       "gae",
       [](const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask, const OptTensor& logprobs,
          const OptTensor& reference, double gamma, double lambda, double lambda_value, bool decoupled, double alpha,
-         double kl_coef, const std::string& kl_type, bool normalize) {
+         double kl_coef, const std::string& kl_type, bool normalize, const OptTensor& offsets) {
         ops::GaeConfig c;
         c.gamma = gamma;
         c.lambda = lambda;
@@ -58,12 +58,14 @@ void bind_token_advantages(py::module_& m) {
         c.length_adaptive_alpha = alpha;
         c.kl_coef = kl_coef;
         c.kl_type = ops::parse_kl_estimator(kl_type);
-        const auto r = ops::gae(rewards, values, mask, or_undefined(logprobs), or_undefined(reference), c, normalize);
+        const auto r = ops::gae(rewards, values, mask, or_undefined(logprobs), or_undefined(reference), c, normalize,
+                                or_undefined(offsets));
         return std::make_tuple(r.advantages, r.returns, r.degenerate);
       },
       py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("logprobs"), py::arg("reference"),
       py::arg("gamma"), py::arg("lambda_"), py::arg("lambda_value"), py::arg("decoupled"),
-      py::arg("length_adaptive_alpha"), py::arg("kl_coef"), py::arg("kl_type"), py::arg("normalize"), release_gil());
+      py::arg("length_adaptive_alpha"), py::arg("kl_coef"), py::arg("kl_type"), py::arg("normalize"),
+      py::arg("offsets") = py::none(), release_gil());
 }
 
 }  // namespace

@@ -27,8 +27,9 @@ struct GaeArgs {
   std::int64_t num_tokens = 0;
   const T* rewards = nullptr;  ///< [B]
   MatrixView<T> values, mask, logprobs, reference;
-  T* advantages = nullptr;  ///< [B, S] contiguous; 0 at masked positions
-  T* returns = nullptr;     ///< [B, S] contiguous
+  T* advantages = nullptr;                ///< [B, S] contiguous; 0 at masked positions
+  T* returns = nullptr;                   ///< [B, S] contiguous
+  const std::int64_t* offsets = nullptr;  ///< without padding (kernels/token_rows.h); the CPU alone
 };
 
 /// The running state of one row (or of several, where D is a vector), in double whatever T is.

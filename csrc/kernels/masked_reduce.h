@@ -61,6 +61,7 @@ struct MaskedArgs {
   std::int64_t num_tokens = 0;
   T* values = nullptr;  ///< [B, S] contiguous
   MatrixView<T> mask;
+  const std::int64_t* offsets = nullptr;  ///< without padding (kernels/token_rows.h); the CPU alone
 };
 
 template <class T>

@@ -14,7 +14,8 @@ struct TokenAdvantageArgs {
   MatrixView<T> mask, logprobs, reference;  ///< the last two null without a KL term; not read where the mask is 0
   double kl_coef = 0;
   KlEstimator kl_type = KlEstimator::k3;
-  T* out = nullptr;  ///< [B, S] contiguous
+  T* out = nullptr;                       ///< [B, S] contiguous
+  const std::int64_t* offsets = nullptr;  ///< without padding (kernels/token_rows.h); the CPU alone
 };
 
 constexpr double kRewardKlInputClamp = 20.0, kRewardKlOutputClamp = 10.0;

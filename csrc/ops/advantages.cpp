@@ -3,6 +3,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 
+#include <algorithm>
+
 #include "kernels/group_baseline.h"
 #include "ops/checks.h"
 #include "runtime/tensor.h"
@@ -87,31 +89,69 @@ auto dispatch_real(const at::Tensor& t, F&& f) {
   return t.scalar_type() == at::kFloat ? f(float{}) : f(double{});
 }
 
+/// As many rows at a time as make a good piece of work.
 template <class F>
 void over_rows(std::int64_t rows, std::int64_t row_length, F&& f) {
   at::parallel_for(0, rows, row_grain(row_length), std::forward<F>(f));
 }
 
+/// Where the tokens of B rows lie: [B, S], or [T] with offsets.
+struct Rows {
+  std::int64_t count, width;  ///< width: S; about the mean length where there is no padding
+  at::Tensor offsets;         ///< [B + 1] or undefined
+
+  /// Of B rows; `mask` has the shape of all that belongs to tokens.
+  Rows(std::int64_t B, const at::Tensor& mask, const at::Tensor& given) : count(B), width(0), offsets(given) {
+    NRL_CHECK_ARG(mask.defined(), "mask is missing");
+    if (!offsets.defined()) {
+      NRL_CHECK_ARG(mask.dim() == 2, "mask has shape ", mask.sizes(), "; expected [B, S]");
+      width = mask.size(1);
+      return;
+    }
+    NRL_CHECK_ARG(mask.dim() == 1 && mask.is_cpu(), "mask has shape ", mask.sizes(),
+                  "; with offsets, [T] on the CPU is expected");
+    NRL_CHECK_ARG(
+        offsets.is_cpu() && offsets.scalar_type() == at::kLong && offsets.is_contiguous() && offsets.numel() == B + 1,
+        "offsets have shape ", offsets.sizes(), "; expected int64 [", B + 1, "] on the CPU");
+    const auto* const at = offsets.const_data_ptr<std::int64_t>();
+    NRL_CHECK_ARG(at[0] == 0 && at[B] == mask.numel() && std::is_sorted(at, at + B + 1),
+                  "offsets must go up from 0 to ", mask.numel(), ", the number of tokens");
+    width = B == 0 ? 0 : mask.numel() / B;
+  }
+  /// What belongs to tokens, in `like`'s type.
+  at::Tensor of_tokens(const at::Tensor& t, const at::Tensor& like, const char* name) const {
+    return offsets.defined() ? as_vector(t, like, offsets.const_data_ptr<std::int64_t>()[count], name)
+                             : as_matrix(t, like, count, width, name);
+  }
+  at::Tensor empty(const at::TensorOptions& options) const {
+    return offsets.defined() ? at::empty({offsets.const_data_ptr<std::int64_t>()[count]}, options)
+                             : at::empty({count, width}, options);
+  }
+  template <class Args>
+  void put(Args& args) const {
+    args.num_rows = count;
+    args.num_tokens = width;
+    args.offsets = offsets.defined() ? offsets.const_data_ptr<std::int64_t>() : nullptr;
+  }
+};
+
 /// KL needs both or neither of the log-probs; converted to `like`.
-void take_logprobs(const at::Tensor& logprobs, const at::Tensor& reference, const at::Tensor& like, std::int64_t B,
-                   std::int64_t S, at::Tensor& p, at::Tensor& r) {
+struct Logprobs {
+  at::Tensor policy, reference;
+};
+Logprobs take_logprobs(const at::Tensor& logprobs, const at::Tensor& reference, const at::Tensor& like,
+                       const Rows& rows) {
   NRL_CHECK_ARG(logprobs.defined() == reference.defined(),
                 "the KL term needs the policy's and the reference's log-probs; one is missing");
-  if (!logprobs.defined()) return;
-  p = as_matrix(logprobs, like, B, S, "logprobs");
-  r = as_matrix(reference, like, B, S, "reference logprobs");
-}
-
-at::Tensor check_mask(const at::Tensor& mask, const at::Tensor& like, std::int64_t B) {
-  NRL_CHECK_ARG(mask.defined() && mask.dim() == 2, "mask has shape ", mask.sizes(), "; expected [B, S]");
-  return as_matrix(mask, like, B, mask.size(1), "mask");
+  if (!logprobs.defined()) return {};
+  return {rows.of_tokens(logprobs, like, "logprobs"), rows.of_tokens(reference, like, "reference logprobs")};
 }
 
 template <class T>
-bool whiten_typed(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rule, bool zero_masked) {
+bool whiten_typed(at::Tensor& values, const at::Tensor& mask, const Rows& rows_of, kernels::WhitenRule rule,
+                  bool zero_masked) {
   kernels::MaskedArgs<T> a;
-  a.num_rows = values.size(0);
-  a.num_tokens = values.size(1);
+  rows_of.put(a);
   a.values = values.mutable_data_ptr<T>();
   a.mask = view<T>(mask);
   constexpr std::int64_t kDoubles = sizeof(kernels::Moments) / sizeof(double);
@@ -140,15 +180,14 @@ bool whiten_typed(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRul
 }
 
 template <class T>
-void fill_token_advantages(const at::Tensor& advantages, const at::Tensor& mask, const at::Tensor& p,
-                           const at::Tensor& r, double kl_coef, KlEstimator kl_type, at::Tensor& out) {
+void fill_token_advantages(const at::Tensor& advantages, const at::Tensor& mask, const Logprobs& logprobs,
+                           const Rows& rows, double kl_coef, KlEstimator kl_type, at::Tensor& out) {
   kernels::TokenAdvantageArgs<T> a;
-  a.num_rows = mask.size(0);
-  a.num_tokens = mask.size(1);
+  rows.put(a);
   a.advantages = advantages.const_data_ptr<T>();
   a.mask = view<T>(mask);
-  a.logprobs = view<T>(p);
-  a.reference = view<T>(r);
+  a.logprobs = view<T>(logprobs.policy);
+  a.reference = view<T>(logprobs.reference);
   a.kl_coef = kl_coef;
   a.kl_type = kl_type;
   a.out = out.mutable_data_ptr<T>();
@@ -164,31 +203,31 @@ void fill_token_advantages(const at::Tensor& advantages, const at::Tensor& mask,
 }
 
 TokenAdvantages token_advantages(const at::Tensor& per_sample, const at::Tensor& mask, const at::Tensor& logprobs,
-                                 const at::Tensor& reference, double kl_coef, KlEstimator kl_type) {
+                                 const at::Tensor& reference, double kl_coef, KlEstimator kl_type,
+                                 const at::Tensor& offsets) {
   check_real(per_sample, "rewards");
   const at::Tensor sample = as_vector(per_sample, per_sample, per_sample.numel(), "rewards");
-  const at::Tensor m = check_mask(mask, sample, sample.size(0));
-  at::Tensor p, r;
-  take_logprobs(logprobs, reference, sample, m.size(0), m.size(1), p, r);
+  const Rows rows(sample.size(0), mask, offsets);
+  const at::Tensor m = rows.of_tokens(mask, sample, "mask");
+  const Logprobs of_tokens = take_logprobs(logprobs, reference, sample, rows);
   TokenAdvantages out;
-  out.advantages = at::empty(m.sizes(), sample.options());
+  out.advantages = rows.empty(sample.options());
   dispatch_real(sample, [&](auto zero) {
-    fill_token_advantages<decltype(zero)>(sample, m, p, r, kl_coef, kl_type, out.advantages);
+    fill_token_advantages<decltype(zero)>(sample, m, of_tokens, rows, kl_coef, kl_type, out.advantages);
   });
   return out;
 }
 
 template <class T>
-void run_gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask, const at::Tensor& p,
-             const at::Tensor& r, const GaeConfig& config, TokenAdvantages& out) {
+void run_gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask, const Logprobs& logprobs,
+             const Rows& rows, const GaeConfig& config, TokenAdvantages& out) {
   kernels::GaeArgs<T> a;
-  a.num_rows = mask.size(0);
-  a.num_tokens = mask.size(1);
+  rows.put(a);
   a.rewards = rewards.const_data_ptr<T>();
   a.values = view<T>(values);
   a.mask = view<T>(mask);
-  a.logprobs = view<T>(p);
-  a.reference = view<T>(r);
+  a.logprobs = view<T>(logprobs.policy);
+  a.reference = view<T>(logprobs.reference);
   a.advantages = out.advantages.mutable_data_ptr<T>();
   a.returns = out.returns.mutable_data_ptr<T>();
   if constexpr (std::is_same_v<T, float>) {
@@ -204,49 +243,56 @@ void run_gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tens
 
 }  // namespace
 
-bool whiten_(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rule, bool zero_masked) {
+bool whiten_(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rule, bool zero_masked,
+             const at::Tensor& offsets) {
   check_real(values, "values");
-  NRL_CHECK_ARG(values.dim() == 2 && values.is_contiguous(), "values has shape ", values.sizes(),
-                "; expected contiguous [B, S]");
-  const at::Tensor m = check_mask(mask, values, values.size(0));
-  NRL_CHECK_ARG(m.sizes() == values.sizes(), "mask has shape ", m.sizes(), "; expected ", values.sizes());
-  return dispatch_real(values, [&](auto zero) { return whiten_typed<decltype(zero)>(values, m, rule, zero_masked); });
+  NRL_CHECK_ARG(values.dim() == (offsets.defined() ? 1 : 2) && values.is_contiguous(), "values has shape ",
+                values.sizes(), offsets.defined() ? "; with offsets, [T] is expected" : "; expected contiguous [B, S]");
+  NRL_CHECK_ARG(mask.defined() && mask.sizes() == values.sizes(), "mask has shape ", mask.sizes(), "; expected ",
+                values.sizes());
+  const Rows rows(offsets.defined() ? offsets.numel() - 1 : values.size(0), mask, offsets);
+  const at::Tensor m = rows.of_tokens(mask, values, "mask");
+  return dispatch_real(values,
+                       [&](auto zero) { return whiten_typed<decltype(zero)>(values, m, rows, rule, zero_masked); });
 }
 
 TokenAdvantages reinforce_plus_plus(const at::Tensor& advantages, const at::Tensor& mask, const at::Tensor& logprobs,
-                                    const at::Tensor& reference, double kl_coef, KlEstimator kl_type) {
-  TokenAdvantages out = token_advantages(advantages, mask, logprobs, reference, kl_coef, kl_type);
-  out.degenerate = whiten_(out.advantages, mask, kernels::WhitenRule::biased_clamped, true);
+                                    const at::Tensor& reference, double kl_coef, KlEstimator kl_type,
+                                    const at::Tensor& offsets) {
+  TokenAdvantages out = token_advantages(advantages, mask, logprobs, reference, kl_coef, kl_type, offsets);
+  out.degenerate = whiten_(out.advantages, mask, kernels::WhitenRule::biased_clamped, true, offsets);
   return out;
 }
 
-TokenAdvantages raw_reward(const at::Tensor& rewards, const at::Tensor& mask, bool normalize) {
-  TokenAdvantages out = token_advantages(rewards, mask, {}, {}, 0.0, KlEstimator::k3);
-  if (normalize) out.degenerate = whiten_(out.advantages, mask, kernels::WhitenRule::biased_clamped, false);
+TokenAdvantages raw_reward(const at::Tensor& rewards, const at::Tensor& mask, bool normalize,
+                           const at::Tensor& offsets) {
+  TokenAdvantages out = token_advantages(rewards, mask, {}, {}, 0.0, KlEstimator::k3, offsets);
+  if (normalize) out.degenerate = whiten_(out.advantages, mask, kernels::WhitenRule::biased_clamped, false, offsets);
   return out;
 }
 
 TokenAdvantages gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask,
-                    const at::Tensor& logprobs, const at::Tensor& reference, const GaeConfig& config, bool normalize) {
+                    const at::Tensor& logprobs, const at::Tensor& reference, const GaeConfig& config, bool normalize,
+                    const at::Tensor& offsets) {
   check_real(values, "values");
-  NRL_CHECK_ARG(values.dim() == 2, "values has shape ", values.sizes(), "; expected [B, S]");
-  const std::int64_t B = values.size(0), S = values.size(1);
+  NRL_CHECK_ARG(offsets.defined() || values.dim() == 2, "values has shape ", values.sizes(), "; expected [B, S]");
+  const std::int64_t B = offsets.defined() ? offsets.numel() - 1 : values.size(0);
   const bool wide = values.scalar_type() == at::kDouble || rewards.scalar_type() == at::kDouble;
   const at::Tensor v = values.detach().to(wide ? at::kDouble : at::kFloat);
-  const at::Tensor value_rows = as_matrix(v, v, B, S, "values");
   const at::Tensor reward_rows = as_vector(rewards, v, B, "rewards");
-  NRL_CHECK_ARG(mask.dim() == 2 && mask.sizes() == values.sizes(), "mask has shape ", mask.sizes(), "; expected ",
-                values.sizes());
-  const at::Tensor m = check_mask(mask, v, B);
-  at::Tensor p, r;
-  if (config.kl_coef != 0) take_logprobs(logprobs, reference, v, B, S, p, r);
+  NRL_CHECK_ARG(mask.sizes() == values.sizes(), "mask has shape ", mask.sizes(), "; expected ", values.sizes());
+  const Rows rows(B, mask, offsets);
+  const at::Tensor value_rows = rows.of_tokens(v, v, "values"), m = rows.of_tokens(mask, v, "mask");
+  Logprobs of_tokens;
+  if (config.kl_coef != 0) of_tokens = take_logprobs(logprobs, reference, v, rows);
   GaeConfig effective = config;
-  if (!p.defined()) effective.kl_coef = 0;
+  if (!of_tokens.policy.defined()) effective.kl_coef = 0;
   TokenAdvantages out;
-  out.advantages = at::empty({B, S}, v.options());
-  out.returns = at::empty({B, S}, v.options());
-  dispatch_real(v, [&](auto zero) { run_gae<decltype(zero)>(reward_rows, value_rows, m, p, r, effective, out); });
-  if (normalize) out.degenerate = whiten_(out.advantages, m, kernels::WhitenRule::unbiased_added, true);
+  out.advantages = rows.empty(v.options());
+  out.returns = rows.empty(v.options());
+  dispatch_real(
+      v, [&](auto zero) { run_gae<decltype(zero)>(reward_rows, value_rows, m, of_tokens, rows, effective, out); });
+  if (normalize) out.degenerate = whiten_(out.advantages, m, kernels::WhitenRule::unbiased_added, true, offsets);
   return out;
 }
 

@@ -33,28 +33,35 @@ at::Tensor grpo_advantages(const at::Tensor& rewards, const at::Tensor& baseline
 /// 0).
 at::Tensor gdpo_advantages(const at::Tensor& components, const at::Tensor& weights);
 
+// What belongs to tokens is [B, S]; with `offsets`, int64 [B + 1] on the CPU, it is [T], and row b is
+// [offsets[b], offsets[b + 1]). A row's result has the same bits in both, where the padding is masked.
+
 /// Per-token advantages; `degenerate` is set when too few tokens were valid to whiten (they are 0 then).
 struct TokenAdvantages {
-  at::Tensor advantages;  ///< [B, S]
-  at::Tensor returns;     ///< [B, S] or undefined
+  at::Tensor advantages;  ///< [B, S] or [T]
+  at::Tensor returns;     ///< the same, or undefined
   bool degenerate = false;
 };
 
 /// (advantage - kl_coef K) whitened over all valid tokens; 0 at masked positions. `logprobs` and `reference` may both
 /// be undefined: no KL term.
 TokenAdvantages reinforce_plus_plus(const at::Tensor& advantages, const at::Tensor& mask, const at::Tensor& logprobs,
-                                    const at::Tensor& reference, double kl_coef, KlEstimator kl_type);
+                                    const at::Tensor& reference, double kl_coef, KlEstimator kl_type,
+                                    const at::Tensor& offsets = {});
 
 /// The reward on each token, whitened over the valid ones if `normalize`; masked positions get the same transform.
-TokenAdvantages raw_reward(const at::Tensor& rewards, const at::Tensor& mask, bool normalize);
+TokenAdvantages raw_reward(const at::Tensor& rewards, const at::Tensor& mask, bool normalize,
+                           const at::Tensor& offsets = {});
 
-/// GAE; `values` [B, S] decides the dtype together with the rewards (the wider). Whitened over valid tokens if
+/// GAE; `values` decides the dtype together with the rewards (the wider). Whitened over valid tokens if
 /// `normalize`.
 TokenAdvantages gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask,
-                    const at::Tensor& logprobs, const at::Tensor& reference, const GaeConfig& config, bool normalize);
+                    const at::Tensor& logprobs, const at::Tensor& reference, const GaeConfig& config, bool normalize,
+                    const at::Tensor& offsets = {});
 
-/// In-place whitening of `values` [B, S] (contiguous) over mask != 0; returns whether it was degenerate.
-bool whiten_(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rule, bool zero_masked);
+/// In-place whitening of `values` (contiguous) over mask != 0; returns whether it was degenerate.
+bool whiten_(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rule, bool zero_masked,
+             const at::Tensor& offsets = {});
 
 template <class T>
 using GaeLauncher = void(const kernels::GaeArgs<T>&, const GaeConfig&);

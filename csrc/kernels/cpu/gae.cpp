@@ -1,6 +1,8 @@
 #include "kernels/gae.h"
 
+#include "kernels/cpu/plain.h"
 #include "kernels/cpu/vec_register.h"
+#include "kernels/token_rows.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -14,12 +16,13 @@ constexpr int kTokens = kBlockBytes / sizeof(T);
 
 template <class T, KlEstimator type>
 void kl_rewards(const GaeArgs<T>& a, double coef, std::int64_t b) {
-  const T* __restrict p = a.logprobs.row(b);
-  const T* __restrict r = a.reference.row(b);
-  const T* __restrict m = a.mask.row(b);
-  T* __restrict out = a.advantages + b * a.num_tokens;
+  const T* __restrict p = row_of(a, a.logprobs, b);
+  const T* __restrict r = row_of(a, a.reference, b);
+  const T* __restrict m = row_of(a, a.mask, b);
+  T* __restrict out = a.advantages + row_begin(a, b);
   const T c = static_cast<T>(coef);
-  for (std::int64_t t = 0; t < a.num_tokens; ++t) {
+  const std::int64_t n = row_length(a, b);
+  for (std::int64_t t = 0; t < n; ++t) {
     const bool valid = m[t] != T(0);
     out[t] = -token_kl_penalty(type, c, valid ? p[t] : T(0), valid ? r[t] : T(0));
   }
@@ -95,42 +98,61 @@ constexpr int kAskStep = kLinesOfBlock / 2 / kTokens<T>;
 template <class T>
 constexpr int kAskSquare = kLinesOfBlock / 2 / (4 * (kRows / kRegisterLanes<T>)*(kTokens<T> / kRegisterLanes<T>));
 
-/// to[i][r] = rows[r * stride + i] for r < count, i < n; the other rows of `to` are left alone.
+/// The rows of a block: where each begins in an array, and how many of its tokens lie in the block, at most n.
 template <class T>
-void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*to)[kRows], Prefetch& ahead) {
+struct BlockRows {
+  int count = 0, n = 0;
+  T* row[kRows];
+  int have[kRows];
+  /// Tokens that all of W rows from r on have; of rows that do not exist, none.
+  int common(int r, int W) const {
+    if (r + W > count) return 0;
+    int least = n;
+    for (int k = r; k < r + W; ++k) least = smaller(least, have[k]);
+    return least;
+  }
+};
+
+/// to[i][r] = token i of row r, where there is one; the rest of `to` is left alone.
+template <class T>
+void load_transposed(const BlockRows<const T>& rows, T (*to)[kRows], Prefetch& ahead) {
   constexpr int W = kRegisterLanes<T>;
-  for (int r = 0; r < count; r += W)
-    for (int i = 0; i < n; i += W) {
+  for (int r = 0; r < rows.count; r += W) {
+    const int common = rows.common(r, W);
+    for (int i = 0; i < rows.n; i += W) {
       ahead.ask(kAskSquare<T>);
-      if (r + W <= count && i + W <= n) {
+      if (i + W <= common) {
         Register<T> v[W];
-        for (int k = 0; k < W; ++k) v[k] = load(rows + (r + k) * stride + i);
+        for (int k = 0; k < W; ++k) v[k] = load(rows.row[r + k] + i);
         transpose(v);
         for (int k = 0; k < W; ++k) store(&to[i + k][r], v[k]);
       } else {
-        for (int a = r; a < r + W && a < count; ++a)
-          for (int b = i; b < i + W && b < n; ++b) to[b][a] = rows[a * stride + b];
+        for (int a = r; a < r + W && a < rows.count; ++a)
+          for (int b = i; b < i + W && b < rows.have[a]; ++b) to[b][a] = rows.row[a][b];
       }
     }
+  }
 }
 
-/// The reverse: rows[r * stride + i] = from[i][r].
+/// The reverse: token i of row r = from[i][r].
 template <class T>
-void store_transposed(const T (*from)[kRows], int count, int n, T* rows, std::int64_t stride, Prefetch& ahead) {
+void store_transposed(const T (*from)[kRows], const BlockRows<T>& rows, Prefetch& ahead) {
   constexpr int W = kRegisterLanes<T>;
-  for (int r = 0; r < count; r += W)
-    for (int i = 0; i < n; i += W) {
+  for (int r = 0; r < rows.count; r += W) {
+    const int common = rows.common(r, W);
+    for (int i = 0; i < rows.n; i += W) {
       ahead.ask(kAskSquare<T>);
-      if (r + W <= count && i + W <= n) {
+      if (i + W <= common) {
         Register<T> v[W];
         for (int k = 0; k < W; ++k) v[k] = load(&from[i + k][r]);
         transpose(v);
-        for (int k = 0; k < W; ++k) store(rows + (r + k) * stride + i, v[k]);
+        for (int k = 0; k < W; ++k) store(rows.row[r + k] + i, v[k]);
       } else {
-        for (int a = r; a < r + W && a < count; ++a)
-          for (int b = i; b < i + W && b < n; ++b) rows[a * stride + b] = from[b][a];
+        for (int a = r; a < r + W && a < rows.count; ++a)
+          for (int b = i; b < i + W && b < rows.have[a]; ++b) rows.row[a][b] = from[b][a];
       }
     }
+  }
 }
 
 /// Up to kRows rows of the batch, transposed block by block.
@@ -152,7 +174,7 @@ void start_group(RowGroup<T>& g, const GaeArgs<T>& a, const GaeConfig& c) {
     const std::int64_t b = g.first + r;
     double length = 0;
     if (c.length_adaptive_alpha > 0)
-      for (std::int64_t t = 0; t < a.num_tokens; ++t) length += a.mask.row(b)[t] != T(0) ? 1.0 : 0.0;
+      for (std::int64_t t = 0; t < row_length(a, b); ++t) length += row_of(a, a.mask, b)[t] != T(0) ? 1.0 : 0.0;
     g.decay[r] = c.gamma * gae_row_lambda(c, length);
     g.pending[r] = a.rewards[b];
     if (c.kl_coef == 0) continue;
@@ -162,18 +184,39 @@ void start_group(RowGroup<T>& g, const GaeArgs<T>& a, const GaeConfig& c) {
   }
 }
 
+/// The group's rows of an array from token `start` on; row_at(b) is where row b begins.
+template <class E, class T, class RowAt>
+BlockRows<E> block_rows(const RowGroup<T>& g, const GaeArgs<T>& a, std::int64_t start, int n, const RowAt& row_at) {
+  BlockRows<E> rows;
+  rows.count = g.count, rows.n = n;
+  for (int r = 0; r < g.count; ++r) {
+    rows.row[r] = row_at(g.first + r) + start;
+    rows.have[r] = static_cast<int>(clamped(row_length(a, g.first + r) - start, 0, n));
+  }
+  return rows;
+}
+
 template <class T>
 void load_block(RowGroup<T>& g, const GaeArgs<T>& a, bool kl, std::int64_t start, int n, Prefetch& ahead) {
-  load_transposed(a.values.row(g.first) + start, a.values.row_stride, g.count, n, g.value, ahead);
-  load_transposed(a.mask.row(g.first) + start, a.mask.row_stride, g.count, n, g.mask, ahead);
+  const auto load_rows = [&](T(*to)[kRows], const auto& row_at) {
+    load_transposed(block_rows<const T>(g, a, start, n, row_at), to, ahead);
+  };
+  load_rows(g.value, [&](std::int64_t b) { return row_of(a, a.values, b); });
+  load_rows(g.mask, [&](std::int64_t b) { return row_of(a, a.mask, b); });
   // the KL penalties, left there before the scan
-  if (kl) load_transposed<T>(a.advantages + g.first * a.num_tokens + start, a.num_tokens, g.count, n, g.reward, ahead);
+  if (kl) load_rows(g.reward, [&](std::int64_t b) { return a.advantages + row_begin(a, b); });
+  for (int r = 0; a.offsets != nullptr && r < g.count; ++r)  // behind the end of a row nothing is valid
+    for (std::int64_t i = clamped(row_length(a, g.first + r) - start, 0, n); i < n; ++i) g.mask[i][r] = T(0);
 }
 
 template <class T>
 void store_block(const RowGroup<T>& g, const GaeArgs<T>& a, std::int64_t start, int n, Prefetch& ahead) {
-  store_transposed(g.out_advantage, g.count, n, a.advantages + g.first * a.num_tokens + start, a.num_tokens, ahead);
-  store_transposed(g.out_return, g.count, n, a.returns + g.first * a.num_tokens + start, a.num_tokens, ahead);
+  const auto store_rows = [&](const T(*from)[kRows], T* to) {
+    const auto row_at = [&](std::int64_t b) { return to + row_begin(a, b); };
+    store_transposed(from, block_rows<T>(g, a, start, n, row_at), ahead);
+  };
+  store_rows(g.out_advantage, a.advantages);
+  store_rows(g.out_return, a.returns);
 }
 
 template <bool kl, bool decoupled, class T>
@@ -215,7 +258,7 @@ template <class T>
 Prefetch next_block(const GaeArgs<T>& a, std::int64_t first, std::int64_t stop, std::int64_t end) {
   if (stop <= 0) first += kRows, stop = a.num_tokens;
   Prefetch ahead;
-  if (first >= end) return ahead;
+  if (first >= end || a.offsets != nullptr) return ahead;  // rows without padding follow one another
   const std::int64_t start = stop < kTokens<T> ? 0 : stop - kTokens<T>, bytes = (stop - start) * sizeof(T);
   const int count = static_cast<int>(end - first < kRows ? end - first : kRows);
   for (const MatrixView<T>& m :
@@ -234,7 +277,9 @@ void run(const GaeArgs<T>& a, const GaeConfig& c, std::int64_t begin, std::int64
     g.first = b;
     g.count = static_cast<int>(end - b < kRows ? end - b : kRows);
     start_group(g, a, c);
-    for (std::int64_t stop = a.num_tokens; stop > 0; stop -= kTokens<T>) {
+    std::int64_t longest = 0;
+    for (int r = 0; r < g.count; ++r) longest = larger(longest, row_length(a, b + r));
+    for (std::int64_t stop = longest; stop > 0; stop -= kTokens<T>) {
       const std::int64_t start = stop < kTokens<T> ? 0 : stop - kTokens<T>;
       const int n = static_cast<int>(stop - start);
       Prefetch ahead = next_block(a, b, start, end);

@@ -1,6 +1,7 @@
 #include "kernels/masked_reduce.h"
 
 #include "kernels/cpu/vec.h"
+#include "kernels/token_rows.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -38,22 +39,23 @@ Moments row_moments(const T* __restrict v, const T* __restrict m, std::int64_t n
 template <class T>
 void moments(const MaskedArgs<T>& a, std::int64_t begin, std::int64_t end, Moments* rows) {
   for (std::int64_t b = begin; b < end; ++b)
-    rows[b] = row_moments(a.values + b * a.num_tokens, a.mask.row(b), a.num_tokens);
+    rows[b] = row_moments(a.values + row_begin(a, b), row_of(a, a.mask, b), row_length(a, b));
 }
 
 template <class T>
 void whiten(const MaskedArgs<T>& a, const WhitenScale& w, bool zero_masked, std::int64_t begin, std::int64_t end) {
   const double mean = w.mean, scale = w.scale;
   for (std::int64_t b = begin; b < end; ++b) {
-    T* __restrict v = a.values + b * a.num_tokens;
-    const T* __restrict m = a.mask.row(b);
+    T* __restrict v = a.values + row_begin(a, b);
+    const T* __restrict m = row_of(a, a.mask, b);
+    const std::int64_t n = row_length(a, b);
     if (w.scale == 0) {
-      for (std::int64_t t = 0; t < a.num_tokens; ++t) v[t] = T(0);
+      for (std::int64_t t = 0; t < n; ++t) v[t] = T(0);
     } else if (zero_masked) {
-      for (std::int64_t t = 0; t < a.num_tokens; ++t)
+      for (std::int64_t t = 0; t < n; ++t)
         v[t] = m[t] != T(0) ? static_cast<T>((static_cast<double>(v[t]) - mean) * scale) : T(0);
     } else {
-      for (std::int64_t t = 0; t < a.num_tokens; ++t) v[t] = static_cast<T>((static_cast<double>(v[t]) - mean) * scale);
+      for (std::int64_t t = 0; t < n; ++t) v[t] = static_cast<T>((static_cast<double>(v[t]) - mean) * scale);
     }
   }
 }

@@ -2,7 +2,8 @@
 `config/estimators.py`, or `register_estimator`, add another.
 
 compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) gives advantages [B, S], or (advantages, returns) from
-the estimators PPO uses. Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] where that is given.
+the estimators PPO uses. With `offsets` [B + 1] what belongs to tokens is [T] instead, without padding; a run gives it so.
+Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] where that is given.
 `last_metrics` of each estimator holds `advantage/degenerate_whitening` = 1.0 when too few tokens were valid to whiten.
 """
 
@@ -27,6 +28,13 @@ from nemo_rl_cpp.preflight.components import ESTIMATORS
 
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
     return ops.group_ids_from_prompts(prompt_ids) if group_id is None else torch.as_tensor(group_id)
+
+
+def _on_tokens(advantages: Tensor, mask: Tensor, offsets: Tensor | None) -> Tensor:
+    """[B] on every token: [B, S], an expanded view, or [T]."""
+    if offsets is None:
+        return advantages.unsqueeze(-1).expand(mask.shape)
+    return advantages.repeat_interleave(offsets.diff())
 
 
 class _Estimator(AdvantageEstimator):
@@ -65,11 +73,10 @@ class GRPOAdvantageEstimator(_Estimator):
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, **kwargs: object,
+        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """[B, S]: an expanded view, masked positions included. Samples with valid_mask 0 do not enter a baseline."""
-        advantages = self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask)
-        return advantages.unsqueeze(-1).expand(mask.shape)
+        """Masked positions are included. Samples with valid_mask 0 do not enter a baseline."""
+        return _on_tokens(self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask), mask, offsets)
 
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
@@ -86,9 +93,9 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor], valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, **kwargs: object,
+        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """[B, S]; weights go by the sorted names of the components. ValueError for fewer than two components."""
+        """Weights go by the sorted names of the components. ValueError for fewer than two components."""
         keys = get_gdpo_reward_component_keys(repeated_batch)
         if len(keys) < 2:
             raise ValueError(
@@ -105,7 +112,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         groups = _groups(prompt_ids, group_id)
         parts = torch.stack([self._advantages(repeated_batch[key], groups, valid_mask) for key in keys])
         combined = ops.gdpo_advantages(parts, torch.tensor(weights, dtype=torch.float64))
-        return combined.unsqueeze(-1).expand(mask.shape)
+        return _on_tokens(combined, mask, offsets)
 
 
 class ReinforcePlusPlusAdvantageEstimator(_Estimator):
@@ -119,7 +126,7 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor | None = None,
         logprobs_reference: Tensor | None = None, valid_mask: Tensor | None = None, group_id: Tensor | None = None,
-        **kwargs: object,
+        offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
         advantages = rewards
         if self.minus_baseline:
@@ -128,7 +135,8 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
             advantages = rewards - mean
         policy, reference = self._for_kl(logprobs_policy, logprobs_reference)
         return self._whitened(ops.reinforce_plus_plus(
-            advantages, mask, logprobs=policy, reference_logprobs=reference, kl_coef=self.kl_coef, kl_type=self.kl_type
+            advantages, mask, logprobs=policy, reference_logprobs=reference, kl_coef=self.kl_coef, kl_type=self.kl_type,
+            offsets=offsets,
         ))  # fmt: skip
 
 
@@ -140,9 +148,10 @@ class RawRewardAdvantageEstimator(_Estimator):
         self.normalize_advantages = setting(estimator_config, "normalize_advantages")
 
     def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **kwargs: object
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, offsets: Tensor | None = None, **kwargs: object
     ) -> tuple[Tensor, None]:
-        return self._whitened(ops.raw_reward(rewards, mask, normalize=self.normalize_advantages)), None
+        result = ops.raw_reward(rewards, mask, normalize=self.normalize_advantages, offsets=offsets)
+        return self._whitened(result), None
 
 
 class GeneralizedAdvantageEstimator(_Estimator):
@@ -159,9 +168,9 @@ class GeneralizedAdvantageEstimator(_Estimator):
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
-        logprobs: Tensor | None = None, **kwargs: object,
+        logprobs: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(advantages, returns), both [B, S]; values[t] is V of the state before token t."""
+        """(advantages, returns) of tokens; values[t] is V of the state before token t."""
         logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
         policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
         value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
@@ -174,7 +183,9 @@ class GeneralizedAdvantageEstimator(_Estimator):
             kl_type=self.kl_type,
             normalize=self.normalize_advantages,
         )
-        result = ops.gae(rewards, values, mask, config, logprobs=logprobs, reference_logprobs=reference)
+        result = ops.gae(
+            rewards, values, mask, config, logprobs=logprobs, reference_logprobs=reference, offsets=offsets
+        )
         return self._whitened(result), result.returns
 
 

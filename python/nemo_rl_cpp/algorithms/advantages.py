@@ -1,8 +1,10 @@
 """The stage of a step that turns rewards into advantages: what an estimator is given, and what becomes of its result.
 
-Estimators are the user's to write, and take padded tensors as in NeMo RL; the batch itself is ragged.
+Estimators are the user's to write, and take padded tensors as in NeMo RL; the batch itself is ragged, and the house's own
+estimators take it as it is.
 """
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -35,7 +37,23 @@ class AdvantageEstimator(Protocol):
         `batch` has what an algorithm knows beside these. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
         `logprobs_policy` and `logprobs_reference` [B, S] or None. PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None.
         An estimator of PPO returns (advantages, returns), the latter None where there is no critic.
+
+        One that names `offsets`, int64 [B + 1], among its inputs is given all that is [B, S] here as [T], without padding.
         """
+
+
+def _takes_ragged(estimator: AdvantageEstimator) -> bool:
+    """Whether its compute_advantage names `offsets`: then what belongs to tokens is given as [T] with them, without padding."""
+    return "offsets" in inspect.signature(estimator.compute_advantage).parameters
+
+
+def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
+    """What every estimator is given, and these, which are [T] or None; padded where it does not take them as they are."""
+    of_tokens["mask"] = batch.valid_mask
+    if ragged:
+        return {**of_tokens, "prompt_ids": batch.input_ids, "rewards": batch.rewards, "offsets": batch.offsets}
+    padded = {name: None if value is None else batch.padded(value) for name, value in of_tokens.items()}
+    return {**padded, "prompt_ids": batch["input_ids"], "rewards": batch.rewards}
 
 
 class GroupAdvantages:
@@ -47,7 +65,7 @@ class GroupAdvantages:
     """
 
     def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig) -> None:
-        self.estimator = estimator
+        self.estimator, self._ragged = estimator, _takes_ragged(estimator)
         self._voting = grpo.masked_rewards_are_out
         self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
 
@@ -58,15 +76,14 @@ class GroupAdvantages:
     def add(self, batch: TrainBatch) -> None:
         """`advantages` of the batch."""
         advantages = self.estimator.compute_advantage(
-            prompt_ids=batch["input_ids"],
             group_id=batch.group_id,
-            rewards=batch.rewards,
-            mask=batch.padded(batch.valid_mask),
             valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
             repeated_batch=batch,
-            logprobs_policy=batch.padded(batch.old_logprobs),
-            logprobs_reference=batch.get("reference_policy_logprobs"),
-        )
+            **_inputs(
+                batch, self._ragged, logprobs_policy=batch.old_logprobs,
+                logprobs_reference=batch.tokens.get("reference_policy_logprobs"),
+            ),
+        )  # fmt: skip
         if self._low is not None or self._high is not None:
             advantages = advantages.clamp(min=self._low, max=self._high)
         batch.advantages = advantages
@@ -76,7 +93,7 @@ class TokenAdvantages:
     """PPO's: from the values of the critic's states, or the rewards as they are; with a critic also what it learns from."""
 
     def __init__(self, estimator: AdvantageEstimator) -> None:
-        self.estimator = estimator
+        self.estimator, self._ragged = estimator, _takes_ragged(estimator)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -85,13 +102,11 @@ class TokenAdvantages:
     def add(self, batch: TrainBatch) -> None:
         """`advantages` and, where there is a critic, `returns` of the batch."""
         advantages, returns = self.estimator.compute_advantage(
-            prompt_ids=batch["input_ids"],
-            rewards=batch.rewards,
-            mask=batch.padded(batch.valid_mask),
-            values=batch.get("values"),
-            logprobs=batch.padded(batch.old_logprobs),
-            reference_logprobs=batch.get("reference_policy_logprobs"),
-        )
+            **_inputs(
+                batch, self._ragged, values=batch.tokens.get("values"), logprobs=batch.old_logprobs,
+                reference_logprobs=batch.tokens.get("reference_policy_logprobs"),
+            )
+        )  # fmt: skip
         batch.advantages = advantages
         if returns is not None:
             batch.returns = returns

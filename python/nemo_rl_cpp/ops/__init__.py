@@ -1,7 +1,8 @@
 """Typed entry points of the native core; names equal the C++ ones.
 
 Advantages: csrc/kernels/{group_baseline,reinforce_plus_plus,gae,masked_reduce}.h. Masks may have any dtype and hold 0 and 1.
-Nothing at a masked position is read into a valid token's advantage.
+Nothing at a masked position is read into a valid token's advantage. What belongs to tokens is [B, S]; with `offsets`, int64
+[B + 1], it is [T], without padding (`RaggedBatch`), and a row has the same bits.
 
 Losses: value, gradient and metrics in one pass, by the formulas of csrc/kernels/clipped_pg_loss.h.
 """
@@ -31,7 +32,7 @@ class GroupBaseline(NamedTuple):
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and returns [B, S]; `degenerate`: too few valid tokens to whiten, the advantages are 0."""
+    """Advantages and returns, [B, S] or [T]; `degenerate`: too few valid tokens to whiten, the advantages are 0."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -77,17 +78,20 @@ def reinforce_plus_plus(
     reference_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
     kl_type: str = "k3",
+    offsets: Tensor | None = None,
 ) -> TokenAdvantages:
     """(advantage[b] - kl_coef K[b, t]) whitened over the valid tokens of the batch (biased variance, at least 1e-8);
     0 at masked positions. advantages [B] float32 or float64, mask and log-probs [B, S].
     """
-    values, degenerate = C.reinforce_plus_plus(_real(advantages), mask, logprobs, reference_logprobs, kl_coef, kl_type)
+    values, degenerate = C.reinforce_plus_plus(
+        _real(advantages), mask, logprobs, reference_logprobs, kl_coef, kl_type, offsets
+    )
     return TokenAdvantages(values, None, degenerate)
 
 
-def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool) -> TokenAdvantages:
-    """The reward [B] on every token [B, S], whitened over the valid ones if `normalize`."""
-    values, degenerate = C.raw_reward(_real(rewards), mask, normalize)
+def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool, offsets: Tensor | None = None) -> TokenAdvantages:
+    """The reward [B] on every token, whitened over the valid ones if `normalize`."""
+    values, degenerate = C.raw_reward(_real(rewards), mask, normalize, offsets)
     return TokenAdvantages(values, None, degenerate)
 
 
@@ -114,20 +118,21 @@ def gae(
     *,
     logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> TokenAdvantages:
     """Generalized advantage estimation over the valid tokens of each row, last to first.
 
         delta_t = r_t + gamma V_next - V_t,   A_t = delta_t + gamma lambda A_next,   returns_t = A_t + V_t
 
     "next" is the next valid token (0 after the last); r_t is -kl_coef K_t, plus rewards[b] at the row's last valid
-    token. rewards [B]; values, mask, log-probs [B, S]. Advantages are 0 at masked positions.
+    token. rewards [B]; values, mask, log-probs of tokens. Advantages are 0 at masked positions.
     """
     decoupled = config.gae_lambda_value is not None
     lambda_value = config.gae_lambda_value if decoupled else config.gae_lambda
     return TokenAdvantages(
         *C.gae(
             rewards, _real(values), mask, logprobs, reference_logprobs, config.gamma, config.gae_lambda, lambda_value, decoupled,
-            config.length_adaptive_alpha, config.kl_coef, config.kl_type, config.normalize,
+            config.length_adaptive_alpha, config.kl_coef, config.kl_type, config.normalize, offsets,
         )
     )  # fmt: skip
 

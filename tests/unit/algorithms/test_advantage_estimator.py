@@ -6,9 +6,12 @@ import math
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
+from nemo_rl_cpp.algorithms.advantages import GroupAdvantages, TokenAdvantages
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.compat.algorithms.utils import calculate_kl
+from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.experience.batches import TrainBatch
 
 LOSS = ClippedPGLossConfig()
 PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
@@ -140,3 +143,41 @@ def test_baseline_per_prompt_ignores_invalid_samples():
     assert base.tolist() == [1.0] * 4 and std.tolist() == pytest.approx([1.0] * 4)
     alone, zero = calculate_baseline_and_std_per_prompt(prompts, rewards, torch.tensor([1.0, 0.0, 0.0, 0.0]))
     assert torch.equal(alone, rewards) and not zero.any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus", "gae", "raw_reward"])
+def test_a_run_gives_the_houses_estimators_no_padding_and_the_result_is_the_same(name):
+    """The same estimator behind a class that does not name `offsets` is given padded tensors, as one of the user's."""
+    padded = []
+
+    class Padded:
+        last_metrics = {}
+
+        def compute_advantage(self, **inputs):
+            padded.append(inputs["mask"].dim())
+            return estimator.compute_advantage(**inputs)
+
+    lengths = torch.tensor([3, 5, 1, 4])
+    of_tokens = {
+        "token_mask": torch.ones(4, 5),
+        "generation_logprobs": -torch.rand(4, 5),
+        "reference_policy_logprobs": -torch.rand(4, 5),
+    }
+    of_samples = {"sample_mask": torch.tensor([1.0, 1, 0, 1]), "rewards": torch.tensor([1.0, 0, 2, 5]), "group_id": torch.tensor([0, 0, 1, 1]),
+                  "reward/a": torch.tensor([1.0, 0, 1, 0]), "reward/b": torch.tensor([0.0, 3, 1, 1])}  # fmt: skip
+    ids = torch.arange(20).view(4, 5)
+    with_critic = name in ("gae", "raw_reward")
+    loss = ClippedPGLossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1)
+    config = GAE | {"normalize_advantages": True} if with_critic else AdvEstimatorConfig()
+    estimator = make(name, config, loss)
+    results = []
+    for given in (estimator, Padded()):
+        batch = TrainBatch.of({"input_ids": ids, "input_lengths": lengths, **of_tokens, **of_samples})
+        if with_critic:
+            batch.values = torch.arange(20.0).view(4, 5)
+        (TokenAdvantages(given) if with_critic else GroupAdvantages(given, GRPOConfig())).add(batch)
+        results.append((batch.advantages, batch.tokens.get("returns")))
+    assert padded == [2]
+    (a, a_returns), (b, b_returns) = results
+    assert torch.equal(a, b) and a.abs().sum() > 0
+    assert a_returns is b_returns is None or torch.equal(a_returns, b_returns)

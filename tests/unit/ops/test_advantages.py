@@ -269,3 +269,44 @@ def test_a_missing_half_of_the_kl_is_named():
         )
     with pytest.raises(ValueError, match="k1, k2 or k3"):
         ops.reinforce_plus_plus(torch.ones(1), torch.ones(1, 2), kl_type="k9")
+
+
+def test_without_padding_every_row_has_the_same_bits():
+    """Lengths 0 to 1,500: rows of several blocks, of one, of none; masked tokens in between, log-probs, whitening."""
+    rng = np.random.default_rng(8)
+    lengths = torch.as_tensor([1500, 0, 1, 7, 8, 600, 512, 513, *rng.integers(0, 900, 30)])
+    offsets, width = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), int(lengths.max())
+    inside = torch.arange(width)[None] < lengths[:, None]
+
+    for dtype in (torch.float32, torch.float64):
+        for decoupled in (None, 0.9):
+            shape = (len(lengths), width)
+            mask = ((torch.as_tensor(rng.random(shape)) < 0.8) & inside).to(dtype)
+            values, logprobs, other = (torch.as_tensor(rng.normal(0, 1, shape)).to(dtype) for _ in range(3))
+            rewards = torch.as_tensor(rng.normal(0, 1, len(lengths))).to(dtype)
+            config = ops.GAEConfig(
+                gamma=0.99, gae_lambda=0.95, gae_lambda_value=decoupled, length_adaptive_alpha=0.05, kl_coef=0.1, normalize=True
+            )  # fmt: skip
+            kl = {"logprobs": logprobs, "reference_logprobs": other}
+            flat = {name: value[inside] for name, value in kl.items()}
+            for padded, free in [
+                (ops.gae(rewards, values, mask, config, **kl), ops.gae(rewards, values[inside], mask[inside], config, **flat, offsets=offsets)),
+                (ops.reinforce_plus_plus(rewards, mask, **kl, kl_coef=0.1), ops.reinforce_plus_plus(rewards, mask[inside], **flat, kl_coef=0.1, offsets=offsets)),
+                (ops.raw_reward(rewards, mask, normalize=True), ops.raw_reward(rewards, mask[inside], normalize=True, offsets=offsets)),
+            ]:  # fmt: skip
+                assert padded.degenerate == free.degenerate and torch.equal(padded.advantages[inside], free.advantages)
+                assert (padded.returns is None) == (free.returns is None)
+                assert free.returns is None or torch.equal(padded.returns[inside], free.returns)
+
+
+@pytest.mark.parametrize(
+    "offsets, tokens, words",
+    [
+        ([0, 2, 3], 4, "offsets must go up from 0 to 4"), ([0, 4, 3], 3, "offsets must go up from 0 to 3"), ([1, 2, 3], 3, "offsets must go up"),
+        ([0, 3], 3, r"offsets have shape \[2\]; expected int64 \[3\]"), (None, 3, r"expected \[B, S\]"),
+    ],
+)  # fmt: skip
+def test_offsets_that_do_not_fit_are_said(offsets, tokens, words):
+    given = None if offsets is None else torch.tensor(offsets)
+    with pytest.raises(ValueError, match=words):
+        ops.raw_reward(torch.ones(2), torch.ones(tokens), normalize=True, offsets=given)

@@ -15,9 +15,10 @@ NRL_VEC V gate_slope(V x) {
 
 template <Gate G, class T>
 NRL_VEC void backward_lanes(const T* d_act, const T* gate, const T* up, T* d_gate, T* d_up) {
-  Floats d = load<Floats>(d_act), g = load<Floats>(gate), u = load<Floats>(up), s = sigmoid(gate_argument<G, float>(g));
+  Floats g = load<Floats>(gate), s = sigmoid(gate_argument<G, float>(g));
   Floats rest = g * (1.0f - s);
   if constexpr (G != Gate::silu) rest = rest * gate_slope<G, float>(g);
+  Floats d = load<Floats>(d_act), u = load<Floats>(up);  // not before: the exponential needs the registers
   store(d_gate, d * u * s * (1.0f + rest));
   store(d_up, d * g * s);
 }

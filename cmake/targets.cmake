@@ -1,29 +1,6 @@
-include(cmake/precompiled.cmake)
-
-# ---- core: a shared library without Python, so that _C, _cuda and the GoogleTest binary use one copy
-file(GLOB NEMO_CORE_SOURCES CONFIGURE_DEPENDS csrc/common/*.cpp csrc/kernels/*.cpp csrc/batching/*.cpp csrc/runtime/*.cpp csrc/ops/*.cpp csrc/distributed/*.cpp
-     csrc/model/*.cpp csrc/trainer/*.cpp csrc/generation/*.cpp csrc/refit/*.cpp)
-list(FILTER NEMO_CORE_SOURCES EXCLUDE REGEX "_cuda\\.cpp$|nccl_[a-z_]*\\.cpp$")     # these belong to _cuda
-add_library(nemo_rl_core SHARED ${NEMO_CORE_SOURCES} ${NEMO_KERNEL_OBJECTS})
-target_include_directories(nemo_rl_core PUBLIC csrc)
-target_link_libraries(nemo_rl_core PUBLIC nemo::torch)
-# -fopenmp: without it at::parallel_for runs on one thread, silently. Compile-time only: torch's own libgomp serves at run time.
-target_compile_options(nemo_rl_core PRIVATE -fopenmp -Wall -Wno-psabi -Wno-unknown-pragmas)
-set(NEMO_RPATH "$ORIGIN" "$ORIGIN/../torch/lib" "$ORIGIN/../nvidia/cu13/lib" "$ORIGIN/../nvidia/nccl/lib" "$ORIGIN/../cmeel.prefix/lib")
-set_target_properties(nemo_rl_core PROPERTIES INSTALL_RPATH "${NEMO_RPATH}")
-
-nemo_precompile(nemo_rl_core <string> <vector> <runtime/tensor.h>)
-
-# ---- config: yaml-cpp only, no torch
-file(GLOB NEMO_CONFIG_SOURCES CONFIGURE_DEPENDS csrc/config/*.cpp)
-add_library(nemo_rl_config STATIC ${NEMO_CONFIG_SOURCES})
-target_include_directories(nemo_rl_config PUBLIC csrc)
-target_compile_options(nemo_rl_config PRIVATE -Wall)
-target_link_libraries(nemo_rl_config PUBLIC nemo::yaml_cpp)
-
+# The extension modules of this Python, and the C++ tests.
 # ---- extension modules
 if(NEMO_RL_BUILD_PYTHON)
-  install(TARGETS nemo_rl_core LIBRARY DESTINATION nemo_rl_cpp)
   install(DIRECTORY configs DESTINATION nemo_rl_cpp)     # a wheel finds them without the source tree
   function(nemo_python_module name)
     Python_add_library(${name} MODULE WITH_SOABI ${ARGN})
@@ -49,18 +26,12 @@ if(NEMO_RL_BUILD_PYTHON)
 endif()
 
 # ---- CUDA: a module of its own, imported only where torch itself is a CUDA build
-file(GLOB NEMO_CUDA_SOURCES CONFIGURE_DEPENDS csrc/kernels/cuda/*.cu csrc/runtime/*_cuda.cpp csrc/ops/*_cuda.cpp csrc/bindings/cuda_module.cpp)
-file(GLOB NEMO_NCCL_SOURCES CONFIGURE_DEPENDS csrc/distributed/nccl_*.cpp)
-if(NEMO_HAVE_CUDA AND NEMO_RL_BUILD_PYTHON AND EXISTS "${CMAKE_SOURCE_DIR}/csrc/bindings/cuda_module.cpp")
-  nemo_python_module(_cuda ${NEMO_CUDA_SOURCES})
-  target_link_libraries(_cuda PRIVATE nemo_rl_core nemo::torch_python nemo::torch_cuda nemo::cuda nemo::cublaslt)
-  target_include_directories(_cuda SYSTEM PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${NEMO_CUBLASLT_INCLUDE}>)
-  target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -lineinfo -Xfatbin=-compress-all>)
+if(NEMO_HAVE_CUDA AND NEMO_RL_BUILD_PYTHON)
+  nemo_python_module(_cuda csrc/bindings/cuda_module.cpp)
+  target_sources(_cuda PRIVATE ${NEMO_CUDA_OBJECTS})
+  target_link_libraries(_cuda PRIVATE nemo_rl_core nemo::torch_cuda nemo::cuda nemo::cublaslt)
   if(TARGET nemo::nccl)
-    target_sources(_cuda PRIVATE ${NEMO_NCCL_SOURCES})
     target_link_libraries(_cuda PRIVATE nemo::nccl)
-    # before the toolkit's include folder, which may hold an older nccl.h
-    target_include_directories(_cuda SYSTEM BEFORE PRIVATE $<TARGET_PROPERTY:nemo::nccl,INTERFACE_SYSTEM_INCLUDE_DIRECTORIES>)
   endif()
 endif()
 

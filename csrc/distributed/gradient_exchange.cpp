@@ -3,6 +3,7 @@
 #include <ATen/Dispatch.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "common/check.h"
@@ -15,6 +16,8 @@ namespace {
 constexpr std::int64_t kLeastBytes = std::int64_t{4} << 20;  ///< of a bucket: smaller ones cost more messages
 constexpr std::int64_t kMostBytes = std::int64_t{8} << 20;   ///< of one message
 constexpr std::size_t kWaiting = 2;  ///< buckets that may wait for their message where memory is given up
+/// A wait with a bound is compiled in; one without asks for the libstdc++ of GCC 12, which RHEL 9 lacks.
+constexpr std::chrono::hours kLong{1};
 constexpr auto kPhase = "adding the gradients of all ranks beside the backward";
 
 /// The elements that lie in both.
@@ -80,7 +83,7 @@ void GradientExchange::final_from(std::int64_t begin) {
   if (!round_.give_up_memory || final_ == 0) return;
   std::size_t ready = 0;
   while (ready < buckets_.size() && buckets_[ready].begin >= final_) ++ready;
-  changed_.wait(lock, [&] { return failed_ || gone_ + kWaiting >= ready; });
+  while (!failed_ && gone_ + kWaiting < ready) changed_.wait_for(lock, kLong);
 }
 
 GradientExchange::Round GradientExchange::finish() {
@@ -108,7 +111,7 @@ void GradientExchange::work() {
 
 void GradientExchange::await_final(std::int64_t begin) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return failed_ || final_ <= begin; });
+  while (!failed_ && final_ > begin) changed_.wait_for(lock, kLong);
   NRL_CHECK(!failed_, "the sum of gradients was given up");
 }
 

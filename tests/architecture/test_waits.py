@@ -57,8 +57,8 @@ PYTHON = {  # (file, function, call): why it ends
 }  # fmt: skip
 CPP = {  # (file, line's text): why it ends
     ("csrc/process/signal_watch.cpp", "thread_.join();"): "the thread watches with a grace, and is told to close before",
-    ("csrc/distributed/gradient_exchange.cpp", "changed_.wait(lock, [&] { return failed_ || gone_ + kWaiting >= ready; });"): "buckets go or fail by messages with a deadline",
-    ("csrc/distributed/gradient_exchange.cpp", "changed_.wait(lock, [&] { return failed_ || final_ <= begin; });"): "the backward at work in this process; ~GradientExchange ends it",
+    ("csrc/distributed/gradient_exchange.cpp", "while (!failed_ && gone_ + kWaiting < ready) changed_.wait_for(lock, kLong);"): "buckets go or fail by messages with a deadline",
+    ("csrc/distributed/gradient_exchange.cpp", "while (!failed_ && final_ > begin) changed_.wait_for(lock, kLong);"): "the backward at work in this process; ~GradientExchange ends it",
     ("csrc/distributed/gloo_communicator.cpp", "run(phase, [&] { return group_->recv(tensors, from, /*tag=*/0); });"): "starts; run() waits with the deadline",
 }  # fmt: skip
 CPP_WAIT = re.compile(

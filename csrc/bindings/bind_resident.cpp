@@ -11,16 +11,21 @@ namespace {
 
 using namespace nemo_rl::generation;
 
-/// Lists over the drawn tokens: sequence, token id, log-probability, finish reason (0: it goes on).
+/// Lists over the drawn tokens: sequence, token id, log-probability, finish reason (0: it goes on), and the likeliest
+/// tokens as pairs of id and log-probability.
 py::tuple lists_of(const std::vector<DrawnToken>& drawn) {
-  py::list sequences, tokens, logprobs, reasons;
+  py::list sequences, tokens, logprobs, reasons, likeliest;
   for (const DrawnToken& d : drawn) {
     sequences.append(d.sequence);
     tokens.append(d.token_id);
     logprobs.append(d.logprob);
     reasons.append(static_cast<int>(d.finish_reason));
+    py::tuple beside(d.likeliest.size());
+    for (std::size_t i = 0; i < d.likeliest.size(); ++i)
+      beside[i] = py::make_tuple(d.likeliest[i].token, d.likeliest[i].logprob);
+    likeliest.append(beside);
   }
-  return py::make_tuple(sequences, tokens, logprobs, reasons);
+  return py::make_tuple(sequences, tokens, logprobs, reasons, likeliest);
 }
 
 /// The keys of samples 0, 1, ... of one draw.
@@ -53,14 +58,16 @@ void bind_resident(py::module_& m) {
           [](ResidentEngine& self, std::vector<std::int64_t> prompt, const kernels::SamplingRule& rule,
              std::int64_t max_new_tokens, std::vector<std::int64_t> stop_token_ids,
              const std::vector<std::string>& stop_strings, std::uint32_t samples, std::uint32_t seed,
-             std::uint32_t stream, std::uint64_t draw_id, std::uint32_t first_sample) {
+             std::uint32_t stream, std::uint64_t draw_id, std::uint32_t first_sample, std::int64_t num_likeliest) {
             const auto stops = stop_strings.empty() ? nullptr : std::make_shared<const StopStrings>(stop_strings);
-            return self.submit(std::move(prompt), {rule, max_new_tokens, std::move(stop_token_ids), stops},
+            return self.submit(std::move(prompt),
+                               {rule, max_new_tokens, std::move(stop_token_ids), stops, num_likeliest},
                                keys_of(seed, stream, draw_id, samples, first_sample));
           },
           py::arg("prompt_ids"), py::kw_only(), py::arg("rule"), py::arg("max_new_tokens"), py::arg("stop_token_ids"),
           py::arg("stop_strings"), py::arg("samples"), py::arg("seed"), py::arg("stream"), py::arg("draw_id"),
-          py::arg("first_sample"), "The number of the first of `samples` sequences; the others follow")
+          py::arg("first_sample"), py::arg("num_likeliest") = 0,
+          "The number of the first of `samples` sequences; the others follow")
       .def("cancel", &ResidentEngine::cancel, py::arg("sequence"))
       .def(
           "step",
@@ -72,7 +79,8 @@ void bind_resident(py::module_& m) {
             }
             return lists_of(drawn);
           },
-          "(sequences, token_ids, logprobs, finish_reasons): one entry a drawn token, reason 0 where it goes on")
+          "(sequences, token_ids, logprobs, finish_reasons, likeliest): one entry a drawn token, reason 0 where it "
+          "goes on; likeliest: (token id, log-probability) of the `num_likeliest` likeliest tokens there")
       .def("release_cache", &ResidentEngine::release_cache, release_gil())
       .def_property_readonly("has_work", &ResidentEngine::has_work)
       .def_property_readonly("num_sequences", &ResidentEngine::num_sequences)

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "common/check.h"
+#include "ops/likeliest.h"
 #include "ops/sampling.h"
 #include "runtime/tensor.h"
 
@@ -50,6 +51,8 @@ void check_sampling(const SamplingParams& params, const TokenBytes& token_bytes)
   NRL_CHECK_ARG(params.max_new_tokens >= 1, "max_new_tokens = ", params.max_new_tokens, ": expected at least 1");
   NRL_CHECK_ARG(!params.stop_strings || !token_bytes.empty(),
                 "stop strings need the bytes of every token: give the engine a tokenizer");
+  NRL_CHECK_ARG(params.num_likeliest >= 0 && params.num_likeliest <= ops::kMostLikeliest,
+                "num_likeliest = ", params.num_likeliest, ": expected 0 to ", ops::kMostLikeliest);
 }
 
 std::vector<const Sequence*> run_step(ModelRunner& runner, Scheduler& scheduler, const TokenBytes& token_bytes,
@@ -82,6 +85,7 @@ std::vector<const Sequence*> run_step(ModelRunner& runner, Scheduler& scheduler,
       NRL_CHECK(sampled[i].token >= 0, "the model's logits are not finite for request ", s.id, " (draw ", s.key.draw_id,
                 ", sample ", s.key.sample, ") at position ", s.length());
       s.append(sampled[i], token_bytes);
+      s.likeliest = ops::likeliest(logits, draws[i].logits_row, s.params.num_likeliest, s.params.rule);
       if (drawn) drawn(s.id, sampled[i].token);
       if (s.finished()) finished.push_back(&s);
     }

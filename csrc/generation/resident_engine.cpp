@@ -82,7 +82,7 @@ std::vector<DrawnToken> ResidentEngine::step() {
     has_cache_ = true;
     const auto note = [&](std::int64_t id, std::int64_t token) {
       const Sequence& s = *sequences_.at(id).sequence;
-      drawn.push_back({id, token, s.logprobs.back(), s.finish_reason});
+      drawn.push_back({id, token, s.logprobs.back(), s.finish_reason, s.likeliest});
     };
     for (const Sequence* s : run_step(*runner_, scheduler_, *token_bytes_, false, metrics_, note)) {
       sequences_.erase(s->id);

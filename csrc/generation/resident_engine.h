@@ -24,6 +24,7 @@ struct DrawnToken {
   std::int64_t token_id = 0;
   float logprob = 0;  ///< under the distribution it was drawn from
   FinishReason finish_reason = FinishReason::none;
+  std::vector<kernels::SampledToken> likeliest;  ///< as many as its request asked for
 };
 
 /// Not thread-safe: one thread submits, cancels and steps.

@@ -14,6 +14,7 @@ struct SamplingParams {
   std::int64_t max_new_tokens = 16;
   std::vector<std::int64_t> stop_token_ids;
   std::shared_ptr<const StopStrings> stop_strings;  ///< none if null
+  std::int64_t num_likeliest = 0;                   ///< tokens that are told beside each drawn one, see ops/likeliest.h
 };
 
 }  // namespace nemo_rl::generation

@@ -29,6 +29,7 @@ struct Sequence {
   std::vector<std::int64_t> generated;
   std::vector<float> logprobs;
   std::vector<float> entropies;
+  std::vector<kernels::SampledToken> likeliest;  ///< where the last token was drawn; params.num_likeliest of them
   FinishReason finish_reason = FinishReason::none;
 
   BlockTable blocks;        ///< held while it runs

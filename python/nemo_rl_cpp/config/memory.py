@@ -262,9 +262,10 @@ def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
 def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:
     """What the language-model head takes of a micro-batch."""
     if policy.backend == "hf":
-        count = _micro_batch_tokens(policy, kind) * sizes.vocab_size
-        logits = float(count * _width(policy)) * (2 if kind == "train" else 1)  # with their gradient
-        return "logits of a micro-batch", logits + chunk_bytes(count)
+        tokens = _micro_batch_tokens(policy, kind)
+        copies = 2 if kind == "train" else 1  # with their gradient
+        logits = float(copies * tokens * sizes.vocab_size * _width(policy))
+        return "logits of a micro-batch", logits + chunk_bytes(tokens, sizes.vocab_size, policy.logprob_chunk_size)
     if kind == "train":
         return "logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)
     return "logits chunk", _filtered_logits(policy)

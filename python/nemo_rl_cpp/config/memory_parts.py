@@ -14,9 +14,10 @@ _CHUNK = 2**24
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def chunk_bytes(logits: int) -> float:
-    """Float32 logits of some tokens, and three arrays of their size that a backward pass makes (models/hf/outputs.py)."""
-    return 16.0 * min(logits, _CHUNK)
+def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
+    """Float32 logits of `chunk` tokens (`policy.logprob_chunk_size`), and three arrays of their size that a backward pass makes
+    (models/hf/outputs.py)."""
+    return 16.0 * min(tokens * vocab_size, _CHUNK if chunk is None else chunk * vocab_size)
 
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
@@ -48,7 +49,7 @@ def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int
     """Bytes of gradients that one of so many processes holds while it adds its blocks along the tree."""
     blocks = model.gradient_blocks or processes
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
-    if processes == 1 or not model.shards_gradients or model.backend == "hf":
+    if processes == 1 or not model.shards_gradients:
         return sums
     # shards of the sums, and the block at work: of one micro-batch the embedding, two layers and those on their way
     by_tokens = model.sequence_packing.enabled or model.dynamic_batching.enabled

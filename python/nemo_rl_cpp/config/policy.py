@@ -176,7 +176,9 @@ class TrainedModelConfig(Section):
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether several processes keep a shard of the gradients each (ZeRO-2)."""
+        """Whether several processes of the native trainer keep a shard of the gradients each (ZeRO-2); FSDP2 shares out by itself."""
+        if self.backend == "hf":
+            return False
         exchange = self.megatron_cfg.distributed_data_parallel_config
         custom, theirs = exchange.use_custom_fsdp, exchange.data_parallel_sharding_strategy
         if self.data_parallel_sharding_strategy is not None:
@@ -185,7 +187,9 @@ class TrainedModelConfig(Section):
 
     @property
     def overlaps_grad_reduce(self) -> bool:
-        """Whether several processes add their gradients while the backward goes on."""
+        """Whether several processes of the native trainer add their gradients while the backward goes on."""
+        if self.backend == "hf":
+            return False
         theirs = self.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
         return self.megatron_cfg.enabled and theirs if self.overlap_grad_reduce is None else self.overlap_grad_reduce
 

@@ -1,16 +1,19 @@
-"""An agent for verifiers that only talks, in this process: `env.verifiers.harness: {id: nemo_rl_cpp_chat}`.
+"""An agent for verifiers that talks and uses the task's tools, in this process: `env.verifiers.harness: {id: nemo_rl_cpp_chat}`.
 
 Verifiers' own harness `null` starts a program for each answer of a conversation with a user, which takes a second of a processor. This
-one sends the same messages to the same endpoint. It has no tools.
+one sends the same messages to the same endpoint, and calls the same tools.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import httpx
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp, connect_mcp
 from verifiers.v1.runtimes import ProgramResult
 
 if TYPE_CHECKING:
@@ -21,38 +24,75 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatHarness", "ChatHarnessConfig"]
 
+Json = dict[str, object]
+
 
 class ChatHarnessConfig(vf.HarnessConfig):
     """It has no settings of its own."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
-    """One answer to the conversation so far; verifiers comes again with the user's next message."""
+    """Asks until an answer calls no tool; verifiers comes again with the user's next message."""
 
-    APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(
         self, ctx: ModelContext, trace: Trace, runtime: Runtime, endpoint: str, secret: str, mcp_urls: dict[str, str], data: TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:  # fmt: skip
-        """Asks once. What the endpoint refuses is verifiers' to judge, which has refused it.
-
-        Raises ValueError for a task with tools.
-        """
-        if mcp_urls:
-            raise ValueError(
-                f"the agent nemo_rl_cpp_chat has no tools, but the task gives it {', '.join(mcp_urls)}: set env.verifiers.harness to "
-                "{id: null}, which has them"
-            )
+        """What the endpoint refuses is verifiers' to judge, which has refused it."""
         system, prompt = self.resolve_prompt(data)
         messages = [] if system is None else [{"role": "system", "content": system}]
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
-        async with httpx.AsyncClient(timeout=None) as client:  # verifiers' own limit of the rollout ends it
-            answer = await client.post(
-                f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}, headers={"Authorization": f"Bearer {secret}"}
-            )  # fmt: skip
-        return ProgramResult(exit_code=0 if answer.is_success else 1, stdout=answer.text, stderr="")
+        async with AsyncExitStack() as open_ones:
+            client = httpx.AsyncClient(timeout=None, headers={"Authorization": f"Bearer {secret}"})
+            await open_ones.enter_async_context(client)  # without a limit: verifiers' own of the rollout ends it
+            servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            schemas, places, connections = await connect_mcp({"mcpServers": servers}, open_ones)
+            tools = _Tools(client, places, connections, tool_interception_url)
+            asked: Json = {"model": ctx.model, "messages": messages} | ({"tools": schemas} if schemas else {})
+            while True:
+                answer = await client.post(f"{endpoint}/chat/completions", json=asked)
+                if not answer.is_success:
+                    return ProgramResult(exit_code=1, stdout=answer.text, stderr="")
+                message = answer.json()["choices"][0]["message"]
+                messages.append({name: value for name, value in message.items() if value is not None})
+                if not message.get("tool_calls"):
+                    return ProgramResult(exit_code=0, stdout=answer.text, stderr="")
+                for call in message["tool_calls"]:
+                    messages.append(await tools.result_of(call))
+
+
+class _Tools:
+    """The tools of a rollout, and the gate that a task may have before them."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, places: dict[str, tuple[str, str]], connections: dict[str, MCPConnection], gate: str | None
+    ) -> None:  # fmt: skip
+        self._client, self._places, self._connections, self._gate = client, places, connections, gate
+
+    async def result_of(self, call: Json) -> Json:
+        """The message that answers a call. What is wrong with the call is told to the model, which may try again."""
+        function = call["function"]
+        name, text = function["name"], function["arguments"] or "{}"
+        try:
+            arguments = json.loads(text)
+        except json.JSONDecodeError as error:
+            arguments, wrong = text, f"the arguments are no JSON ({error})"
+        else:
+            wrong = None if isinstance(arguments, dict) else "the arguments are no JSON object"
+        if self._gate is not None:
+            asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
+            decision = (await self._client.post(self._gate, json=asked)).raise_for_status().json()
+            if decision["action"] == "stop":
+                raise RuntimeError(decision["reason"])
+            if decision["action"] == "deny":
+                return decision["message"]
+        if name not in self._places:
+            wrong = f"there is no tool {name}, only {', '.join(self._places) or 'none'}"
+        content = f"error: {wrong}" if wrong else await call_mcp(self._connections, self._places, name, arguments)
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}

@@ -181,8 +181,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
         """An engine in every process, on its own weights: no copy, no refit."""
-        in_turns = self.config.shards_gradients and self.config.backend != "hf"
-        blocks = self.config.gradient_blocks, self.config.train_global_batch_size, in_turns
+        blocks = self.config.gradient_blocks, self.config.train_global_batch_size, self.config.shards_gradients
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 

@@ -124,7 +124,7 @@ class TrainedModel(StaysInPlace):
 
     def _sums(self) -> GradientSums:
         sharded, beside = self.config.shards_gradients, self.config.overlaps_grad_reduce
-        if self.ranks.size == 1 or self.config.backend == "hf":  # whose trainer has no sums of its own
+        if self.ranks.size == 1:
             return GradientSums()
         return GradientSums(sharded or beside, sharded)
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.serving.requests import Sample
@@ -53,26 +54,36 @@ def spelled(tokenizer: TokenizerType, token_id: int) -> str:
     return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def completion_logprobs(tokenizer: TokenizerType, sample: Sample, top: int, at: int = 0) -> tuple[Json, int]:
+def completion_logprobs(tokenizer: TokenizerType, sample: Sample, at: int = 0) -> tuple[Json, int]:
     """`logprobs` of /v1/completions for tokens that begin `at` characters behind the answer's first, and where the next begins.
 
-    Alternatives are not computed: `top_logprobs` holds the token itself.
+    `top_logprobs` has the sampled token beside the likeliest ones where it is none of them, as OpenAI's. Of tokens that are spelled
+    alike (parts of characters) the likeliest is there.
     """
     tokens = [spelled(tokenizer, token) for token in sample.token_ids]
     offsets = []
     for token in tokens:
         offsets.append(at)
         at += len(token)
-    above = [{token: logprob} for token, logprob in zip(tokens, sample.logprobs)] if top else None
+    above = None
+    if any(sample.likeliest):
+        above = [
+            {spelled(tokenizer, other): its for other, its in reversed(beside)} | {token: logprob}
+            for token, logprob, beside in zip(tokens, sample.logprobs, sample.likeliest)
+        ]
     body = {"tokens": tokens, "token_logprobs": list(sample.logprobs), "top_logprobs": above, "text_offset": offsets}
     return body, at
 
 
 def chat_logprobs(tokenizer: TokenizerType, bytes_of: Callable[[int], bytes], sample: Sample) -> Json:
     """`logprobs` of /v1/chat/completions. The text of a part of a character is U+FFFD; `bytes` says which part."""
+
+    def entry(token: int, logprob: float) -> Json:
+        return {"token": spelled(tokenizer, token), "logprob": logprob, "bytes": list(bytes_of(token))}
+
     content = [
-        {"token": spelled(tokenizer, token), "logprob": logprob, "bytes": list(bytes_of(token)), "top_logprobs": []}
-        for token, logprob in zip(sample.token_ids, sample.logprobs)
+        entry(token, logprob) | {"top_logprobs": [entry(other, its) for other, its in beside]}
+        for token, logprob, beside in zip_longest(sample.token_ids, sample.logprobs, sample.likeliest, fillvalue=())
     ]
     return {"content": content, "refusal": None}
 

@@ -96,6 +96,7 @@ class Conversation:
         sample = self.samples[progress.sample]
         sample.token_ids += progress.token_ids
         sample.logprobs += progress.logprobs
+        sample.likeliest += progress.likeliest
         sample.reason = progress.reason
         return progress
 

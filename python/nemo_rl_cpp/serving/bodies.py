@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 _MOST_SAMPLES = 128
 _MOST_STOPS = 16
+_MOST_LIKELIEST = 20  # csrc/ops/likeliest.h
 Text = Annotated[str, StringConstraints(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]]
@@ -59,6 +60,11 @@ class SamplingFields(_Body):
         """The stop strings, each once."""
         return tuple(dict.fromkeys([self.stop] if isinstance(self.stop, str) else self.stop or ()))
 
+    @property
+    def num_likeliest(self) -> int:
+        """How many alternatives are told beside each token."""
+        return 0
+
 
 class StreamOptions(_Body):
     """OpenAI's `stream_options`."""
@@ -99,10 +105,15 @@ class CompletionBody(TextBody):
         | Annotated[list[Text], Field(min_length=1, max_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=1)]
     )
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=_MOST_LIKELIEST)] | None = None
     echo: Literal[False] = False
     best_of: Whole | None = None
     suffix: Literal[None] = None
+
+    @property
+    def num_likeliest(self) -> int:
+        """How many alternatives are told beside each token."""
+        return self.logprobs or 0
 
 
 class ToolCallFunction(_Body):
@@ -162,13 +173,18 @@ class ChatBody(TextBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Whole | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=_MOST_LIKELIEST)] | None = None
     tools: Annotated[list[dict], Field(max_length=256)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None  # a model that writes several is not held back
     response_format: ResponseFormat | None = None
     add_generation_prompt: Literal[True] = True
     reasoning_effort: Literal[None] = None
+
+    @property
+    def num_likeliest(self) -> int:
+        """How many alternatives are told beside each token."""
+        return self.top_logprobs or 0
 
 
 class GenerateParams(SamplingFields):

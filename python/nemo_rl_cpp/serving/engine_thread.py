@@ -199,7 +199,7 @@ class EngineThread:
                 ticket.first = self._engine.submit(
                     ticket.prompt_ids, rule=rule, max_new_tokens=s.max_new_tokens, stop_token_ids=list(s.stop_token_ids),
                     stop_strings=[text.encode() for text in s.stop_strings], samples=ticket.samples, seed=d.seed, stream=d.stream,
-                    draw_id=d.draw_id, first_sample=d.first_sample,
+                    draw_id=d.draw_id, first_sample=d.first_sample, num_likeliest=s.num_likeliest,
                 )  # fmt: skip
             except Exception as error:  # noqa: BLE001 - the owner's to report
                 ticket.tell(Progress(error=error))
@@ -218,7 +218,7 @@ class EngineThread:
                 self._fail(self._distinct(), failed)
                 self._changed.notify_all()
             return
-        for number, token, logprob, reason in zip(*drawn):
+        for number, token, logprob, reason, likeliest in zip(*drawn):
             ticket = self._running.get(number)
             if ticket is None:
                 continue
@@ -226,11 +226,13 @@ class EngineThread:
             answer = ticket.answers[k]
             answer.token_ids.append(token)
             answer.logprobs.append(logprob)
+            answer.likeliest.append(likeliest)
             answer.reason = reason
             if ticket.every_token:
-                ticket.tell(Progress(k, (token,), (logprob,), reason))
+                ticket.tell(Progress(k, (token,), (logprob,), reason, likeliest=(likeliest,)))
             elif reason:
-                ticket.tell(Progress(k, tuple(answer.token_ids), tuple(answer.logprobs), reason))
+                told = (tuple(answer.token_ids), tuple(answer.logprobs), reason)
+                ticket.tell(Progress(k, *told, likeliest=tuple(answer.likeliest)))
             if reason:
                 ticket.left -= 1
                 with self._changed:

@@ -92,10 +92,9 @@ class CompletionAnswer(TextAnswer):
         return _COMPLETION_TOKENS
 
     def _choice(self, k: int, text: str, sample: Sample) -> Json:
-        wanted = self._asked.logprobs
         logprobs = None
-        if wanted is not None:
-            logprobs, self._offsets[k] = completion_logprobs(self.served.tokenizer, sample, wanted, self._offsets[k])
+        if self._asked.logprobs is not None:
+            logprobs, self._offsets[k] = completion_logprobs(self.served.tokenizer, sample, self._offsets[k])
         choice: Json = {"index": k, "text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
         return choice | self._ids(sample)
 
@@ -107,7 +106,7 @@ class CompletionAnswer(TextAnswer):
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
         """The chunks of new tokens."""
-        part = Sample(list(progress.token_ids), list(progress.logprobs), progress.reason)
+        part = progress.part()
         text = self.texts[progress.sample].push(part.token_ids, last=bool(part.reason))
         if text or part.reason or self._asked.logprobs is not None or self.body.return_token_ids:
             yield header.body("text_completion", [self._choice(progress.sample, text, part)])
@@ -129,11 +128,6 @@ class ChatAnswer(TextAnswer):
             )
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
-        if body.top_logprobs:
-            raise RequestError(
-                f"top_logprobs is {body.top_logprobs}, but alternatives are not computed: leave it out, and logprobs gives those of the sampled tokens",
-                param="top_logprobs",
-            )
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise RequestError(
                 f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, which mean the same: give one of them",
@@ -189,7 +183,7 @@ class ChatAnswer(TextAnswer):
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
         """The chunks of new tokens. With tools the text comes at the end, when it is known which part of it is a call."""
-        part = Sample(list(progress.token_ids), list(progress.logprobs), progress.reason)
+        part = progress.part()
         if self._tools:
             return
         text = self.texts[progress.sample].push(part.token_ids, last=bool(part.reason))

@@ -124,6 +124,7 @@ class ServedModel:
             temperature=float(given["temperature"]), top_p=float(given["top_p"]), top_k=int(given["top_k"]),
             max_new_tokens=min(limit, self.max_model_len), stop_token_ids=(*ends, *(body.stop_token_ids or ())),
             stop_strings=tuple(dict.fromkeys((*self.default.stop_strings, *body.stop_strings))),
+            num_likeliest=body.num_likeliest,
         )  # fmt: skip
 
     def rollout_of(self, body: TextBody | GenerateBody, header: str | None) -> Rollout | None:

@@ -15,9 +15,16 @@ class ServingError(RuntimeError):
     """A request that gets no answer: the server's state is the reason, not the request."""
 
 
+Likeliest = tuple[tuple[int, float], ...]
+"""The likeliest tokens at a place, with their log-probabilities, likeliest first."""
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How a request is sampled and where it stops. Greedy: the likeliest token each time."""
+    """How a request is sampled and where it stops. Greedy: the likeliest token each time.
+
+    `num_likeliest`: tokens that are told beside each sampled one.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -25,6 +32,7 @@ class Sampling:
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    num_likeliest: int = 0
 
     @property
     def greedy(self) -> bool:
@@ -53,6 +61,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: int = 0
+    likeliest: list[Likeliest] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> str | None:
@@ -75,6 +84,11 @@ class Progress:
     logprobs: tuple[float, ...] = ()
     reason: int = 0
     error: Exception | None = None
+    likeliest: tuple[Likeliest, ...] = ()
+
+    def part(self) -> Sample:
+        """The new tokens alone."""
+        return Sample(list(self.token_ids), list(self.logprobs), self.reason, list(self.likeliest))
 
 
 @dataclass(eq=False)

@@ -35,6 +35,8 @@ def test_logits_and_the_tape_are_counted(precision, width):
     assert found["log-probabilities"]["logits of a micro-batch"] == TOKENS * V * width + chunk
     large = phases(f"policy.precision={precision}", "policy.hf_config_overrides.vocab_size=256000")["policy training"]
     assert large["logits of a micro-batch"] == 2 * TOKENS * 256_000 * width + 2**28
+    few = phases(f"policy.precision={precision}", "policy.logprob_chunk_size=10")["policy training"]
+    assert few["logits of a micro-batch"] == 2 * TOKENS * V * width + 10 * V * 16
     tape = 6 * D + 3 * HEADS * SIZE + 2 * 2 * SIZE + 4 * INNER
     assert training["activations"] == TOKENS * L * (tape * width + (8 * D if width == 2 else 0))
     assert training["policy weights"] == WEIGHTS * width and training["policy gradients"] == WEIGHTS * 4

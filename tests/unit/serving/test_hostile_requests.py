@@ -46,7 +46,7 @@ COMPLETIONS = {
     "seed": [-1, 2**64, "x"],
     "stop": ["", [""], [1], ["x"] * 17, "x" * 2000],
     "stop_token_ids": [[-1], ["a"], [2**40]],
-    "logprobs": [5, -1, True],
+    "logprobs": [21, -1, True],
     "presence_penalty": [0.5],
     "logit_bias": [{"5": 1}],
     "echo": [True],
@@ -86,12 +86,19 @@ def test_fields_of_chats_that_would_change_the_answer_are_refused(http):
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     for more, said in (
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs is 1, but alternatives are not computed"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs is given without logprobs: true"),
         ({"max_completion_tokens": 3}, "max_tokens is 2 and max_completion_tokens 3"),
     ):
         answer = http.post("/v1/chat/completions", json=chat | more)
         assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
-    same = {"max_completion_tokens": 2, "parallel_tool_calls": True, "priority": 0, "logprobs": True, "top_logprobs": 0}
+    same = {
+        "max_completion_tokens": 2,
+        "parallel_tool_calls": True,
+        "priority": 0,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
     assert http.post("/v1/chat/completions", json=chat | same).status_code == 200
 
 

@@ -1,0 +1,93 @@
+"""The likeliest tokens beside each sampled one, against the trainer's scores of every token of the vocabulary."""
+
+import json
+
+import httpx
+import pytest
+import torch
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from served import make_folder, serving
+
+PROMPT = "what is 12"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("likeliest") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer.from_pretrained(folder, section="")
+
+
+@pytest.fixture(scope="module")
+def http(folder):
+    with serving(folder) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def scores(folder, tokenizer, before, temperature):
+    """log pi(v | before) of every token v, as training computes it: a row for each."""
+    generation = {"max_new_tokens": 16, "temperature": temperature}
+    config = PolicyConfig(
+        model_name=str(folder), precision="float32", max_total_sequence_length=512, generation=generation
+    )
+    config.fill_defaults()
+    policy = Policy(None, config, tokenizer, seed=0, init_reference_model=False)
+    V = len(tokenizer)
+    rows = torch.cat([torch.tensor(before).expand(V, -1), torch.arange(V)[:, None]], 1)
+    data = {"input_ids": rows, "input_lengths": torch.full((V,), rows.shape[1]), "token_mask": torch.ones_like(rows)}
+    return policy.get_logprobs(data | {"sample_mask": torch.ones(V)})["logprobs"][:, -1]
+
+
+def post(http, route, **body):
+    answer = http.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_they_are_the_largest_of_the_whole_vocabulary_to_the_bit(http, folder, tokenizer, temperature):
+    ask = {"prompt": PROMPT, "max_tokens": 3, "temperature": temperature, "seed": 7, "return_token_ids": True}
+    choice = post(http, "/v1/completions", logprobs=4, ignore_eos=True, **ask)
+    before = list(tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+    beside = choice["logprobs"]["top_logprobs"]
+    assert len(beside) == 3
+    for token, logprob, found in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], beside):
+        every = scores(folder, tokenizer, before, temperature)
+        assert every[token].item() == logprob
+        values, ids = every.topk(4)
+        pairs = [*zip(ids.tolist(), values.tolist())][::-1] + [
+            (token, logprob)
+        ]  # spelled alike: the likelier, then itself
+        assert found == {tokenizer.decode([v], skip_special_tokens=False): x for v, x in pairs}
+        before.append(token)
+
+
+def test_a_filter_leaves_fewer_and_greedy_texts_have_themselves(http):
+    ask = {"prompt": PROMPT, "max_tokens": 6, "seed": 3, "ignore_eos": True}
+    for choice in (
+        post(http, "/v1/completions", logprobs=9, top_k=2, temperature=1, **ask),
+        post(http, "/v1/completions", logprobs=1, temperature=0, **ask),
+    ):
+        for beside, logprob in zip(choice["logprobs"]["top_logprobs"], choice["logprobs"]["token_logprobs"]):
+            assert logprob in beside.values() and 1 <= len(beside) <= 2
+    assert all(len(beside) == 1 for beside in choice["logprobs"]["top_logprobs"])
+    assert post(http, "/v1/completions", logprobs=0, **ask)["logprobs"]["top_logprobs"] is None
+
+
+def test_chats_have_them_likeliest_first_and_in_streams(http):
+    messages = [{"role": "user", "content": "what"}]
+    ask = {"messages": messages, "max_tokens": 5, "seed": 2, "temperature": 1, "logprobs": True, "top_logprobs": 3}
+    content = post(http, "/v1/chat/completions", **ask)["logprobs"]["content"]
+    for entry in content:
+        found = [other["logprob"] for other in entry["top_logprobs"]]
+        assert len(found) == 3 and found == sorted(found, reverse=True) and found[0] >= entry["logprob"]
+        assert all(other["token"] and other["bytes"] for other in entry["top_logprobs"])
+    with http.stream("POST", "/v1/chat/completions", json=ask | {"stream": True}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    parts = [json.loads(line)["choices"][0]["logprobs"] for line in lines]
+    assert [entry for part in parts if part for entry in part["content"]] == content

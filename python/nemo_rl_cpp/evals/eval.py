@@ -21,7 +21,7 @@ from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.virtual_cluster import check_device, use_threads
-from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn
+from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
@@ -250,10 +250,9 @@ class _Run:
         options = {"return_extracted_answer": True} if _takes(self.env, "return_extracted_answer") else {}
         asked = call_remote(self.env, "step", logs, active["extra_env_info"], **options)
         scored = answer_of(self.env, asked, self.config.data.env_name)
-        if isinstance(scored.rewards, dict):  # components count together
-            return scored._replace(
-                rewards=sum(torch.as_tensor(values, dtype=torch.float32) for values in scored.rewards.values())
-            )
+        if isinstance(scored.rewards, dict):  # `Conversations` adds the parts up, by their weights, as in training
+            parts = {name: torch.as_tensor(values, dtype=torch.float32) for name, values in scored.rewards.items()}
+            return scored._replace(rewards=WeightedParts.like(scored.rewards, parts))
         return scored
 
     def _keep(self, texts: list[str], batch: BatchedDataDict, answers: list[str | None]) -> None:

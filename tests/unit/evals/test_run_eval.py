@@ -5,12 +5,13 @@ import json
 import pytest
 import tiny
 import torch
-from fakes import ByteTokenizer, FakeGeneration
+from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp import run_eval
 from nemo_rl_cpp.compat.evals.eval import eval_pass_k
 from nemo_rl_cpp.config import ConfigError, load_eval_config
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals import eval as evaluation
 from nemo_rl_cpp.models.sources import find_policy_weights
@@ -212,3 +213,25 @@ def test_conversations_of_several_turns(turns, score, capsys):
     assert result.score == pytest.approx(score)
     assert result.metrics["avg_turns_per_sample"] == pytest.approx({3: 17, 2: 13, 1: 7}[turns] / 7)
     assert ("turns" in capsys.readouterr().out) == (turns > 1)
+
+
+def long(completions, **columns):
+    return [float(len(text.strip()) == 3) for text in completions]
+
+
+def digits(completions, **columns):
+    return [float(text.strip().isdigit()) for text in completions]
+
+
+@pytest.mark.parametrize("as_parts", [True, False])
+def test_parts_of_a_reward_count_by_their_weights(as_parts):
+    """As in training: a response with both parts right has 0.9 + 0.1, which is right."""
+    environment = RewardFunctionEnvironment([long, digits], [0.9, 0.1], as_parts=as_parts)
+    config = load_eval_config("evals/eval.yaml", ["generation.model_name=none", *REVERSE])
+    answers = {"a": "123", "b": "abc", "c": "1"}
+    batch = prompts(list(answers), ["reverse_digits"] * 3, [{}, {}, {}])
+    result, samples = evaluation.measure(
+        FakeGeneration(lambda prompt, key: answers[prompt]), [batch], environment, config
+    )
+    assert [sample["reward"] for sample in samples] == pytest.approx([1.0, 0.9, 0.1])
+    assert result.score == pytest.approx(1 / 3) and samples[0]["reward"] == 1.0

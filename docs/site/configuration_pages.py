@@ -245,6 +245,7 @@ def _section(model: type[Section], name: str, lines: list[str], idle: list[str])
     title = [f"### `{name}`", "", " ".join((model.__doc__ or "").split()), ""]
     inner = [(key, found) for key, info in fields_of(model) if (found := section_type(info.annotation)) is not None]
     plain = [(key, info) for key, info in fields_of(model) if section_type(info.annotation) is None]
+    plain.sort(key=lambda field: field[0] != "enabled")  # the switch first, wherever the section has it from
     effective = [_row(key, info) for key, info in plain if not _is_idle(info)]
     rest = [_row(key, info) for key, info in plain if _is_idle(info)]
     if effective:

@@ -31,6 +31,7 @@ class StepReport:
         table: columns of train_data_step<N>.jsonl.
         histograms: name -> values, logged as `train/<name>/histogram`.
         generated_tokens: tokens of all responses of the step, those filtered out included.
+        rollout_tokens: the same with the prompts and what environments said.
         rollout_names: names of the metrics that rollouts and environments gave; validation has these too.
     """
 
@@ -38,6 +39,7 @@ class StepReport:
     table: dict[str, list[object]] = field(default_factory=dict)
     histograms: dict[str, list[float]] = field(default_factory=dict)
     generated_tokens: float | None = None
+    rollout_tokens: float | None = None
     rollout_names: frozenset[str] = frozenset()
 
 
@@ -137,6 +139,7 @@ def log_times(run: TrainingRun, report: StepReport) -> None:
         num_samples=len(report.table.get("rewards", ())) or 1,
         total_num_tokens=report.metrics.get("total_num_tokens", 0),
         num_generated_tokens=report.generated_tokens,
+        num_rollout_tokens=report.rollout_tokens,
     )
     performance |= run.policy.performance()
     if services.logger is not None:

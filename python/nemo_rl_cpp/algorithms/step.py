@@ -96,6 +96,7 @@ def report_step(run: TrainingRun, collected: Collected, batch: TrainBatch, metri
         table=step_metrics.rollout_table(samples, batch),
         histograms=histograms,
         generated_tokens=rollout_metrics.get("total_generated_tokens"),
+        rollout_tokens=rollout_metrics.get("total_rollout_tokens"),
         rollout_names=frozenset(rollout_metrics),
     )
 

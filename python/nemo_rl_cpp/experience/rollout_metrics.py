@@ -51,6 +51,7 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
         "mean_gen_tokens_per_sample": mean([s.assistant_tokens for s in samples]),
         "max_gen_tokens_per_sample": max(s.assistant_tokens for s in samples),
         "mean_env_tokens_per_sample": mean([s.env_tokens for s in samples]),
+        "total_generated_tokens": sum(s.assistant_tokens for s in samples),
     }
 
 

@@ -219,6 +219,8 @@ class RolloutRunner:
             metrics["zero_std_groups"] = round(groups["groups/pct_equal"] * groups["groups/num"] / 100.0)
             metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
         self._rounds, self._rewards, self._groups = [], [], []
+        tokens = sum(len(message["token_ids"]) for log in rollouts.message_log for message in log)
+        metrics["total_rollout_tokens"] = tokens
         return metrics
 
 

@@ -8,12 +8,14 @@ from nemo_rl_cpp.config.access import to_plain
 
 
 def performance_metrics(
-    timing: Mapping[str, float], *, num_samples: int, total_num_tokens: float, num_generated_tokens: float | None = None
-) -> dict[str, float]:
+    timing: Mapping[str, float], *, num_samples: int, total_num_tokens: float, num_generated_tokens: float | None = None,
+    num_rollout_tokens: float | None = None,
+) -> dict[str, float]:  # fmt: skip
     """The `performance/*` values of a step, of one device: a GPU, or the CPU of a process.
 
     A rate is a count over the seconds of a stage (`timing`, sums by NeMo RL's labels); `total_num_tokens` counts prompt
-    and response tokens and, as in NeMo RL, is the numerator of every token rate. `decode_tokens_per_sec` is the rate of
+    and response tokens of the trained samples and, as in NeMo RL, is the numerator of every token rate but generation's:
+    that is `num_rollout_tokens`, of all rollouts that were made, where it is given. `decode_tokens_per_sec` is the rate of
     `num_generated_tokens` alone. Rates of stages that did not run are absent.
     """
     step, generation = timing.get("total_step_time", 0.0), timing.get("generation", 0.0)
@@ -28,7 +30,9 @@ def performance_metrics(
 
     rate("samples_per_sec", num_samples, step)
     rate("tokens_per_sec", total_num_tokens, step)
-    rate("generation_tokens_per_sec", total_num_tokens, generation)
+    rate(
+        "generation_tokens_per_sec", total_num_tokens if num_rollout_tokens is None else num_rollout_tokens, generation
+    )
     rate("policy_training_tokens_per_sec", total_num_tokens, training, whole=False)
     rate("policy_and_reference_logprobs_tokens_per_sec", total_num_tokens, logprobs, whole=False)
     rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs)

@@ -128,6 +128,12 @@ def test_dynamic_sampling_draws_until_groups_differ(tmp_path):
     row = logged(run)[1]
     assert row["train/dynamic_sampling_num_gen_batches"] == 2
     assert row["train/filtered_reward"] == 0.5 and row["train/reward"] == 0.75
+    # tokens of both rounds over the time of both: 16 responses of "2" or "1" and eos; half of all tokens are trained
+    assert row["train/total_generated_tokens"] == 32
+    assert row["train/total_rollout_tokens"] == 2 * row["train/total_num_tokens"]
+    rates, seconds = logged(run, "performance/")[1], logged(run, "timing/train/")[1]["timing/train/generation"]
+    assert rates["performance/decode_tokens_per_sec"] == pytest.approx(32 / seconds)
+    assert rates["performance/generation_tokens_per_sec"] == pytest.approx(row["train/total_rollout_tokens"] / seconds)
 
 
 def test_epochs_end_the_run(tmp_path):

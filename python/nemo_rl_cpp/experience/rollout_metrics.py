@@ -77,10 +77,14 @@ def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, flo
     return result | ({"verifier_timeouts": sum(timeouts)} if timeouts else {})
 
 
+COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out"})
+"""Metrics that count, under names that do not say so."""
+
+
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
     """The metrics of several rounds, each with its number of samples, as of one.
 
-    Highest and lowest values stay such, totals and counts of verifiers add up, `accuracy_of_X` is weighted by the samples
+    Highest and lowest values stay such, totals and counts of verifiers and agents add up, `accuracy_of_X` is weighted by the samples
     that were X, everything else, rates above all, by all samples. A name that a round lacks is taken from the others.
     """
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
@@ -92,7 +96,7 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
             combined[name] = values[-1]
         elif (join := join_of(name)) is not None:
             combined[name] = join(values)
-        elif name.rsplit("/", 1)[-1].startswith(("verifier_", "num_")) and not name.endswith("_rate"):
+        elif _is_count(name.rsplit("/", 1)[-1]):
             combined[name] = sum(values)
         else:
             share = name.replace("accuracy_of_", "") if "accuracy_of_" in name else None
@@ -100,6 +104,10 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
             total = sum(weights)
             combined[name] = sum(w * v for w, v in zip(weights, values)) / total if total else values[-1]
     return combined
+
+
+def _is_count(last: str) -> bool:
+    return last in COUNTS or (last.startswith(("verifier_", "num_")) and not last.endswith("_rate"))
 
 
 def join_of(name: str) -> Callable[[list[float]], float] | None:

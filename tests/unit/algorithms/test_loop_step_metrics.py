@@ -194,3 +194,16 @@ def test_rates_of_rounds_are_means_and_extremes_are_extremes():
         "turns/total": 12,
     }
     assert combine_rollout_metrics(rounds) == pytest.approx(expected)
+
+
+def test_counts_of_agents_add_up_over_rounds():
+    names = ("agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out")
+    rounds = [(4, {**dict.fromkeys(names, 1.0), "a/agent_errors": 2.0, "agent_score": 0.0, "verifier_timeouts": 1.0}),
+              (4, {**dict.fromkeys(names, 3.0), "a/agent_errors": 5.0, "agent_score": 1.0, "verifier_timeouts": 2.0})]  # fmt: skip
+    combined = combine_rollout_metrics(rounds)
+    assert combined == {
+        **dict.fromkeys(names, 4.0),
+        "a/agent_errors": 7.0,
+        "agent_score": 0.5,
+        "verifier_timeouts": 3.0,
+    }

@@ -269,7 +269,15 @@ class GroupSampler:
 
     def _keep(self, rollouts: Rollouts) -> None:
         rollouts["group_id"] = rollouts["group_id"] + self.cached_groups
-        self._cache = rollouts if self._cache is None else Rollouts.from_batches([self._cache, rollouts])
+        if self._cache is None:
+            self._cache = rollouts
+            return
+        parts = [self._cache, rollouts]
+        if any("mask_sample" in part for part in parts):  # an environment may speak of it in some rounds only
+            for part in parts:
+                if "mask_sample" not in part:
+                    part["mask_sample"] = torch.zeros(part.size, dtype=torch.bool)
+        self._cache = Rollouts.from_batches(parts)
 
     def take(self, weight_version: int | None = None) -> Rollouts:
         """The rollouts to train on, `group_id` numbered from 0; `metrics` then describes how they were come by.

@@ -34,7 +34,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
     Attributes:
         observations: [B] the message that follows: {"role", "content"}. Empty content adds no token.
-        metadata: [B] the state of each conversation, handed back at the next step.
+        metadata: [B] the state of each conversation, handed back at the next step. `mask_sample: True` in a mapping leaves the
+            conversation out of training, as where its verifier failed; the last step's word counts.
         next_stop_strings: [B] stop strings of the next turn, None for those of the generation configuration.
         rewards: [B] reward of this turn (turns add up), or a dictionary of named components [B], which add up; of `WeightedParts`
             times their weights.

@@ -58,6 +58,7 @@ class Conversations:
         self.weights: dict[str, float] = {}
         self.stop_strings = list(batch.get("stop_strings") or [None] * size)
         self.extra_env_info = list(batch["extra_env_info"])
+        self.masked: dict[int, bool] = {}
 
     def begin(self) -> Turn:
         """The conversations still going, and their tokens as the engine takes them."""
@@ -96,6 +97,7 @@ class Conversations:
             stats.env_tokens += observed.tokens
             stats.truncated |= observed.overflowed
             stats.done = terminated[i] or observed.overflowed
+            self._mask(row, answer.metadata[i])
             if stats.done:
                 continue
             going_on.append(row)
@@ -103,6 +105,16 @@ class Conversations:
             if answer.metadata[i] is not None:
                 self.extra_env_info[row] = answer.metadata[i]
         self.active = going_on
+
+    def _mask(self, row: int, metadata: object) -> None:
+        """Takes down what the environment says of leaving the conversation out; its last word counts."""
+        if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
+            return
+        if metadata["mask_sample"] not in (True, False):
+            raise ValueError(
+                f"the environment returned mask_sample {metadata['mask_sample']!r} in its metadata; it must be True or False"
+            )
+        self.masked[row] = bool(metadata["mask_sample"])
 
     def _add_rewards(self, rewards: torch.Tensor | dict[str, torch.Tensor]) -> None:
         components = rewards if isinstance(rewards, dict) else {"": rewards}
@@ -113,7 +125,8 @@ class Conversations:
             total[self.active] += values
 
     def finish(self) -> DatumBatch:
-        """The batch with `total_reward`, `reward/<component>`, `truncated` and the last `stop_strings`; marks what ran out of turns."""
+        """The batch with `total_reward`, `reward/<component>`, `truncated`, the last `stop_strings`, and `mask_sample`
+        bool [B] where an environment speaks of it; marks what ran out of turns."""
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info
@@ -122,6 +135,8 @@ class Conversations:
         weighted = (values * self.weights.get(name, 1.0) for name, values in self.rewards.items())
         self.batch["total_reward"] = sum(weighted, torch.zeros(len(self.stats)))
         self.batch["truncated"] = torch.tensor([stats.truncated for stats in self.stats], dtype=torch.bool)
+        if self.masked:
+            self.batch["mask_sample"] = torch.tensor([self.masked.get(row, False) for row in range(len(self.stats))])
         return self.batch
 
 

@@ -81,3 +81,12 @@ def test_a_group_that_voters_keep_is_trained_whole():
     )  # fmt: skip
     sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [True, False, False, False]))
     assert sampler.take().size == 4
+
+
+def test_rounds_with_and_without_masks_are_joined():
+    sampler = GroupSampler.from_config(
+        GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4, use_dynamic_sampling=True)
+    )
+    for masks in (None, [True, False, False, False], None):
+        sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [False] * 4, masks))
+    assert sampler.take()["mask_sample"].tolist() == [False] * 4 + [True] + [False] * 7

@@ -10,6 +10,7 @@ from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironmen
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
+from nemo_rl_cpp.experience.train_batch import build_train_batch
 from nemo_rl_cpp.experience.turns import calculate_rewards, generate_responses
 
 TOKENIZER = ByteTokenizer()
@@ -258,3 +259,32 @@ def test_from_data_set_to_reward(section, env):
     assert (result["total_reward"][1::2] < 0.5).all() and not result["truncated"].any()
     assert metrics.get("verifier_timeouts", 0) == 0
     environment.shutdown()
+
+
+class Unsure(EchoEnvironment):
+    """Says of each conversation what its row `masks` has for the turn, where it has anything."""
+
+    def step(self, message_log_batch, metadata):
+        answer = super().step(message_log_batch, metadata)
+        said = [info["masks"][info["turns"] - 1] for info in metadata]
+        states = [
+            state if word is None else {**state, "mask_sample": word} for state, word in zip(answer.metadata, said)
+        ]
+        return answer._replace(metadata=states)
+
+
+def masked(masks):
+    infos = [{"turns": len(each), "masks": each[::-1]} for each in masks]
+    batch = prompts([f"p{i}" for i in range(len(masks))], ["echo"] * len(masks), infos)
+    return run_multi_turn_rollout(FakeGeneration(lambda p, k: "ab"), batch, TOKENIZER, {"echo": Unsure()}, 100)[0]
+
+
+def test_an_environment_leaves_samples_out_by_its_metadata():
+    assert "mask_sample" not in masked([[None], [None]])
+    rolled = masked([[True], [None], [False], [None, True]])
+    assert rolled["mask_sample"].tolist() == [True, False, False, True]
+    batch = build_train_batch(rolled, pad_token_id=0)
+    assert batch.sample_mask.tolist() == [0, 1, 1, 0]
+    assert masked([[True, False]])["mask_sample"].tolist() == [False]  # the last word counts
+    with pytest.raises(ValueError, match="mask_sample 'no' in its metadata; it must be True or False"):
+        masked([["no"]])

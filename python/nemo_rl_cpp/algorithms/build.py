@@ -144,7 +144,7 @@ def make_parts(
     """The parts of a run, as they are in the newest checkpoint or new; the checkpoint folder is locked from here on."""
     loop = config.loop
     with opened(config, tokenizer, data.train, data.validation) as (checkpoints, resume):
-        loader = make_dataloader(config.data, data.train, loop.prompts_per_round, loop.seed)
+        loader = make_dataloader(config.data, data.train, loop.prompts_per_round, loop.seed, config.algorithm)
         resume.load_data_position(loader, config.data)
         if config.policy.generation.runs_vllm:
             check_vllm(config.policy, config.cluster.device)  # before a model is loaded
@@ -212,7 +212,7 @@ def _assembled(config: TrainMasterConfig, parts: Parts, generation: GenerationIn
     refit = create_weight_synchronizer(
         policy, generation, "native", colocated=engines_of(config) == 0, version=lambda: state.step
     )
-    prompts = PromptSource(parts.loader, loop.num_generations_per_prompt, state)
+    prompts = PromptSource(parts.loader, loop.num_generations_per_prompt, state, config.algorithm)
     rollouts = RolloutRunner(
         generation, parts.tokenizer, environments.train, config.policy.max_total_sequence_length,
         loop.max_rollout_turns, length_penalty_of(config, parts.tokenizer),

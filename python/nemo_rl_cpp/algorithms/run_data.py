@@ -56,11 +56,17 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
 
 
 def make_dataloader(
-    data: DataConfig, dataset: Datasets, num_prompts: int, seed: int
+    data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
-    """The training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each."""
+    """The training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each.
+    `section` is the training loop's, which messages name."""
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
+        if 0 < len(rows) < batch_size:
+            raise ValueError(
+                f"the data set has {len(rows)} rows, fewer than one batch of {batch_size}: lower "
+                f"{section}.num_prompts_per_step (or {section}.batch_multiplier), or take more data"
+            )
         return StatefulDataLoader(
             rows, batch_size, shuffle=data.shuffle, drop_last=True, seed=seed, num_workers=data.num_workers
         )

@@ -126,7 +126,9 @@ class Validator:
 
     def _metrics(self, rewards: list[float], rollout_metrics: Metrics) -> Metrics:
         if not rewards:
-            raise ValueError("the validation data set gave no prompts: check data.validation and grpo.max_val_samples")
+            raise ValueError(
+                f"the validation data set gave no prompts: check data.validation and {self._loop.section_name}.max_val_samples"
+            )
         per_prompt = [rewards[i : i + self._num_generations] for i in range(0, len(rewards), self._num_generations)]
         accuracy = math.fsum(rewards) / len(rewards)
         metrics = {
@@ -155,5 +157,7 @@ def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
     if metrics is None or name is None or threshold is None:
         return False
     if name not in metrics:
-        raise ValueError(f"grpo.stop_at_validation_metric={name!r}: validation gives {', '.join(sorted(metrics))}")
+        raise ValueError(
+            f"{loop.section_name}.stop_at_validation_metric={name!r}: validation gives {', '.join(sorted(metrics))}"
+        )
     return metrics[name] >= threshold

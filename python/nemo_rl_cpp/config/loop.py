@@ -1,7 +1,7 @@
 """What the sections `grpo` and `ppo` share: the training loop."""
 
 from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 from .base import Count, Int, NonNegative, Positive, Real, Section, Seed, key, section
 
@@ -61,6 +61,9 @@ class AsyncConfig(Section):
 
 class LoopConfig(Section):
     """The training loop: how many prompts, how long, when to validate, which samples count."""
+
+    section_name: ClassVar[str] = "grpo"
+    """What messages call the section."""
 
     num_prompts_per_step: Positive = key(32, "prompts in a step")
     num_generations_per_prompt: Positive = key(16, "responses to each prompt (G, one group)")

@@ -30,6 +30,7 @@ class GAEConfig(Section):
 class PPOConfig(LoopConfig):
     """The training loop of PPO; keys that GRPO has too mean the same."""
 
+    section_name = "ppo"
     max_num_epochs: Positive = other_default("max_num_epochs", 100000)
     max_num_steps: Count = other_default("max_num_steps", 100000)
     val_period: Int = other_default("val_period", 20)

@@ -44,7 +44,7 @@ class StatefulDataLoader:
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
                 f"the data set has {len(dataset)} rows, fewer than one batch of {batch_size}: lower "
-                "grpo.num_prompts_per_step (or grpo.batch_multiplier), or take more data"
+                "batch_size, or take more data"
             )
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.collate_fn, self.drop_last, self.seed, self.num_workers = collate_fn, drop_last, seed, num_workers
@@ -146,7 +146,7 @@ class MultipleDataloaderWrapper:
             each = {loader.batch_size for loader in self.dataloaders.values()}
             if len(each) != 1 or expected_num_prompts % next(iter(each)):
                 raise ValueError(
-                    f"grpo.num_prompts_per_step ({expected_num_prompts}) must be a multiple of "
+                    f"num_prompts_per_step ({expected_num_prompts}) must be a multiple of "
                     f"data.num_prompts_per_dataloader ({', '.join(map(str, sorted(each)))})"
                 )
 

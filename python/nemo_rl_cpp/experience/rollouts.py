@@ -247,8 +247,11 @@ class PromptSource:
     numbers of its generations and serves as its `group_id`.
     """
 
-    def __init__(self, loader: Iterable[BatchedDataDict], num_generations: int, state: TrainState) -> None:
-        self.loader = loader
+    def __init__(
+        self, loader: Iterable[BatchedDataDict], num_generations: int, state: TrainState, section: str = "grpo"
+    ) -> None:
+        """`section` is the training loop's, which messages name."""
+        self.loader, self.section = loader, section
         self.num_generations = num_generations
         self._state = state
         self._batches: Iterator[BatchedDataDict] | None = None
@@ -280,7 +283,9 @@ class PromptSource:
             if self._was_last(epoch):
                 self._end_epoch()
             return batch
-        raise ValueError("the data loader gives no batches: there are fewer prompts than grpo.num_prompts_per_step")
+        raise ValueError(
+            f"the data loader gives no batches: there are fewer prompts than {self.section}.num_prompts_per_step"
+        )
 
     def _was_last(self, epoch_before: int | None) -> bool:
         """Whether the batch just drawn ended its epoch. Our loader says so; of another one only the length is known; one

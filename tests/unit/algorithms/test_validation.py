@@ -9,6 +9,8 @@ from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.algorithms.validation import Validator, reached_target
 from nemo_rl_cpp.api.writing import Writer
 from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.config.ppo import PPOConfig
 from nemo_rl_cpp.models.generation import interfaces
 
 TOKENIZER = ByteTokenizer()
@@ -28,7 +30,7 @@ class OneTurn(EchoEnvironment):
 
 def loop(**changes):
     values = dict(
-        val_period=2, val_start_at=-1, val_at_start=False, val_at_end=False, max_val_samples=5, val_batch_size=2,
+        section_name="grpo", val_period=2, val_start_at=-1, val_at_start=False, val_at_end=False, max_val_samples=5, val_batch_size=2,
         val_num_generations_per_prompt=1, max_rollout_turns=1, stop_at_validation_metric=None, stop_at_validation_threshold=None,
     )  # fmt: skip
     return SimpleNamespace(**values | changes)
@@ -117,6 +119,18 @@ def test_no_interval_for_rewards_outside_0_and_1():
 def test_no_prompts_is_an_error():
     with pytest.raises(ValueError, match="gave no prompts"):
         Validator(FakeGeneration(), [], TOKENIZER, {}, loop(), policy()).run(step=0)
+
+
+def test_errors_name_the_section_in_use():
+    ppo = PPOConfig(stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.9)
+    with pytest.raises(ValueError, match="check data.validation and ppo.max_val_samples"):
+        Validator(FakeGeneration(), [], TOKENIZER, {}, ppo, policy()).run(step=0)
+    with pytest.raises(ValueError, match="^ppo.stop_at_validation_metric='accuracy'"):
+        reached_target({"other": 1.0}, ppo)
+    with pytest.raises(ValueError, match="^grpo.stop_at_validation_metric='accuracy'"):
+        reached_target(
+            {"other": 1.0}, GRPOConfig(stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.9)
+        )
 
 
 def test_early_stop_by_metric():

@@ -112,7 +112,7 @@ def test_mistakes():
     for options, message in (
         ({"batch_size": 0}, "batch_size"),
         ({"n": 0}, "empty"),
-        ({"n": 2, "drop_last": True}, "num_prompts_per_step"),
+        ({"n": 2, "drop_last": True}, "lower batch_size"),
     ):
         with pytest.raises(ValueError, match=message):
             loader(**options)

@@ -2,7 +2,9 @@
 
 import pytest
 from fakes import prompts
+from nemo_rl_cpp.algorithms.run_data import make_dataloader
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -74,3 +76,14 @@ def test_nothing_to_draw_is_an_error():
 
 def test_batches_are_batched_data():
     assert isinstance(source().next(), BatchedDataDict)
+
+
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+def test_too_few_prompts_name_the_section_in_use(section):
+    wanted = f"{section}.num_prompts_per_step"
+    with pytest.raises(ValueError, match=wanted):
+        PromptSource([], 1, TrainState(), section).next()
+    with pytest.raises(
+        ValueError, match=rf"has 3 rows, fewer than one batch of 4: lower {wanted} \(or {section}.batch"
+    ):
+        make_dataloader(DataConfig(train={}), rows(3), 4, 0, section)

@@ -219,6 +219,8 @@ class RolloutRunner:
         if self._change_rewards is not None:
             metrics |= self._change_rewards(rollouts)
         rollouts.weight_version = torch.full((rollouts.size,), weight_version)
+        tokens = sum(len(message["token_ids"]) for log in rollouts.message_log for message in log)
+        metrics["total_rollout_tokens"] = tokens
         self._rounds.append((rollouts.size, metrics))
         self._rewards += rollouts.raw_reward.tolist()
         self._groups += rollouts.group_id.tolist()
@@ -226,17 +228,23 @@ class RolloutRunner:
 
     def pop_metrics(self) -> dict[str, float]:
         """The metrics of all rounds since the last call, those that are filtered out later included: NeMo RL's rollout
-        metrics, `accuracy` (mean raw reward), `zero_std_groups` (groups whose raw rewards are all equal) and `groups/*`."""
+        metrics, `accuracy` (mean raw reward), `zero_std_groups` (groups of two or more whose raw rewards are all equal) and `groups/*`."""
         metrics = combine_rollout_metrics(self._rounds)
         if self._rewards:
             groups = group_reward_metrics(self._rewards, self._groups)
             metrics |= groups
-            metrics["zero_std_groups"] = round(groups["groups/pct_equal"] * groups["groups/num"] / 100.0)
+            metrics["zero_std_groups"] = _equal_groups(self._rewards, self._groups)
             metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
         self._rounds, self._rewards, self._groups = [], [], []
-        tokens = sum(len(message["token_ids"]) for log in rollouts.message_log for message in log)
-        metrics["total_rollout_tokens"] = tokens
         return metrics
+
+
+def _equal_groups(rewards: list[float], group_ids: list[int]) -> int:
+    """Groups of two or more whose rewards are all equal."""
+    of_group: dict[int, list[float]] = {}
+    for group, reward in zip(group_ids, rewards, strict=True):
+        of_group.setdefault(group, []).append(reward)
+    return sum(len(group) > 1 and min(group) == max(group) for group in of_group.values())
 
 
 class PromptSource:

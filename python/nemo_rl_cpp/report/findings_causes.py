@@ -12,6 +12,14 @@ def _loop(h: MetricHistory) -> str:
     return "ppo" if h.setting("ppo.num_prompts_per_step") is not None else "grpo"
 
 
+def compares_groups(h: MetricHistory) -> bool:
+    """Whether responses to one prompt are compared with one another: not where a critic judges each by itself, nor where
+    there is one response a prompt and the estimator needs no more."""
+    if _loop(h) == "ppo":
+        return False
+    return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
+
+
 def cause_of_no_signal(h: MetricHistory) -> str | None:
     """What leaves (nearly) all samples without a learning signal, and the key to change; None where the metrics do not say."""
     for cause in (_groups_of_one, _prompts_cut, _context_full, _masked_for_length, _answers_cut, _constant_reward):

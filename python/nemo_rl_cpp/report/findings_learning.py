@@ -3,7 +3,13 @@
 import math
 
 from nemo_rl_cpp.report.finding import Finding, percent, rule
-from nemo_rl_cpp.report.findings_causes import cause_of_no_signal, context_advice, context_is_full, cut_costs_nothing
+from nemo_rl_cpp.report.findings_causes import (
+    cause_of_no_signal,
+    compares_groups,
+    context_advice,
+    context_is_full,
+    cut_costs_nothing,
+)
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.numbers import format_number as fmt
 
@@ -81,7 +87,9 @@ def past_its_best(h: MetricHistory) -> Finding | None:
 
 @rule
 def equal_rewards(h: MetricHistory) -> Finding | None:
-    """The share of prompt groups whose rewards are all equal: they teach nothing."""
+    """The share of prompt groups whose rewards are all equal: they teach nothing, where groups are compared."""
+    if not compares_groups(h):
+        return None
     share = h.recent("train/groups/pct_equal")
     if share is None:
         mixed = h.recent("train/baseline_reward/pct_mixed")
@@ -112,10 +120,14 @@ def no_signal(h: MetricHistory) -> Finding | None:
         return None
     level = "bad" if silent * 2 > len(low.values) else "warn"
     cause = cause_of_no_signal(h) if level == "bad" else None
+    if compares_groups(h):
+        why = "All rewards within each group were equal. More generations per prompt or other prompts would help."
+    else:
+        why = "No response was better or worse than expected: look at the rewards of the samples."
     return Finding(
         level,
         f"{silent} of {len(low.values)} steps had no learning signal: every advantage was 0",
-        cause or "All rewards within each group were equal. More generations per prompt or other prompts would help.",
+        cause or why,
         "train/advantages/max",
     )
 

@@ -44,7 +44,7 @@ def performance_metrics(
 def group_reward_metrics(rewards: Iterable[float], group_ids: Iterable[object]) -> dict[str, float]:
     """How many prompt groups taught nothing because all their rewards are equal. `rewards` [B], `group_ids` [B].
 
-    `groups/num`, and in percent of groups: `groups/pct_equal`, of these `groups/pct_equal_best` (all at the highest
+    `groups/num`, and in percent of the groups of two or more, where there are any (one response is equal to nothing): `groups/pct_equal`, of these `groups/pct_equal_best` (all at the highest
     reward of the batch) and `groups/pct_equal_worst` (all at the lowest), and `groups/pct_mixed`. When every reward of
     the batch is the same, 1 or more counts as best and anything else as worst.
     """
@@ -57,15 +57,18 @@ def group_reward_metrics(rewards: Iterable[float], group_ids: Iterable[object]) 
     groups: dict[object, list[float]] = {}
     for group, value in zip(ids, values.tolist(), strict=True):
         groups.setdefault(group, []).append(value)
+    number = {"groups/num": float(len(groups))}
+    compared = [group for group in groups.values() if len(group) > 1]
+    if not compared:
+        return number
     low, high = float(values.min()), float(values.max())
-    equal = [group[0] for group in groups.values() if min(group) == max(group)]
+    equal = [group[0] for group in compared if min(group) == max(group)]
     best = sum(value == high and (high > low or value >= 1.0) for value in equal)
     worst = sum(value == low and (high > low or value < 1.0) for value in equal)
-    share = 100.0 / len(groups)
-    return {
-        "groups/num": float(len(groups)),
+    share = 100.0 / len(compared)
+    return number | {
         "groups/pct_equal": len(equal) * share,
         "groups/pct_equal_best": best * share,
         "groups/pct_equal_worst": worst * share,
-        "groups/pct_mixed": (len(groups) - len(equal)) * share,
+        "groups/pct_mixed": (len(compared) - len(equal)) * share,
     }

@@ -430,3 +430,14 @@ def test_a_full_context_is_not_called_too_few_tokens():
         found.title == "50 % of responses were cut off at the end of the context"
         and "max_total_sequence_length = 128" in found.advice
     )
+
+
+def test_groups_are_not_judged_where_a_critic_judges_single_responses():
+    ppo = {"ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1}}
+    plus_plus = settings(grpo={"num_generations_per_prompt": 1, "adv_estimator": {"name": "reinforce_plus_plus"}})
+    for given in (ppo, {"ppo": {**ppo["ppo"], "num_generations_per_prompt": 8}}, plus_plus):
+        assert learning.equal_rewards(silent(given)) is None
+        assert "grpo.use_dynamic_sampling" not in "".join(finding.advice for finding in find(silent(given)))
+        assert "within each group" not in learning.no_signal(silent(given, steps=1)).advice
+    assert learning.equal_rewards(silent()).level == "bad"
+    assert "within each group" in learning.no_signal(silent(steps=1)).advice

@@ -2,12 +2,14 @@
 
 import inspect
 import re
+import shlex
 from functools import cache
 
 import nemo_rl_cpp
 import pytest
 from documents.snippets import ROOT
 from nemo_rl_cpp.api.keywords import OF_TRL
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.foreign_names import FOREIGN
 from nemo_rl_cpp.config.keys import fields_of, section_at
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
@@ -101,3 +103,12 @@ def test_the_errors_of_train_grpo_and_the_page_agree():
     differing = {name: said[name] for name in OF_TRL if name in said and not any(m in said[name] for m in meant[name])}
     assert differing == {}
     assert len(OF_TRL.keys() & said.keys()) > 35
+
+
+def test_the_command_for_verl_trains_as_verl_does():
+    """Where the file's defaults are others: no KL, the mean of the group, a constant learning rate, dual clip, greedy validation."""
+    command = re.search(r"nemo-rl-cpp train --config (\S+) (.*?)```", PAGES["verl"], re.S)
+    config = load_grpo_config(command[1], shlex.split(command[2].replace("\\\n", " ")))
+    assert config.loss_fn.reference_policy_kl_penalty == 0 and config.loss_fn.ratio_clip_c == 3
+    assert config.grpo.adv_estimator.use_leave_one_out_baseline is False and config.policy.effective_scheduler() is None
+    assert config.policy.generation.val_temperature == 0

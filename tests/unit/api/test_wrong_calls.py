@@ -161,6 +161,16 @@ def test_a_wrong_call_is_one_sentence(tmp_path, monkeypatch, given, words):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_batch_is_trained_several_times_in_ppo_only():
+    """TRL's num_iterations is no smaller batch."""
+    for function, words in (
+        (training._GRPO.function, "ppo_epochs of train_ppo"),
+        (training._PPO.function, "ppo_epochs"),
+    ):
+        with pytest.raises(ValueError, match=f"num_iterations is unknown; here it is {words}$"):
+            dotted_key("num_iterations", function)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

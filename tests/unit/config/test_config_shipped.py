@@ -48,6 +48,11 @@ def test_loads(path):
     assert loader(path)(path, MUST_BE_GIVEN.get(path.name, [])).model_dump()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "agents").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_of_agents_load(path):
+    assert load_grpo_config(path).policy.generation.expose_http_server
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_a_dumped_configuration_loads_to_the_same(path, tmp_path):
     config = loader(path)(path, MUST_BE_GIVEN.get(path.name, []))

@@ -50,6 +50,7 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
                 f"go to a class or function of yours, but {key}.name is {section.name}: leave them out, or give a dotted name",
                 f"{key}.name",
             )
+    _check_force_on_policy(config, report)
     if isinstance(config, GRPOMasterConfig):
         _check_advantages(config, report)
     rules_model.check_policy(policy, report)
@@ -92,7 +93,6 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
             f"{low} is above advantage_clip_high {high}; swap them",
             "grpo.advantage_clip_high",
         )
-    _check_force_on_policy(config, report)
     _check_group(config, report)
     _check_gdpo(config, report)
 
@@ -279,10 +279,12 @@ def _check_validation(loop: LoopConfig, name: str, report: Report) -> None:
         )
 
 
-def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
+def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
+    """The ratio is 1 in the first update of a batch only: a later one needs the policy of before it."""
     if not config.loss_fn.force_on_policy_ratio:
         return
-    batch = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    loop, name = config.loop, config.algorithm
+    batch = loop.num_prompts_per_step * loop.num_generations_per_prompt
     if batch != config.policy.train_global_batch_size:
         report.add(
             "loss_fn.force_on_policy_ratio",
@@ -290,10 +292,18 @@ def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
             f"(num_prompts_per_step x num_generations_per_prompt), not {config.policy.train_global_batch_size}",
             "policy.train_global_batch_size",
         )
+    if loop.policy_epochs > 1:
+        report.add(
+            "loss_fn.force_on_policy_ratio",
+            f"needs one optimizer step a batch: set {name}.ppo_epochs to 1, not {loop.policy_epochs} "
+            f"({name}.critic_ppo_epochs gives the critic more)",
+            f"{name}.ppo_epochs",
+        )
     if (
-        config.loss_fn.use_kl_in_reward
+        isinstance(config, GRPOMasterConfig)
+        and config.loss_fn.use_kl_in_reward
         and config.loss_fn.reference_policy_kl_penalty
-        and config.grpo.seq_logprob_error_threshold is None
+        and loop.seq_logprob_error_threshold is None
     ):
         report.add(
             "loss_fn.use_kl_in_reward",

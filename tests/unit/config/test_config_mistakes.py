@@ -281,6 +281,7 @@ PPO_CASES = {
     "unknown value loss key": ("+value_loss_fn.clip=0.2", "value_loss_fn.clip", ["did you mean cliprange"]),
     "KL without a reference": ("loss_fn.reference_policy_kl_penalty=0.1", "ppo.skip_reference_policy_logprobs_calculation", ["set the penalty to 0"]),
     "GRPO's section": ("+grpo.seed=1", "grpo", ["did you mean ppo"]),
+    "on-policy ratio with several epochs": ("loss_fn.force_on_policy_ratio=true", "loss_fn.force_on_policy_ratio", ["ppo.ppo_epochs to 1, not 4"]),
 }  # fmt: skip
 
 
@@ -294,6 +295,22 @@ def test_bad_ppo_override(case):
     assert problem.where == f"override '{override}'"
     for word in words:
         assert word in problem.message
+
+
+@pytest.mark.parametrize(
+    "epochs, batch, words", [(1, 256, "train_global_batch_size to 512"), (2, 512, "ppo_epochs to 1"), (1, 512, None)]
+)
+def test_ppo_has_one_update_a_batch_where_the_ratio_is_held_at_one(epochs, batch, words):
+    overrides = [
+        "loss_fn.force_on_policy_ratio=true",
+        f"ppo.ppo_epochs={epochs}",
+        f"policy.train_global_batch_size={batch}",
+    ]
+    if words is None:
+        assert load_ppo_config(overrides=overrides).loss_fn.force_on_policy_ratio
+        return
+    with pytest.raises(ConfigError, match=words):
+        load_ppo_config(overrides=overrides)
 
 
 def test_raw_reward_needs_no_sound_value_section():

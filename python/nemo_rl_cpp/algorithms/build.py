@@ -28,6 +28,7 @@ from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.exactness import exactness_text
 from nemo_rl_cpp.config.fold import say_fold
+from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
@@ -152,9 +153,12 @@ def make_parts(
         stage("loading the model")
         generation, listener = None, listener_of(config.policy)
         try:
-            policy = make_policy(config, tokenizer, resume, cluster, policy_factory)
+            length = planned_steps(loop, loader)
+            policy = make_policy(config, tokenizer, resume, cluster, length, policy_factory)
             generation = make_generation(config, policy, tokenizer, engine_cluster)
-            value = make_value(config, tokenizer, resume, cluster) if isinstance(config, PPOMasterConfig) else None
+            value = (
+                make_value(config, tokenizer, resume, cluster, length) if isinstance(config, PPOMasterConfig) else None
+            )
             return Parts(
                 policy=policy,
                 generation=generation,
@@ -245,6 +249,14 @@ def _assembled(config: TrainMasterConfig, parts: Parts, generation: GenerationIn
 # ---- the parts
 
 
+def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
+    """Steps of the whole run, as far as they are known before it: max_num_steps, or the batches of max_num_epochs where these are
+    fewer. Dynamic sampling may need several batches a step. Several loaders never end."""
+    if isinstance(loader, MultipleDataloaderWrapper):
+        return loop.max_num_steps
+    return min(loop.max_num_steps, loop.max_num_epochs * len(loader))
+
+
 def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
     """One device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
     processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
@@ -280,9 +292,10 @@ def make_policy(
     tokenizer: TokenizerType,
     resume: Resume,
     cluster: RayVirtualCluster,
+    steps: int,
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:
-    """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name.
+    """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name, for a run of so many steps.
 
     The reference model is built only when the KL weight is not 0.
     """
@@ -306,7 +319,7 @@ def make_policy(
         optimizer_path=optimizer,
         init_optimizer=True,
         init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
-        total_steps=config.loop.max_num_steps * config.loop.policy_epochs,
+        total_steps=max(steps - config.loop.first_policy_step, 0) * config.loop.policy_epochs,
         seed=config.loop.seed,
     )
 
@@ -319,7 +332,7 @@ def _hf_policy() -> type[Policy]:
 
 
 def make_value(
-    config: PPOMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: RayVirtualCluster
+    config: PPOMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: RayVirtualCluster, steps: int
 ) -> Value | DistributedValue | None:
     """PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those of
     value.model_name; None for an estimator that needs no values."""
@@ -330,11 +343,10 @@ def make_value(
     if weights is None and loop.warm_start_value_checkpoint is not None:
         weights = warm_start_weights(loop.warm_start_value_checkpoint)
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
-    total_steps = loop.max_num_steps * loop.critic_epochs
     model = value_class(config.value) if cluster.in_process else DistributedValue
     return model(
         cluster=cluster, config=config.value, tokenizer=tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
-        total_steps=total_steps,
+        total_steps=steps * loop.critic_epochs,
     )  # fmt: skip
 
 

@@ -111,7 +111,9 @@ class MegatronSchedulerConfig(Section):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = key(
         "constant", "shape of the decay after warm-up"
     )
-    lr_decay_iters: Positive | None = key(1000, "steps until min_lr; null: the whole run")
+    lr_decay_iters: Positive | None = key(
+        1000, "steps until min_lr; null: the whole run, which max_num_steps or max_num_epochs ends"
+    )
     lr_warmup_iters: Count = key(13, "steps of linear warm-up")
     lr_warmup_init: NonNegative = key(5e-7, "learning rate at the start of the warm-up")
     start_weight_decay: NonNegative | None = key(None, "weight decay at the start; null: optimizer.weight_decay")

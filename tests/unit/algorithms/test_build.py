@@ -3,11 +3,32 @@
 import pytest
 import tiny
 from nemo_rl_cpp.algorithms import build
+from nemo_rl_cpp.algorithms.checkpointing import Resume
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.config import load_ppo_config
+from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.loggers.logger import Logger
 
 
 def fail(*given, **more):
     raise RuntimeError("no more threads")
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "warmup", "whole", "of_policy"), [(100, 2, 0, 10, 30), (7, 2, 3, 7, 12), (100, 1, 9, 5, 0)]
+)
+def test_a_schedule_knows_which_limit_ends_the_run_and_that_the_policy_begins_later(
+    steps, epochs, warmup, whole, of_policy
+):
+    config = load_ppo_config(
+        "ppo_tiny.yaml",
+        [f"ppo.max_num_steps={steps}", f"ppo.max_num_epochs={epochs}", f"ppo.policy_training_start_step={warmup}", "ppo.ppo_epochs=3"],
+    )  # fmt: skip
+    loader = StatefulDataLoader(list(range(10)), 2)
+    several = MultipleDataloaderWrapper(2, {}, {"a": loader})
+    assert build.planned_steps(config.ppo, loader) == whole and build.planned_steps(config.ppo, several) == steps
+    made = build.make_policy(config, None, Resume(None, TrainState()), None, whole, lambda **given: given)
+    assert made["total_steps"] == of_policy
 
 
 @pytest.mark.slow

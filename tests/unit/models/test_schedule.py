@@ -71,6 +71,17 @@ def test_megatron_warms_up_and_decays(style, at_six, at_twelve):
     assert decays[5] == pytest.approx(0.1) and decays[12] == pytest.approx(0.2)
 
 
+def test_weight_decay_takes_the_whole_run_and_a_decay_without_length_too():
+    ours, whole = (
+        MegatronLearningRate(megatron("linear"), 20),
+        MegatronLearningRate(megatron("linear", lr_decay_iters=None), 20),
+    )
+    for _ in range(10):
+        ours.step(), whole.step()
+    assert ours.lr == pytest.approx(0.1) and ours.weight_decay == pytest.approx(0.1)
+    assert whole.lr == pytest.approx(0.1 + 0.9 * 10 / 18)
+
+
 def test_megatron_resumes():
     ours, again = MegatronLearningRate(megatron("linear")), MegatronLearningRate(megatron("linear"))
     for _ in range(5):

@@ -105,11 +105,13 @@ class MegatronLearningRate:
 
     lr(n) = init + (max - init) n / warmup while n <= warmup; then with r = (n - warmup) / (decay - warmup):
     linear 1 - r, cosine (cos(pi r) + 1) / 2, both scaling max - min above min; inverse-square-root max sqrt(warmup / n).
+    Weight decay goes from its start to its end over the whole run, `total_steps`, however long the rate decays.
     """
 
     def __init__(self, schedule: MegatronSchedule, total_steps: int | None = None):
         self._schedule = schedule
         self._decay_steps = schedule.lr_decay_iters or total_steps or max(1, schedule.lr_warmup_iters + 1)
+        self._total_steps = total_steps or self._decay_steps
         self._steps = 0
 
     @property
@@ -133,7 +135,7 @@ class MegatronLearningRate:
         s = self._schedule
         if s.weight_decay_incr_style == "constant":
             return s.end_weight_decay
-        ratio = min(1.0, self._steps / self._decay_steps)
+        ratio = min(1.0, self._steps / self._total_steps)
         coefficient = ratio if s.weight_decay_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
         return s.start_weight_decay + coefficient * (s.end_weight_decay - s.start_weight_decay)
 

@@ -84,6 +84,8 @@ class SchedulerStage(Section):
         missing = [name for name, default in defaults.items() if default is None and name not in self.kwargs]
         if missing:
             raise ValueError(f"needs kwargs.{missing[0]}")
+        if self.kwargs.get("T_max", 1) <= 0:
+            raise ValueError(f"kwargs.T_max must be greater than 0 (steps until eta_min), not {self.kwargs['T_max']}")
         return self
 
 

@@ -74,6 +74,9 @@ class TrainBatch(RaggedBatch):
     a part of the reward as `reward/<name>`. There is no `values()` of a mapping: `values` are the critic's.
     """
 
+    lacks_generation_logprobs: bool = False
+    """A trained message was not generated: its `generation_logprobs` are 0 for want of any."""
+
     input_ids = _of_tokens("input_ids", "int64 [T]")
     token_mask = _of_tokens("token_mask", "[T], 1 on the tokens that are trained")
     generation_logprobs = _of_tokens(

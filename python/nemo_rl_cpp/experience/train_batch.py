@@ -10,6 +10,7 @@ from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, Message
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
+from nemo_rl_cpp.dotted_names import is_own
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 
@@ -53,6 +54,7 @@ def build_train_batch(
     have them.
     """
     logs = samples["message_log"]
+    lacking = any(is_trained(message) and "generation_logprobs" not in message for log in logs for message in log)
     add_token_loss_masks(logs, is_trained)
     lengths = torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs])
 
@@ -74,6 +76,7 @@ def build_train_batch(
         pad_token_id=pad_token_id,
         width=-(-int(lengths.max()) // divisible_by) * divisible_by,
     )
+    batch.lacks_generation_logprobs = lacking
     for key in samples.keys():
         if key in ("group_id", "weight_version"):
             batch.samples[key] = samples[key]
@@ -101,17 +104,24 @@ class LogprobNeeds(NamedTuple):
             masking sequences by their error, which must be known before training.
         corrected: the loss corrects samples of older weights by importance sampling, so their `prev_logprobs` are the present
             policy's; else those of the policy that sampled them.
+        estimator: the advantages are made from them (KL in the reward, or an estimator of the user's), so that a message which
+            was not generated is scored.
     """
 
     reference: bool
     previous: bool
     corrected: bool = False
+    estimator: bool = False
 
     @classmethod
     def of(cls, loss: ClippedPGLossConfig, loop: LoopConfig) -> Self:
         """By the sections `loss_fn` (KL in the loss or in the reward) and `grpo` or `ppo`."""
+        reference = loss.reference_policy_kl_penalty != 0
         return cls(
-            loss.reference_policy_kl_penalty != 0, loop.seq_logprob_error_threshold is not None, loop.trajectory_age > 0
+            reference,
+            previous=loop.seq_logprob_error_threshold is not None,
+            corrected=loop.trajectory_age > 0,
+            estimator=(reference and loss.use_kl_in_reward) or is_own(loop.adv_estimator.name),
         )
 
 
@@ -121,14 +131,15 @@ def add_logprobs(
     """Adds `prev_logprobs` and `reference_policy_logprobs` [T] as far as they are needed.
 
     `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see
-    `Policy.skips_prev_logprobs`). Samples generated under older weights (`weight_version` is not the current one) keep the
+    `Policy.skips_prev_logprobs`), and every trained message that an estimator reads was generated. Samples generated under older weights (`weight_version` is not the current one) keep the
     log-probabilities of the policy that sampled them, unless the loss corrects them. Returns the metric `stale_samples`.
     """
     policy.prepare_for_lp_inference()
     stale = torch.zeros(batch.size, dtype=torch.bool)
     if "weight_version" in batch:
         stale = batch.weight_version != weight_version
-    if needs.previous or stale.any() or not policy.skips_prev_logprobs:
+    lacking = needs.estimator and batch.lacks_generation_logprobs
+    if needs.previous or lacking or stale.any() or not policy.skips_prev_logprobs:
         logprobs = batch.ragged(policy.get_logprobs(batch)["logprobs"])
         if stale.any() and not needs.corrected:
             logprobs = torch.where(batch.by_token(stale), batch.generation_logprobs.to(logprobs.dtype), logprobs)

@@ -59,15 +59,30 @@ def test_where_the_loss_corrects_stale_samples_the_present_policy_scores_all():
     assert data["prev_logprobs"].tolist() == [[-1.0] * 3, [-1.0] * 3]
 
 
+@pytest.mark.parametrize("estimator, lacks", [(True, False), (False, True), (True, True)])
+def test_messages_that_were_not_generated_are_scored_for_an_estimator(estimator, lacks):
+    policy, data = Policy(exact=True), batch()
+    data.lacks_generation_logprobs = lacks
+    add_logprobs(policy, data, LogprobNeeds(False, False, estimator=estimator), 5)
+    scored = estimator and lacks
+    assert policy.calls == ["prepare", "policy"][: 1 + scored]
+    assert data.old_logprobs.tolist() == [-1.0 if scored else -3.0] * 6
+
+
 @pytest.mark.parametrize(
-    "kl, threshold, age, expected",
+    "kl, threshold, age, in_reward, name, expected",
     [
-        (0.0, None, 0, (False, False, False)),
-        (0.01, None, 0, (True, False, False)),
-        (0, 2.0, 0, (False, True, False)),
-        (0, None, 1, (False, False, True)),
+        (0.0, None, 0, True, "gae", (False, False, False, False)),
+        (0.01, None, 0, False, "gae", (True, False, False, False)),
+        (0.01, None, 0, True, "gae", (True, False, False, True)),
+        (0, None, 0, False, "mine.Estimator", (False, False, False, True)),
+        (0, 2.0, 0, False, "gae", (False, True, False, False)),
+        (0, None, 1, False, "gae", (False, False, True, False)),
     ],
 )
-def test_needs_follow_the_configuration(kl, threshold, age, expected):
-    loop = SimpleNamespace(seq_logprob_error_threshold=threshold, trajectory_age=age)
-    assert LogprobNeeds.of(SimpleNamespace(reference_policy_kl_penalty=kl), loop) == expected
+def test_needs_follow_the_configuration(kl, threshold, age, in_reward, name, expected):
+    loop = SimpleNamespace(
+        seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=name)
+    )
+    loss = SimpleNamespace(reference_policy_kl_penalty=kl, use_kl_in_reward=in_reward)
+    assert LogprobNeeds.of(loss, loop) == expected

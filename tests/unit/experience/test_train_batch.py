@@ -41,6 +41,9 @@ def test_only_sampled_messages_are_trained():
 def test_ppo_trains_every_assistant_message():
     batch = build_train_batch(samples(), pad_token_id=0, is_trained=spoken_by_assistant)
     assert batch["token_mask"].tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 0, 1, 0, 0]]
+    assert (
+        batch.lacks_generation_logprobs and not build_train_batch(samples(), pad_token_id=0).lacks_generation_logprobs
+    )
 
 
 def test_rows_are_padded_to_a_multiple():

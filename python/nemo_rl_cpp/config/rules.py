@@ -95,10 +95,36 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
         )
     _check_group(config, report)
     _check_gdpo(config, report)
+    estimator = config.grpo.adv_estimator
+    if estimator.name != "reinforce_plus_plus" and not estimator.minus_baseline:
+        _not_read(report, "grpo.adv_estimator.minus_baseline", f"adv_estimator.name {estimator.name}")
+
+
+def _not_read(report: Report, key: str, beside: str) -> None:
+    """Refuses a key without effect where the user has written it, in the run's own file or nearer; a parent's may stand."""
+    if report.nearness(key) >= 2:
+        report.add(key, f"has no effect with {beside}: leave it out")
+
+
+def _check_unread(config: PPOMasterConfig, report: Report) -> None:
+    """Keys of the critic where there is none, and of GAE where another estimator or key decides."""
+    loop, estimator = config.ppo, config.ppo.adv_estimator
+    if not config.has_critic and loop.critic_ppo_epochs is not None:
+        _not_read(report, "ppo.critic_ppo_epochs", f"adv_estimator.name {estimator.name}, which has no critic")
+    if estimator.name != "gae":
+        for name in ("gae_lambda", "gae_gamma", "gae_lambda_value", "gae_lambda_policy", "length_adaptive_alpha"):
+            if getattr(estimator, name) != type(estimator).model_fields[name].default:
+                _not_read(report, f"ppo.adv_estimator.{name}", f"adv_estimator.name {estimator.name}")
+    elif estimator.length_adaptive_alpha > 0 and estimator.gae_lambda_policy is not None:
+        beside = (
+            f"length_adaptive_alpha {estimator.length_adaptive_alpha:g}, which gives each response a lambda of its own"
+        )
+        _not_read(report, "ppo.adv_estimator.gae_lambda_policy", beside)
 
 
 def _check_critic(config: PPOMasterConfig, report: Report) -> None:
     loop = config.ppo
+    _check_unread(config, report)
     if config.has_critic and not loop.adv_estimator.uses_critic:
         report.add(
             "ppo.adv_estimator.uses_critic",

@@ -154,6 +154,7 @@ BAD_FILES = {
     "shaping without numbers": ("grpo:\n  reward_shaping: {enabled: true}", "grpo.reward_shaping.overlong_buffer_length", 2, ["is missing", "max_response_length"]),
     "clip the wrong way round": ("grpo:\n  advantage_clip_low: 1\n  advantage_clip_high: -1", "grpo.advantage_clip_low", 2, ["swap them"]),
     "async": ("grpo:\n  async_grpo: {enabled: true}", "grpo.async_grpo.enabled", 2, ["colocated.enabled=false"]),
+    "baseline of another estimator": ("grpo:\n  adv_estimator: {minus_baseline: false}", "grpo.adv_estimator.minus_baseline", 2, ["no effect with adv_estimator.name grpo"]),
     "async within a response": ("grpo:\n  async_grpo: {in_flight_weight_updates: true}", "grpo.async_grpo.in_flight_weight_updates", 2, ["not supported", "set it to false"]),
     "data set": ("data:\n  train: {dataset_name: arithmetics}", "data.train.dataset_name", 2, ["unknown", "did you mean arithmetic"]),
     "data set key": ("data:\n  train: {dataset_name: arithmetic, max_nmber: 5}", "data.train.max_nmber", 2, ["did you mean max_number"]),
@@ -281,6 +282,9 @@ PPO_CASES = {
     "estimator": ("ppo.adv_estimator.name=grpo", "ppo.adv_estimator.name", ["gae, raw_reward"]),
     "unknown value loss key": ("+value_loss_fn.clip=0.2", "value_loss_fn.clip", ["did you mean cliprange"]),
     "KL without a reference": ("loss_fn.reference_policy_kl_penalty=0.1", "ppo.skip_reference_policy_logprobs_calculation", ["set the penalty to 0"]),
+    "GAE without it": (["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.5"], "ppo.adv_estimator.gae_lambda", ["no effect with adv_estimator.name raw_reward"]),
+    "epochs of no critic": (["ppo.adv_estimator.name=raw_reward", "+ppo.critic_ppo_epochs=2"], "ppo.critic_ppo_epochs", ["no effect", "no critic"]),
+    "two lambdas": (["ppo.adv_estimator.length_adaptive_alpha=0.05", "ppo.adv_estimator.gae_lambda_policy=0.9"], "ppo.adv_estimator.gae_lambda_policy", ["no effect with length_adaptive_alpha 0.05"]),
     "GRPO's section": ("+grpo.seed=1", "grpo", ["did you mean ppo"]),
     "on-policy ratio with several epochs": ("loss_fn.force_on_policy_ratio=true", "loss_fn.force_on_policy_ratio", ["ppo.ppo_epochs to 1, not 4"]),
 }  # fmt: skip
@@ -288,9 +292,11 @@ PPO_CASES = {
 
 @pytest.mark.parametrize("case", PPO_CASES)
 def test_bad_ppo_override(case):
-    override, key, words = PPO_CASES[case]
+    overrides, key, words = PPO_CASES[case]
+    overrides = [overrides] if isinstance(overrides, str) else overrides
+    override = overrides[-1]
     with pytest.raises(ConfigError) as caught:
-        load_ppo_config(overrides=[override])
+        load_ppo_config(overrides=overrides)
     [problem] = caught.value.problems
     assert problem.key == key
     assert problem.where == f"override '{override}'"

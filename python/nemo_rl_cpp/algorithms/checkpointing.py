@@ -10,7 +10,8 @@
       trainer_state/identity.json   which model, tokenizer and rows these are, see `algorithms/resume.py`
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 
-Nothing else has a state: every random number is a function of the seed and of what is saved here.
+Nothing else of ours has a state: every random number is a function of the seed and of what is saved here. Functions of the
+user's (`data.custom_dataloader`, rewards, callbacks) are to keep none that a resumed run would miss.
 
 The model card and the upload to the hub are here, too: what a run tells others of its model.
 """

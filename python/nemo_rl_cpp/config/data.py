@@ -161,11 +161,15 @@ class DataConfig(Section):
     )
     shuffle: bool = key(True, "shuffle the training data")
     num_workers: Int = key(1, "loader processes", ge=0)
-    use_multiple_dataloader: bool = key(False, "a loader of its own for each data set")
+    use_multiple_dataloader: bool = key(
+        False,
+        "a loader of its own for each data set; these begin again without end, so max_num_epochs ends no run: max_num_steps does",
+    )
     num_prompts_per_dataloader: Positive | None = key(None, "prompts from each loader when there are several")
     custom_dataloader: str | None = key(
         None,
-        "with use_multiple_dataloader: function module.name that gives the next prompts; null: each loader in turn",
+        "with use_multiple_dataloader: function module.name of (data_iterators, dataloaders) that gives (the next prompts, data_iterators); it must keep no state "
+        "of its own, which no checkpoint would have; null: each loader in turn",
     )
 
 

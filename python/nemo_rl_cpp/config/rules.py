@@ -226,6 +226,7 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
     rules_engine.check_offload(config, report)
     check_serving(config, report)
     _check_checkpointing(config, report)
+    _check_epochs(config, report)
     for name, entry in LOGGER_BACKENDS.entries.items():
         package = entry.package if config.logger.is_enabled(name) else None
         if package is not None and importlib.util.find_spec(package) is None:
@@ -234,6 +235,19 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
                 f"is true but {name} is not installed; install it (the extra `{name}` of this package) "
                 "or set it to false",
             )
+
+
+def _check_epochs(config: TrainMasterConfig, report: Report) -> None:
+    """Several loaders begin again without end. Who writes a number of epochs beside a number of steps from further away is told."""
+    epochs, steps = f"{config.algorithm}.max_num_epochs", f"{config.algorithm}.max_num_steps"
+    written = report.nearness(epochs)
+    if config.data.use_multiple_dataloader and written >= 2 and written > report.nearness(steps):
+        report.add(
+            epochs,
+            "ends no run with data.use_multiple_dataloader, whose loaders begin again without end: leave it out, and set "
+            f"{steps}",
+            "data.use_multiple_dataloader",
+        )
 
 
 def _check_loop(loop: LoopConfig, name: str, report: Report) -> None:

@@ -125,10 +125,13 @@ class StatefulDataLoader:
 
 class MultipleDataloaderWrapper:
     """Batches from several loaders, one a task: each step takes `data.num_prompts_per_dataloader` prompts of one loader
-    after another, in turn, until `expected_num_prompts` are there. It never ends; a loader that does begins again.
+    after another, in turn, until `expected_num_prompts` are there. It never ends; a loader that does begins again. So it has
+    no epochs, as in NeMo RL.
 
     `data.custom_dataloader` names a function (dotted path) that chooses instead: it gets (data_iterators, dataloaders,
-    **records) and returns (batch, data_iterators); `set_records` gives it what it decides by.
+    **records) and returns (batch, data_iterators). `records` is what `set_records` was given by a program of the user's that
+    drives the loader; `train` gives it none. They are saved with the position (so they must be plain data); a state that the
+    function itself keeps is not.
     """
 
     def __init__(
@@ -193,6 +196,7 @@ class MultipleDataloaderWrapper:
     def state_dict(self) -> dict[str, object]:
         return {
             "turn": self._turn,
+            **({"records": self.records} if self.records else {}),
             "dataloaders": {name: loader.state_dict() for name, loader in self.dataloaders.items()},
         }
 
@@ -206,6 +210,7 @@ class MultipleDataloaderWrapper:
             loader.load_state_dict(saved[name])
             self.data_iterators[name] = iter(loader)
         self._turn = int(state["turn"])
+        self.records = dict(state.get("records", {}))
 
 
 def _import(path: str) -> Callable[..., Any]:

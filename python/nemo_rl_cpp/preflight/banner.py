@@ -52,7 +52,8 @@ def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
     yield "model", _model(policy.model_name, policy.hf_config_overrides, policy.precision)
     if (adapters := _adapters(policy)) is not None:
         yield "lora", adapters
-    epochs = f" or {loop.max_num_epochs} epochs" if loop.max_num_epochs is not None else ""
+    ends = loop.max_num_epochs is not None and not config.data.use_multiple_dataloader
+    epochs = f" or {loop.max_num_epochs} epochs" if ends else ""
     yield (
         "steps",
         f"{loop.max_num_steps}{epochs}, of {loop.num_prompts_per_step} prompts with {loop.num_generations_per_prompt} answers each",

@@ -320,6 +320,22 @@ def test_ppo_has_one_update_a_batch_where_the_ratio_is_held_at_one(epochs, batch
         load_ppo_config(overrides=overrides)
 
 
+def test_keys_without_effect_may_stand_where_they_are_the_defaults_or_a_parents():
+    load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.95"])
+    Path("parent.yaml").write_text(
+        compose("grpo:\n  adv_estimator: {name: reinforce_plus_plus, minus_baseline: false}")
+    )
+    Path("child.yaml").write_text("defaults: parent.yaml\ngrpo:\n  adv_estimator: {name: grpo}\n")
+    assert load_grpo_config("child.yaml").grpo.adv_estimator.minus_baseline is False
+
+
+def test_epochs_that_end_no_run_are_told():
+    several = ["data.use_multiple_dataloader=true", "+data.num_prompts_per_dataloader=8"]
+    assert load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3", "grpo.max_num_steps=9"])
+    with pytest.raises(ConfigError, match="grpo.max_num_epochs ends no run.*set grpo.max_num_steps"):
+        load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3"])
+
+
 def test_raw_reward_needs_no_sound_value_section():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
 

@@ -208,7 +208,9 @@ def test_custom_function(monkeypatch):
     batches = several(custom_dataloader="my_loading.only_b")
     assert taken(next(batches)) == ["b0", "b1", "b2", "b3"]
     batches.set_records({"wanted": "a"})
-    assert taken(next(batches)) == ["a0", "a1", "a2", "a3"]
+    again = several(custom_dataloader="my_loading.only_b")
+    again.load_state_dict(json.loads(json.dumps(batches.state_dict())))
+    assert taken(next(batches)) == taken(next(again)) == ["a0", "a1", "a2", "a3"]
     with pytest.raises(ValueError, match="returned 4 prompts, expected 6"):
         next(several(expected=6, custom_dataloader="my_loading.only_b"))
     with pytest.raises(ValueError, match="cannot be imported"):

@@ -53,15 +53,14 @@ def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[st
 
 def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
     """Trains the critic and the policy on the batch, in turns, each for its epochs. The metrics, as means over epochs."""
-    loop, epochs = run.config.loop, []
+    loop, of_critic, of_policy = run.config.loop, [], []
     for epoch in range(max(loop.policy_epochs, loop.critic_epochs)):
-        epochs.append({})
         if epoch < loop.critic_epochs:
-            epochs[-1] |= run.critic.train(batch, timer)
+            of_critic.append(run.critic.train(batch, timer))
         if epoch < loop.policy_epochs and run.state.step >= loop.first_policy_step:
             with timer("policy_training"):
-                epochs[-1] |= train_policy(run, batch, timer)
-    return step_metrics.mean_over_epochs(epochs)
+                of_policy.append(train_policy(run, batch, timer))
+    return step_metrics.mean_over_epochs(of_critic, of_policy)
 
 
 def train_policy(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:

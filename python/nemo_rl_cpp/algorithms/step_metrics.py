@@ -80,9 +80,20 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
     return metrics
 
 
-def mean_over_epochs(epochs: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several passes over one batch: means, lowest of `_min`, highest of `_max`. With more than one pass
-    those of the last one are there too, under `last_epoch/`. A metric that only some passes have is taken from these."""
+def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of several passes over one batch, of each model: means, lowest of `_min`, highest of `_max`. Where a model makes
+    more than one pass, those of each model's last one are there too, under `last_epoch/`. A metric that only some passes have is
+    taken from these."""
+    result, trained = {}, [epochs for epochs in models if any(epochs)]
+    for epochs in trained:
+        result |= _means(epochs)
+    if any(len(epochs) > 1 for epochs in trained):
+        for epochs in trained:
+            result |= {f"last_epoch/{name}": value for name, value in epochs[-1].items()}
+    return result
+
+
+def _means(epochs: list[dict[str, float]]) -> dict[str, float]:
     if len(epochs) == 1:
         return epochs[0]
     result = {}
@@ -94,8 +105,6 @@ def mean_over_epochs(epochs: list[dict[str, float]]) -> dict[str, float]:
             result[name] = max(values)
         else:
             result[name] = sum(values) / len(values)
-    if len(epochs) > 1:
-        result |= {f"last_epoch/{name}": value for name, value in epochs[-1].items()}
     return result
 
 

@@ -209,6 +209,14 @@ def test_means_over_epochs():
     assert mean_over_epochs(epochs[:1]) == epochs[0]
 
 
+@pytest.mark.parametrize("critic, policy", [(1, 2), (2, 1), (3, 2)])
+def test_the_last_epoch_is_each_models_own(critic, policy):
+    epochs = [{"critic/loss": float(i)} for i in range(critic)], [{"loss": 10.0 + i} for i in range(policy)]
+    found = mean_over_epochs(*epochs)
+    assert found["last_epoch/critic/loss"] == critic - 1 and found["last_epoch/loss"] == 9 + policy
+    assert set(mean_over_epochs(epochs[0][:1], [])) == {"critic/loss"}  # one epoch of a warm-up
+
+
 def test_checkpoints_hold_both_models(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=2"))
     step = tmp_path / "checkpoints" / "step_2"

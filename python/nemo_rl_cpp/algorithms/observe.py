@@ -11,14 +11,17 @@ from nemo_rl_cpp.algorithms.checkpointing import check_metric_name, check_weight
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.validation import ValidationResult, mean_word, reached_target
 from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.telemetry.memory import startup_objects_frozen
-from nemo_rl_cpp.telemetry.performance import performance_metrics
+from nemo_rl_cpp.telemetry.performance import Devices, performance_metrics
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.config.master import TrainMasterConfig
 
+OUT_OF_TIME = "checkpoint_must_save_by"
 AT_ONCE = "stopped at once, in the middle of a step"
 
 
@@ -140,6 +143,7 @@ def log_times(run: TrainingRun, report: StepReport) -> None:
         total_num_tokens=report.metrics.get("total_num_tokens", 0),
         num_generated_tokens=report.generated_tokens,
         num_rollout_tokens=report.rollout_tokens,
+        devices=devices_of(run.config),
     )
     performance |= run.policy.performance()
     if services.logger is not None:
@@ -157,6 +161,12 @@ def log_times(run: TrainingRun, report: StepReport) -> None:
             services.progress.print(f"warning: {starved}")
     if services.report is not None:
         services.report.update()
+
+
+def devices_of(config: TrainMasterConfig) -> Devices:
+    """The processes of a run by what they do: trainers generate, too, unless engines have processes of their own."""
+    trainers, engines = trainers_of(config), engines_of(config)
+    return Devices(trainers + engines, trainers, engines or trainers)
 
 
 def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:

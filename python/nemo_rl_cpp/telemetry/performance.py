@@ -1,17 +1,29 @@
 """Numbers of a step that come from others: `performance/*`, and how informative the prompt groups were."""
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from nemo_rl_cpp.config.access import to_plain
 
 
+class Devices(NamedTuple):
+    """How many devices take part: all of them, those that train, those that generate. A device is a GPU, or the CPU of a process."""
+
+    total: int = 1
+    training: int = 1
+    generation: int = 1
+
+
+ONE_DEVICE = Devices()
+
+
 def performance_metrics(
     timing: Mapping[str, float], *, num_samples: int, total_num_tokens: float, num_generated_tokens: float | None = None,
-    num_rollout_tokens: float | None = None,
+    num_rollout_tokens: float | None = None, devices: Devices = ONE_DEVICE,
 ) -> dict[str, float]:  # fmt: skip
-    """The `performance/*` values of a step, of one device: a GPU, or the CPU of a process.
+    """The `performance/*` values of a step. Those of names in `_per_gpu` are of one device of the stage, the others of all together.
 
     A rate is a count over the seconds of a stage (`timing`, sums by NeMo RL's labels); `total_num_tokens` counts prompt
     and response tokens of the trained samples and, as in NeMo RL, is the numerator of every token rate but generation's:
@@ -22,20 +34,19 @@ def performance_metrics(
     training, logprobs = timing.get("policy_training", 0.0), timing.get("policy_and_reference_logprobs", 0.0)
     metrics: dict[str, float] = {}
 
-    def rate(name: str, count: float, seconds: float, whole: bool = True) -> None:
+    def rate(name: str, count: float, seconds: float, of: int, whole: bool = True) -> None:
         if seconds > 0:
-            metrics[f"{name}_per_gpu"] = count / seconds
+            metrics[f"{name}_per_gpu"] = count / seconds / of
             if whole:
                 metrics[name] = count / seconds
 
-    rate("samples_per_sec", num_samples, step)
-    rate("tokens_per_sec", total_num_tokens, step)
-    rate(
-        "generation_tokens_per_sec", total_num_tokens if num_rollout_tokens is None else num_rollout_tokens, generation
-    )
-    rate("policy_training_tokens_per_sec", total_num_tokens, training, whole=False)
-    rate("policy_and_reference_logprobs_tokens_per_sec", total_num_tokens, logprobs, whole=False)
-    rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs)
+    rate("samples_per_sec", num_samples, step, devices.total)
+    rate("tokens_per_sec", total_num_tokens, step, devices.total)
+    made = total_num_tokens if num_rollout_tokens is None else num_rollout_tokens
+    rate("generation_tokens_per_sec", made, generation, devices.generation)
+    rate("policy_training_tokens_per_sec", total_num_tokens, training, devices.training, whole=False)
+    rate("policy_and_reference_logprobs_tokens_per_sec", total_num_tokens, logprobs, devices.training, whole=False)
+    rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs, devices.training)
     if num_generated_tokens is not None and generation > 0:
         metrics["decode_tokens_per_sec"] = num_generated_tokens / generation
     return metrics

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from nemo_rl_cpp.telemetry.performance import group_reward_metrics, performance_metrics
+from nemo_rl_cpp.telemetry.performance import Devices, group_reward_metrics, performance_metrics
 
 
 def test_performance_metrics_by_hand():
@@ -33,6 +33,19 @@ def test_groups_of_one_are_compared_with_nothing():
     assert group_reward_metrics([1, 0, 0], [0, 1, 2]) == {"groups/num": 3.0}
     metrics = group_reward_metrics([1, 1, 0, 0], [0, 0, 1, 2])
     assert metrics["groups/num"] == 3.0 and metrics["groups/pct_equal"] == 100.0 and metrics["groups/pct_mixed"] == 0.0
+
+
+def test_rates_of_one_device_by_hand():
+    timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
+    counts = dict(num_samples=64, total_num_tokens=1200)
+    found = performance_metrics(timing, devices=Devices(total=5, training=3, generation=2), **counts)
+    assert found["samples_per_sec_per_gpu"] == pytest.approx(6.4 / 5)
+    assert found["tokens_per_sec_per_gpu"] == pytest.approx(120 / 5)
+    assert found["generation_tokens_per_sec_per_gpu"] == pytest.approx(300 / 2)
+    assert found["policy_training_tokens_per_sec_per_gpu"] == pytest.approx(400 / 3)
+    assert found["training_worker_group_tokens_per_sec_per_gpu"] == pytest.approx(240 / 3)
+    alone = performance_metrics(timing, **counts)
+    assert all(found[name] == value for name, value in alone.items() if not name.endswith("_per_gpu"))
 
 
 def test_stages_that_did_not_run_have_no_rate():

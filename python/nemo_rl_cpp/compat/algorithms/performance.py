@@ -1,17 +1,11 @@
 """Throughput of a training step, printed and returned under NeMo RL's names."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from nemo_rl_cpp.algorithms.utils import setting
 from nemo_rl_cpp.config.master import MasterConfig
-from nemo_rl_cpp.telemetry.performance import performance_metrics
-
-
-class _Devices(NamedTuple):
-    total: int
-    training: int
-    generation: int
+from nemo_rl_cpp.telemetry.performance import Devices, performance_metrics
 
 
 def print_performance_metrics(
@@ -56,11 +50,8 @@ def print_performance_metrics(
         },
         num_samples=samples,
         total_num_tokens=tokens,
+        devices=devices,
     )
-    of_stages = {"generation_tokens_per_sec_per_gpu": devices.generation} | dict.fromkeys(
-        ("samples_per_sec_per_gpu", "tokens_per_sec_per_gpu"), devices.total
-    )
-    found |= {n: v / of_stages.get(n, devices.training) for n, v in found.items() if n.endswith("_per_gpu")}
     print("  Throughputs (per GPU), and of the whole run:")
     for name, value in found.items():
         print(f"    {name}: {value:.2f}")
@@ -68,17 +59,17 @@ def print_performance_metrics(
     return found
 
 
-def _devices(config: Any) -> _Devices:
+def _devices(config: Any) -> Devices:
     """One for a loaded configuration, whose sizes are folded; those of a plain mapping as they stand."""
     if isinstance(config, MasterConfig):
-        return _Devices(1, 1, 1)
+        return Devices(1, 1, 1)
     cluster = setting(config, "cluster")
     total = max(1, int(setting(cluster, "num_nodes", 1)) * int(setting(cluster, "gpus_per_node", 1)))
     if _colocated(config):
-        return _Devices(total, total, total)
+        return Devices(total, total, total)
     resources = setting(_colocation(config), "resources", {})
     generation = int(setting(resources, "gpus_per_node", None) or 1) * int(setting(resources, "num_nodes", None) or 1)
-    return _Devices(total, max(1, total - generation), generation)
+    return Devices(total, max(1, total - generation), generation)
 
 
 def _colocation(config: Any) -> Any:

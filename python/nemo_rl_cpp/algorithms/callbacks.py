@@ -38,7 +38,7 @@ class RunEvent:
         max_steps: those of a whole run.
         metrics: of the step (`reward`, `loss`, `rewards/<function>`, ...); in `on_validation` those of the validation (`accuracy`, ...).
         checkpoint: the folder that was just written, in `on_checkpoint`; None elsewhere.
-        status: how the run ended, in `on_end`: "finished", "interrupted" or "failed"; "" elsewhere.
+        status: how the run ended, in `on_end`: "finished", "stopped in time" (by checkpointing.checkpoint_must_save_by), "interrupted" or "failed"; "" elsewhere.
         run: the whole run, with `history`, `policy`, `config` and `log_dir`.
     """
 

@@ -74,8 +74,8 @@ def observe(run: TrainingRun, report: StepReport) -> None:
     target = reached_target(val_metrics, loop)
     if interrupted:
         state.stop(services.stop.reason)
-    elif timed_out:
-        state.stop("checkpoint_must_save_by")
+    elif timed_out and not state.finished:  # else it has ended by itself
+        state.stop(OUT_OF_TIME)
     elif target:
         state.stop(f"{loop.stop_at_validation_metric} reached {loop.stop_at_validation_threshold}")
     if validation is not None:
@@ -184,7 +184,7 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
     try:
         with services.stop, startup_objects_frozen():
             loop(run)
-        status = "interrupted" if services.stop.requested else "finished"
+        status = ended_as(run)
         published = publish(run) if status == "finished" else {}
         services.callbacks.end(run, status)
     except KeyboardInterrupt:
@@ -213,6 +213,14 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
                 title=f"{run.config.title}: {status}"
                 + (", but nothing was learned" if services.alerts.learned_nothing else ""),
             )
+
+
+def ended_as(run: TrainingRun) -> str:
+    """How a run ended that has not failed. One that `checkpoint_must_save_by` has ended goes on in the next one, as one that was
+    interrupted does: neither is uploaded."""
+    if run.services.stop.requested:
+        return "interrupted"
+    return "stopped in time" if run.state.stop_reason == OUT_OF_TIME else "finished"
 
 
 def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]:

@@ -39,7 +39,10 @@ class CheckpointingConfig(Section):
     higher_is_better: bool = key(True, "direction of the metric")
     keep_top_k: Positive | None = key(3, "number of checkpoints to keep, by rank (the latest always stays); null: all")
     save_period: Positive = key(10, "steps between checkpoints")
-    checkpoint_must_save_by: str | None = key(None, "DD:HH:MM:SS after which a checkpoint is written and the run ends")
+    checkpoint_must_save_by: str | None = key(
+        None,
+        "DD:HH:MM:SS after which a checkpoint is written and the run ends, stopped in time; nothing is uploaded then",
+    )
     save_optimizer: bool = key(
         True,
         "write the optimizer's state; false: a checkpoint is a quarter of the size or less, and a resumed run begins with new moments and "

@@ -19,7 +19,7 @@ __all__ = ["RunFacts", "duration", "render", "verdict"]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Everything a page shows that is not a metric. `status`: running, finished, interrupted or failed. `given`: what the user
+    """Everything a page shows that is not a metric. `status`: running, finished, stopped in time, interrupted or failed. `given`: what the user
     set on top of the shipped file `base`, see `given.given_keys`; None where that is not known."""
 
     title: str

@@ -96,7 +96,7 @@ class ReportWriter:
         return True
 
     def finish(self, status: str = "finished", message: str = "") -> None:
-        """Writes the last page: status finished, interrupted or failed."""
+        """Writes the last page: status finished, stopped in time, interrupted or failed."""
         self.update(status=status, message=message, force=True)
 
     def _write(self) -> None:

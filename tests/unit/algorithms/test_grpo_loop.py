@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
-from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.algorithms import grpo, observe
 from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.grpo import GRPOConfig
@@ -183,6 +183,20 @@ def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
     assert run.state.step == 2 and run.state.stop_reason == "interrupted"
     assert (tmp_path / "checkpoints" / "step_2").is_dir()
     assert "interrupted" in (run.log_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "limit, last, status",
+    [(50, 1, "stopped in time"), (1, 1, "finished")],  # the second has ended by itself
+)
+def test_a_run_that_is_stopped_in_time_is_not_said_to_have_finished(tmp_path, monkeypatch, limit, last, status):
+    published, heard = [], []
+    monkeypatch.setattr(observe, "publish", lambda run: published.append(run) or {})
+    run = make(tmp_path, f"grpo.max_num_steps={limit}", "checkpointing.checkpoint_must_save_by=00:00:00:00")
+    monkeypatch.setattr(run.services.callbacks, "end", lambda run, status: heard.append(status))
+    train(run)
+    assert run.state.step == last and heard == [status] and bool(published) == (status == "finished")
+    assert (tmp_path / "checkpoints" / "step_1").is_dir() and status in (run.log_dir / "report.html").read_text()
 
 
 def test_validation_at_start_by_period_and_at_end(tmp_path):

@@ -23,5 +23,6 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   nemo_kernel_objects(avx512 "${NEMO_CPU_KERNELS}" ${_avx512})
   nemo_kernel_objects(avx512_bf16 "${NEMO_PAIR_KERNELS}" ${_avx512} -mavx512bf16)
   nemo_kernel_objects(software_tiles "${NEMO_TILE_KERNELS}" -mavx2 -mfma -mf16c)
-  nemo_kernel_objects(amx "${NEMO_TILE_KERNELS}" ${_avx512} -mavx512bf16 -DNRL_HARDWARE_TILES)
+  # -fno-exceptions: tiles are released by a destructor, for which the compiler else leaves a mergeable symbol
+  nemo_kernel_objects(amx "${NEMO_TILE_KERNELS}" ${_avx512} -mavx512bf16 -DNRL_HARDWARE_TILES -fno-exceptions)
 endif()

@@ -61,7 +61,7 @@ def refit_often(refits: int, *overrides: str) -> tuple[dict[str, Held], dict[str
     version = 0
     try:
         tokenizer = make_tokenizer(config.policy)
-        policy = make_policy(config, tokenizer, Resume(None, TrainState()), cluster)
+        policy = make_policy(config, tokenizer, Resume(None, TrainState()), cluster, steps=1)
         generation = make_generation(config, policy, tokenizer, engines)
         refit = CollectiveWeights(policy, generation, lambda: version)
         pids = {"driver": os.getpid(), "trainer": cluster.workers.pids[0], "engine": engines.workers.pids[0]}

@@ -25,7 +25,7 @@ from nemo_rl_cpp.experience.rollout_metrics import (
 )
 from nemo_rl_cpp.experience.turns import EarlyScoring, append_observation, attach_responses, calculate_rewards
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface
-from nemo_rl_cpp.telemetry.performance import group_reward_metrics
+from nemo_rl_cpp.telemetry.performance import group_reward_metrics, is_equal, rewards_by_group
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.train_state import TrainState
@@ -231,20 +231,11 @@ class RolloutRunner:
         metrics, `accuracy` (mean raw reward), `zero_std_groups` (groups of two or more whose raw rewards are all equal) and `groups/*`."""
         metrics = combine_rollout_metrics(self._rounds)
         if self._rewards:
-            groups = group_reward_metrics(self._rewards, self._groups)
-            metrics |= groups
-            metrics["zero_std_groups"] = _equal_groups(self._rewards, self._groups)
+            metrics |= group_reward_metrics(self._rewards, self._groups)
+            metrics["zero_std_groups"] = sum(map(is_equal, rewards_by_group(self._rewards, self._groups)))
             metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
         self._rounds, self._rewards, self._groups = [], [], []
         return metrics
-
-
-def _equal_groups(rewards: list[float], group_ids: list[int]) -> int:
-    """Groups of two or more whose rewards are all equal."""
-    of_group: dict[int, list[float]] = {}
-    for group, reward in zip(group_ids, rewards, strict=True):
-        of_group.setdefault(group, []).append(reward)
-    return sum(len(group) > 1 and min(group) == max(group) for group in of_group.values())
 
 
 class PromptSource:

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from nemo_rl_cpp.config.access import to_plain
 
 
@@ -52,28 +50,39 @@ def performance_metrics(
     return metrics
 
 
+def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[object]) -> list[list[float]]:
+    """The rewards [B] of each group, in the order in which groups first come. ValueError for another number of ids."""
+    values, ids = [float(value) for value in rewards], [to_plain(group) for group in group_ids]
+    if len(values) != len(ids):
+        raise ValueError(f"{len(values)} rewards but {len(ids)} group ids: one id a reward is expected")
+    groups: dict[object, list[float]] = {}
+    for group, value in zip(ids, values, strict=True):
+        groups.setdefault(group, []).append(value)
+    return list(groups.values())
+
+
+def is_equal(group: list[float]) -> bool:
+    """Whether a group of two or more has one reward throughout."""
+    return len(group) > 1 and min(group) == max(group)
+
+
 def group_reward_metrics(rewards: Iterable[float], group_ids: Iterable[object]) -> dict[str, float]:
     """How many prompt groups taught nothing because all their rewards are equal. `rewards` [B], `group_ids` [B].
 
-    `groups/num`, and in percent of the groups of two or more, where there are any (one response is equal to nothing): `groups/pct_equal`, of these `groups/pct_equal_best` (all at the highest
-    reward of the batch) and `groups/pct_equal_worst` (all at the lowest), and `groups/pct_mixed`. When every reward of
-    the batch is the same, 1 or more counts as best and anything else as worst.
+    `groups/num`, and in percent of the groups of two or more, where there are any (one response is equal to nothing):
+    `groups/pct_equal`, of these `groups/pct_equal_best` (all at the highest reward of the batch) and
+    `groups/pct_equal_worst` (all at the lowest), and `groups/pct_mixed`. When every reward of the batch is the same, 1 or
+    more counts as best and anything else as worst.
     """
-    values = np.asarray([float(value) for value in rewards], dtype=np.float64)
-    ids = [to_plain(group) for group in group_ids]
-    if len(values) != len(ids):
-        raise ValueError(f"{len(values)} rewards but {len(ids)} group ids: one id a reward is expected")
-    if not len(values):
+    groups = rewards_by_group(rewards, group_ids)
+    if not groups:
         return {}
-    groups: dict[object, list[float]] = {}
-    for group, value in zip(ids, values.tolist(), strict=True):
-        groups.setdefault(group, []).append(value)
     number = {"groups/num": float(len(groups))}
-    compared = [group for group in groups.values() if len(group) > 1]
+    compared = [group for group in groups if len(group) > 1]
     if not compared:
         return number
-    low, high = float(values.min()), float(values.max())
-    equal = [group[0] for group in compared if min(group) == max(group)]
+    low, high = min(map(min, groups)), max(map(max, groups))
+    equal = [group[0] for group in compared if is_equal(group)]
     best = sum(value == high and (high > low or value >= 1.0) for value in equal)
     worst = sum(value == low and (high > low or value < 1.0) for value in equal)
     share = 100.0 / len(compared)

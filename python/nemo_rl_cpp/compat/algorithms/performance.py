@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_rl_cpp.algorithms.utils import setting
 from nemo_rl_cpp.config.master import MasterConfig
-from nemo_rl_cpp.telemetry.performance import Devices, performance_metrics
+from nemo_rl_cpp.telemetry.performance import ONE_DEVICE, Devices, performance_metrics
 
 
 def print_performance_metrics(
@@ -62,7 +62,7 @@ def print_performance_metrics(
 def _devices(config: Any) -> Devices:
     """One for a loaded configuration, whose sizes are folded; those of a plain mapping as they stand."""
     if isinstance(config, MasterConfig):
-        return Devices(1, 1, 1)
+        return ONE_DEVICE
     cluster = setting(config, "cluster")
     total = max(1, int(setting(cluster, "num_nodes", 1)) * int(setting(cluster, "gpus_per_node", 1)))
     if _colocated(config):

@@ -72,14 +72,14 @@ void bind_trainer(py::module_& m) {
            }),
            py::arg("token_ids"), py::arg("starts"), py::arg("lengths"), py::arg("token_mask"), py::arg("group_ids"));
   m.def(
-      "plan_micro_batches",
-      [](const RowBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_samples,
-         std::int64_t max_tokens,
-         bool share_prefix) { return plan_micro_batches(batch, samples, {max_samples, max_tokens, share_prefix}); },
-      py::arg("batch"), py::arg("samples"), py::arg("max_samples"), py::arg("max_tokens"), py::arg("share_prefix"));
-  m.def("packed_tokens", [](const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
-    return pack_batch(batch, samples, share_prefix).token_ids.numel();
-  });
+      "prompt_units",
+      [](const RowBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_tokens, bool share_prefix) {
+        auto units = prompt_units(batch, samples, max_tokens, share_prefix);
+        return std::pair{std::move(units.rows), std::move(units.tokens)};
+      },
+      py::arg("batch"), py::arg("samples"), py::arg("max_tokens"), py::arg("share_prefix"),
+      "(rows of each unit, tokens that it computes): see csrc/trainer/packed_batch.h");
+  m.def("packed_tokens", &packed_tokens, py::arg("batch"), py::arg("samples"), py::arg("share_prefix"));
   py::class_<OptimizerStep>(m, "OptimizerStep")
       .def_readonly("grad_norm", &OptimizerStep::grad_norm)
       .def_readonly("finite", &OptimizerStep::finite);

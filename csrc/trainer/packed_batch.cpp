@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "batching/packing.h"
 #include "common/check.h"
 #include "runtime/tensor.h"
 
@@ -61,6 +60,10 @@ std::vector<std::vector<std::int64_t>> prompt_runs(const Rows& rows, const std::
     }
   }
   return runs;
+}
+
+void check_wanted(std::int64_t computed, const std::vector<std::int64_t>& samples) {
+  NRL_CHECK_ARG(computed > 0, "none of these ", samples.size(), " rows has a wanted token (token_mask)");
 }
 
 struct Pair {
@@ -143,14 +146,13 @@ PackedBatch pack_batch(const RowBatch& batch, const std::vector<std::int64_t>& s
       packer.want(b, P, prefix_start, start);
     }
   }
-  NRL_CHECK_ARG(packer.size() > 0, "none of these ", samples.size(), " rows has a wanted token (token_mask)");
+  check_wanted(packer.size(), samples);
   packer.finish();
   return out;
 }
 
-std::vector<std::vector<std::int64_t>> plan_micro_batches(const RowBatch& batch,
-                                                          const std::vector<std::int64_t>& samples,
-                                                          const MicroBatchOptions& options) {
+PromptUnits prompt_units(const RowBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_tokens,
+                         bool share_prefix) {
   const auto tokens = row_tokens(batch);
   const Rows rows(batch);
   const auto B = batch.lengths.numel(), count = static_cast<std::int64_t>(samples.size());
@@ -159,48 +161,34 @@ std::vector<std::vector<std::int64_t>> plan_micro_batches(const RowBatch& batch,
                       samples[static_cast<std::size_t>(i)] < B,
                   "samples must be ascending rows of the batch of ", B, ", got row ",
                   samples[static_cast<std::size_t>(i)], " at place ", i);
-  const std::int64_t max_samples = options.max_samples > 0 ? options.max_samples : count;
-  const std::int64_t max_tokens = options.max_tokens > 0 ? options.max_tokens : std::int64_t{1} << 40;
-
-  // Units: runs of a shared prompt, cut where a limit is reached.
-  std::vector<std::vector<std::int64_t>> units;
-  std::vector<std::int64_t> costs;
-  for (const auto& run : prompt_runs(rows, tokens, samples, options.share_prefix)) {
+  PromptUnits units;
+  for (const auto& run : prompt_runs(rows, tokens, samples, share_prefix)) {
     const std::int64_t P = run.size() > 1 ? tokens[static_cast<std::size_t>(run.front())].prompt : 0;
-    units.emplace_back();
-    costs.push_back(P);
+    bool begin = true;
     for (auto b : run) {
       const std::int64_t own = tokens[static_cast<std::size_t>(b)].read - P;
-      if (!units.back().empty() &&
-          (costs.back() + own > max_tokens || static_cast<std::int64_t>(units.back().size()) >= max_samples)) {
-        units.emplace_back();
-        costs.push_back(P);
+      if (begin || units.tokens.back() + own > max_tokens) {
+        units.rows.emplace_back();
+        units.tokens.push_back(P);
       }
-      units.back().push_back(b);
-      costs.back() += own;
+      units.rows.back().push_back(b);
+      units.tokens.back() += own;
+      begin = false;
     }
   }
+  return units;
+}
 
-  std::vector<std::vector<std::int64_t>> plan;
-  if (options.max_tokens > 0) {
-    for (auto& cost : costs) cost = std::min(cost, max_tokens);  // a longer sample stands alone
-    for (const auto& bin : batching::pack_first_fit_decreasing(costs, max_tokens)) {
-      plan.emplace_back();
-      for (auto unit : bin)
-        for (auto b : units[static_cast<std::size_t>(unit)]) {
-          if (static_cast<std::int64_t>(plan.back().size()) >= max_samples) plan.emplace_back();
-          plan.back().push_back(b);
-        }
-      std::sort(plan.back().begin(), plan.back().end());
-    }
-  } else {
-    for (auto b : samples) {
-      if (plan.empty() || static_cast<std::int64_t>(plan.back().size()) >= max_samples) plan.emplace_back();
-      plan.back().push_back(b);
-    }
+std::int64_t packed_tokens(const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
+  const auto tokens = row_tokens(batch);
+  std::int64_t sum = 0;
+  for (const auto& run : prompt_runs(Rows(batch), tokens, samples, share_prefix)) {
+    const std::int64_t P = run.size() > 1 ? tokens[static_cast<std::size_t>(run.front())].prompt : 0;
+    sum += P;
+    for (auto b : run) sum += tokens[static_cast<std::size_t>(b)].read - P;
   }
-  std::sort(plan.begin(), plan.end());
-  return plan;
+  check_wanted(sum, samples);
+  return sum;
 }
 
 }  // namespace nemo_rl::trainer

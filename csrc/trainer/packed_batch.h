@@ -43,18 +43,18 @@ struct PackedBatch {
 /// `share_prefix`. At least one of them has a wanted token.
 PackedBatch pack_batch(const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix);
 
-struct MicroBatchOptions {
-  std::int64_t max_samples = 0;  ///< samples of a micro-batch; 0: no such limit
-  std::int64_t max_tokens =
-      0;  ///< tokens of a micro-batch; 0: no such limit. One sample may be longer: it stands alone
-  bool share_prefix = true;
+/// How many tokens `pack_batch` of these rows computes. At least one of them has a wanted token.
+std::int64_t packed_tokens(const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix);
+
+/// Rows that are better computed together, because they share a prompt.
+struct PromptUnits {
+  std::vector<std::vector<std::int64_t>> rows;
+  std::vector<std::int64_t> tokens;  ///< of each unit: those that are computed, its prompt once
 };
 
-/// Cuts `samples`, ascending rows, into micro-batches, groups kept together where the limits allow: a group's prompt
-/// then counts once. Bins are filled first fit, longest first; the order of micro-batches and of rows inside is fixed
-/// by the batch.
-std::vector<std::vector<std::int64_t>> plan_micro_batches(const RowBatch& batch,
-                                                          const std::vector<std::int64_t>& samples,
-                                                          const MicroBatchOptions& options);
+/// Cuts `samples`, ascending rows, into units: runs of one prompt, cut again where `max_tokens` is reached. One row may
+/// be longer: it is a unit of its own.
+PromptUnits prompt_units(const RowBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_tokens,
+                         bool share_prefix);
 
 }  // namespace nemo_rl::trainer

@@ -45,6 +45,12 @@ class Message(TypedDict, total=False):
 LLMMessageLogType = list[Message]
 """A conversation."""
 
+
+def tokens_of(message_log: LLMMessageLogType) -> int:
+    """How many tokens all messages of a conversation have."""
+    return sum(message["token_ids"].numel() for message in message_log)
+
+
 PathLike = str | os.PathLike[str]
 
 
@@ -63,7 +69,7 @@ class TokenizerType(Protocol):
     def all_special_ids(self) -> list[int]: ...
     def __len__(self) -> int: ...
     def __call__(
-        self, text: str, *, add_special_tokens: bool = True, return_tensors: str | None = None
+        self, text: str | list[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Mapping[str, list[int] | list[list[int]] | torch.Tensor]: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
     def batch_decode(

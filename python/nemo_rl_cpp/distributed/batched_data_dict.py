@@ -45,7 +45,11 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             if torch.is_tensor(value):
                 repeated[key] = value.repeat_interleave(num_repeats, dim=0)
             else:
-                repeated[key] = [deepcopy(item) for item in value for _ in range(num_repeats)]
+                repeated[key] = [
+                    item if item is None or isinstance(item, (str, int, float)) else deepcopy(item)
+                    for item in value
+                    for _ in range(num_repeats)
+                ]
         return repeated
 
     def select_indices(self, indices: list[int] | torch.Tensor) -> Self:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.data.interfaces import TokenizerType, tokens_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
@@ -23,7 +23,13 @@ from nemo_rl_cpp.experience.rollout_metrics import (
     environment_metrics,
     rollout_metrics,
 )
-from nemo_rl_cpp.experience.turns import EarlyScoring, append_observation, attach_responses, calculate_rewards
+from nemo_rl_cpp.experience.turns import (
+    EarlyScoring,
+    append_observation,
+    attach_responses,
+    calculate_rewards,
+    tokenize_observations,
+)
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface
 from nemo_rl_cpp.telemetry.performance import group_reward_metrics, is_equal, rewards_by_group
 
@@ -68,7 +74,7 @@ class Conversations:
         active["stop_strings"] = [self.stop_strings[row] for row in self.active]
         active["extra_env_info"] = [self.extra_env_info[row] for row in self.active]
         logs = active["message_log"]
-        lengths = torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs], dtype=torch.int64)
+        lengths = torch.tensor([tokens_of(log) for log in logs], dtype=torch.int64)
         ids = torch.cat([message["token_ids"] for log in logs for message in log])
         of_rows = {key: active[key] for key in ("stop_strings", *PASSED_TO_GENERATION) if key in active}
         inputs = RaggedBatch(
@@ -90,10 +96,12 @@ class Conversations:
         self._add_rewards(answer.rewards)
         terminated = answer.terminateds.bool().tolist()
         going_on = []
+        ids = tokenize_observations(answer.observations, self.tokenizer)
+        prompts = turn.inputs.lengths.tolist()
         for i, row in enumerate(self.active):
             stats, log = self.stats[row], self.batch["message_log"][row]
-            used = int(turn.inputs.lengths[i]) + len(log[-1]["token_ids"])
-            observed = append_observation(log, answer.observations[i], self.tokenizer, used, self.max_seq_len)
+            used = prompts[i] + log[-1]["token_ids"].numel()
+            observed = append_observation(log, answer.observations[i], ids[i], used, self.max_seq_len)
             stats.env_tokens += observed.tokens
             stats.truncated |= observed.overflowed
             stats.done = terminated[i] or observed.overflowed
@@ -219,7 +227,7 @@ class RolloutRunner:
         if self._change_rewards is not None:
             metrics |= self._change_rewards(rollouts)
         rollouts.weight_version = torch.full((rollouts.size,), weight_version)
-        tokens = sum(len(message["token_ids"]) for log in rollouts.message_log for message in log)
+        tokens = sum(map(tokens_of, rollouts.message_log))
         metrics["total_rollout_tokens"] = tokens
         self._rounds.append((rollouts.size, metrics))
         self._rewards += rollouts.raw_reward.tolist()

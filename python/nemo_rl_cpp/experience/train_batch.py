@@ -7,7 +7,7 @@ import torch
 
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
-from nemo_rl_cpp.data.interfaces import LLMMessageLogType, Message
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, Message, tokens_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 from nemo_rl_cpp.dotted_names import is_own
@@ -30,12 +30,14 @@ def add_token_loss_masks(
 ) -> None:
     """Adds to every message, in place, `token_loss_mask` (1 on the tokens that are trained, else 0; like `token_ids`),
     and `generation_logprobs` of zeros where there are none."""
-    for message_log in message_logs:
-        for message in message_log:
-            ids = message["token_ids"]
-            message["token_loss_mask"] = torch.full_like(ids, int(is_trained(message)))
-            if "generation_logprobs" not in message:
-                message["generation_logprobs"] = torch.zeros(ids.shape, dtype=torch.float32)
+    messages = [message for log in message_logs for message in log]
+    lengths = [message["token_ids"].numel() for message in messages]
+    trained = torch.tensor([int(is_trained(message)) for message in messages], dtype=torch.int64)
+    masks = trained.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).split(lengths)
+    zeros = torch.zeros(sum(lengths), dtype=torch.float32).split(lengths)
+    for message, mask, zero in zip(messages, masks, zeros, strict=True):
+        message["token_loss_mask"] = mask
+        message.setdefault("generation_logprobs", zero)
 
 
 def build_train_batch(
@@ -56,7 +58,7 @@ def build_train_batch(
     logs = samples["message_log"]
     lacking = any(is_trained(message) and "generation_logprobs" not in message for log in logs for message in log)
     add_token_loss_masks(logs, is_trained)
-    lengths = torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs])
+    lengths = torch.tensor([*map(tokens_of, logs)])
 
     if not len(lengths) or not bool(lengths.all()):
         where = "no sample" if not len(lengths) else f"sample {int((lengths == 0).nonzero()[0])} has no token"

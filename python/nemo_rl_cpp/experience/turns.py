@@ -1,6 +1,7 @@
 """One turn of a rollout: generate, append, let the environments answer, also beside generation, append their observations."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -137,21 +138,26 @@ class Observed(NamedTuple):
     overflowed: bool
 
 
+def tokenize_observations(observations: Sequence[Mapping[str, str]], tokenizer: TokenizerType) -> list[torch.Tensor]:
+    """The int64 token ids of each environment's message, tokenised as it is (no chat template)."""
+    texts = [observation["content"] for observation in observations]
+    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [*torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64).split([*map(len, rows)])]
+
+
 def append_observation(
     message_log: LLMMessageLogType,
-    observation: dict[str, str],
-    tokenizer: TokenizerType,
+    observation: Mapping[str, str],
+    ids: torch.Tensor,
     used_tokens: int,
     max_seq_len: int,
 ) -> Observed:
-    """Appends the environment's message, tokenised as it is (no chat template), as far as `max_seq_len` allows.
+    """Appends the environment's message, whose token ids are `ids`, as far as `max_seq_len` allows.
 
     An observation that reaches `max_seq_len`, even one that just fits, overflows: the conversation cannot go on.
 
     Raises TooLongError where prompt and response alone are longer than `max_seq_len`.
     """
-    ids = tokenizer(observation["content"], return_tensors="pt", add_special_tokens=False)["input_ids"][0]
-    ids = ids.to(torch.int64)  # some tokenizers give floats for an empty text
     overflowed = used_tokens + len(ids) >= max_seq_len
     if overflowed:
         if used_tokens > max_seq_len:

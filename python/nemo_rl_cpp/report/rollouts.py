@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class Token(NamedTuple):
 
 @dataclass
 class Answer:
-    """One row of a rollout file. `parts`: the reward's parts by name; `tokens`: from the first that the policy wrote."""
+    """One row of a rollout file, `row`. `parts`: the reward's parts by name."""
 
     idx: int
     prompt: str
@@ -36,7 +37,12 @@ class Answer:
     truncated: bool
     truth: str | None = None
     parts: dict[str, float] = field(default_factory=dict)
-    tokens: list[Token] = field(default_factory=list)
+    row: Mapping[str, Plain] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def tokens(self) -> list[Token]:
+        """From the first token that the policy wrote to its last; read when they are asked for, since few answers are shown."""
+        return _tokens(self.row)
 
     @property
     def advantage(self) -> float | None:
@@ -80,7 +86,7 @@ def _answer(number: int, row: Mapping[str, Plain]) -> Answer:
             for name, value in row.items()
             if name.startswith("reward/") and (number := _number(value)) is not None
         },
-        tokens=_tokens(row),
+        row=row,
     )
 
 

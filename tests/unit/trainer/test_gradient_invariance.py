@@ -4,6 +4,7 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, cut_rows
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from row_batch import padded_rows
 
@@ -41,7 +42,7 @@ def gradients(dtype, max_samples=0, max_tokens=0, share=False, threads=2):
         batch, ids, mask = groups_batch()
         weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(9)).to(trainer.out_dtype)
         out = torch.zeros(ids.shape, dtype=trainer.out_dtype)
-        plans = C.plan_micro_batches(batch, list(range(len(ids))), max_samples, max_tokens, share)
+        plans = cut_rows(batch, list(range(len(ids))), MicroBatching(max_samples, max_tokens, share_prefix=share))
         assert sorted(b for rows in plans for b in rows) == list(range(len(ids)))
         for rows in plans:
             trainer.forward(batch, rows, 1.0, share, True, False, out)

@@ -6,6 +6,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, cut_rows
 from nemo_rl_cpp.models.weights import initialize_weights
 from row_batch import padded_rows
 
@@ -56,7 +57,7 @@ def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, check
     trainer = C.Trainer(model)
     out = torch.zeros(mask.shape)
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(9))
-    for rows in C.plan_micro_batches(batch, list(range(len(mask))), max_samples, max_tokens, share):
+    for rows in cut_rows(batch, list(range(len(mask))), MicroBatching(max_samples, max_tokens, share_prefix=share)):
         trainer.forward(batch, rows, 1.0, share, True, checkpoint, out)
         trainer.backward(weight * mask)
     return trainer.grads.clone(), out, trainer.reused_tokens

@@ -68,15 +68,16 @@ def test_every_row_once_within_the_budget(algorithm):
         assert all(C.packed_tokens(batch, rows, True) <= 60 for rows in bins)
 
 
-def test_first_fit_decreasing_is_the_native_plan():
-    draw = random.Random(3)
-    groups = sorted(draw.randrange(8) for _ in range(30))
-    prompts = [3 + group % 4 for group in groups]
-    data = rows_of([prompt + draw.randrange(20) for prompt in prompts], groups, prompts)
-    batch, bins = plan(
-        data, wanted_tokens(data), range(30), MicroBatching(max_tokens=60, algorithm="first_fit_decreasing")
-    )
-    assert bins == C.plan_micro_batches(batch, list(range(30)), 0, 60, True)
+def test_units_are_runs_of_one_prompt_cut_at_the_budget():
+    # two prompts of 3 tokens, answers of 4, 4, 4 and 2 tokens of which the last is not read
+    data = rows_of([6, 6, 6, 4, 9], [0, 0, 0, 1, 1], [3, 3, 3, 3, 4])
+    batch, _ = plan(data, wanted_tokens(data), range(5), MicroBatching())
+    assert C.prompt_units(batch, [0, 1, 2, 3, 4], 100, True) == ([[0, 1, 2], [3], [4]], [3 + 3 * 3, 4, 9])
+    assert C.prompt_units(batch, [0, 1, 2, 3, 4], 9, True) == ([[0, 1], [2], [3], [4]], [9, 6, 4, 9])
+    assert C.prompt_units(batch, [0, 2], 5, True) == ([[0], [2]], [6, 6])  # longer than the budget: alone
+    assert C.prompt_units(batch, [1, 3, 4], 100, False) == ([[1], [3], [4]], [6, 4, 9])
+    assert C.prompt_units(batch, [], 100, True) == ([], [])
+    assert [C.packed_tokens(batch, rows, True) for rows in ([0, 1, 2], [0, 3], [4])] == [12, 10, 9]
 
 
 def test_a_row_longer_than_the_budget_stands_alone():

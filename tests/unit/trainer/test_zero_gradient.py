@@ -116,7 +116,7 @@ def test_rows_apart_come_last_and_keep_to_the_limits(batching):
 def test_rows_that_are_not_ascending_rows_of_the_batch_are_refused(samples):
     batch, *_ = groups_batch()
     with pytest.raises(ValueError, match="ascending rows of the batch"):
-        C.plan_micro_batches(batch, samples, 0, 0, True)
+        C.prompt_units(batch, samples, 100, True)
 
 
 class Recorded:

@@ -7,4 +7,4 @@ from nemo_rl_cpp.compat.experience.async_rollouts import (
     run_sample_multi_turn_rollout,
 )
 from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
-from nemo_rl_cpp.experience.turns import append_observation, attach_responses, calculate_rewards, generate_responses
+from nemo_rl_cpp.experience.turns import attach_responses, calculate_rewards, generate_responses

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,53 +23,18 @@ def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
     return C.pack_first_fit(costs, order, capacity)
 
 
-class Prompts(NamedTuple):
-    """Which samples of a batch may share a prompt."""
-
-    ids: Sequence[Tensor]
-    """[B] int64 token ids of each sample"""
-    wanted: Sequence[Tensor]
-    """[B] bool: which of its tokens are trained"""
-    groups: list[int]
-    """[B]: samples with one id >= 0 may share"""
-
-
 def packed_bins(
-    batch: C.RowBatch, prompts: Prompts, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str
+    batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str
 ) -> tuple[Bins, list[int]]:
     """Rows by bin, bins in the order of their first rows, and the tokens that each bin computes.
 
     Every one of `rows` (ascending) wants a token. Neighbouring rows with one prompt stay together, where the budget allows it,
     because the prompt is then computed once. A row that is longer than the budget stands alone.
     """
-    units, costs = _units(prompts, rows, max_tokens, share_prefix)
+    units, costs = C.prompt_units(batch, rows, max_tokens, share_prefix)
     chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []
     bins = sorted(sorted(row for unit in places for row in units[unit]) for places in chosen if places)
     return bins, [C.packed_tokens(batch, rows, share_prefix) for rows in bins]
-
-
-def _units(prompts: Prompts, rows: list[int], max_tokens: int, share_prefix: bool) -> tuple[Bins, list[int]]:
-    """Runs of rows that share a prompt, cut where the budget is reached, and the tokens that each computes."""
-    ids, groups = prompts.ids, prompts.groups
-    units: Bins = []
-    costs: list[int] = []
-    leader, leading = -1, 0  # the row with which the run of a prompt begins, and the length of its prompt
-    for row in rows:
-        wanted = prompts.wanted[row].nonzero().flatten()
-        P, last = int(wanted[0]), int(wanted[-1])
-        shares = (
-            share_prefix and leader >= 0 and P > 0 and P == leading and groups[row] >= 0
-            and groups[row] == groups[leader] and torch.equal(ids[row][:P], ids[leader][:P])
-        )  # fmt: skip
-        if shares and costs[-1] + last - P <= max_tokens:
-            units[-1].append(row)
-            costs[-1] += last - P
-        else:
-            units.append([row])
-            costs.append(last)
-        if not shares:
-            leader, leading = row, P
-    return units, costs
 
 
 def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
@@ -115,11 +79,11 @@ class RowBatch(C.RowBatch):
         ids = data.tokens["input_ids"].to(torch.int64).contiguous()
         super().__init__(ids, data.starts, data.lengths, wanted.contiguous(), group_ids(data))
         self.data, self.wanted = data, wanted
-        self._by_sample = data.rows(wanted)
 
     def wanted_of(self, row: int) -> Tensor:
         """Bool [its length]: the wanted tokens of a sample."""
-        return self._by_sample[row]
+        start = int(self.data.starts[row])
+        return self.wanted[start : start + int(self.data.lengths[row])]
 
 
 def group_ids(data: RaggedBatch) -> Tensor:
@@ -150,19 +114,18 @@ def plan(
     last = [False] * data.size if apart is None else apart.tolist()
     rows = [b for b in rows if used[b]]
     parts = [b for b in rows if not last[b]], [b for b in rows if last[b]]
-    return batch, [micro for part in parts for micro in _micro_batches(batch, data, wanted, part, batching)]
+    return batch, [micro for part in parts for micro in cut_rows(batch, part, batching)]
 
 
-def _micro_batches(
-    batch: RowBatch, data: RaggedBatch, wanted: Tensor, rows: list[int], batching: MicroBatching
-) -> list[list[int]]:
+def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bins:
+    """The micro-batches of `rows`, ascending rows of which each wants a token."""
     if not batching.max_tokens:
-        return C.plan_micro_batches(batch, rows, batching.max_samples, 0, batching.share_prefix)
+        count = batching.max_samples or max(len(rows), 1)
+        return [rows[begin : begin + count] for begin in range(0, len(rows), count)]
     budget = batching.max_tokens
     if batching.length_round:
-        return dynamic_bins(data.lengths.tolist(), data.width, rows, budget, batching.length_round)
-    prompts = Prompts(data.rows(data.tokens["input_ids"]), data.rows(wanted), group_ids(data).tolist())
-    bins, tokens = packed_bins(batch, prompts, rows, budget, batching.share_prefix, batching.algorithm)
+        return dynamic_bins(batch.data.lengths.tolist(), batch.data.width, rows, budget, batching.length_round)
+    bins, tokens = packed_bins(batch, rows, budget, batching.share_prefix, batching.algorithm)
     if batching.largest_first:
         bins = [bins[i] for i in sorted(range(len(bins)), key=lambda i: -tokens[i])]
     return bins

@@ -26,6 +26,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kill_resume import command, differences, fingerprint, newest_step, run_to_end
@@ -111,9 +112,9 @@ def blow(argv: list[str], victim: str, number: signal.Signals, delay: float) -> 
         if target == run.pid and number == signal.SIGSTOP:
             time.sleep(2)
             os.kill(target, signal.SIGCONT)
-            return went_on(run)
+            return went_on(run, output)
         if victim == "environment":
-            return went_on(run)
+            return went_on(run, output)
         problems = []
         try:
             run.wait(DEADLINE)
@@ -132,14 +133,17 @@ def blow(argv: list[str], victim: str, number: signal.Signals, delay: float) -> 
         return f"ended after {ended:.1f} s with status {run.returncode}", problems
 
 
-def went_on(run: subprocess.Popen) -> tuple[str, list[str]]:
-    """What a run does that must not end because of what happened."""
+def went_on(run: subprocess.Popen, output: TextIO) -> tuple[str, list[str]]:
+    """What a run does that must not end because of what happened; `output` is what it prints."""
     try:
         status = run.wait(LONGEST)
     except subprocess.TimeoutExpired:
         run.kill(), run.wait()
         return "hangs", [f"the run had not ended after {LONGEST:.0f} s"]
-    return ("went on", []) if status == 0 else ("did not go on", [f"status {status}"])
+    if status == 0:
+        return "went on", []
+    output.seek(0)
+    return "did not go on", [f"status {status}: {output.read()[-1500:]}"]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Rollouts beside training, one step off: learns the tiny task from several seeds, and prints what each has come to.
 
     python tests/tools/learn_async.py
-    python tests/tools/learn_async.py --seeds 1 2 3 --age 2 --steps 600
+    python tests/tools/learn_async.py --seeds 1 2 3 --age 2 --steps 800
 
 One process trains, one generates with weights of its own (`grpo.async_grpo`). A row says the accuracy on numbers that were not trained on, by
 steps, and the smallest and largest `sampling_importance_ratio`, the mean of present probability over generation's: exactly 1 in steps
@@ -41,7 +41,7 @@ def learned(seed: int, steps: int, age: int, overrides: list[str]) -> list[dict]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--age", type=int, default=1, help="grpo.async_grpo.max_trajectory_age_steps")
     parser.add_argument("--accuracy", type=float, default=0.85)
     arguments, overrides = parser.parse_known_args()

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.base import Section
@@ -282,13 +283,23 @@ def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings:
             for i in range(count)
         ]
         watch = ActorWatch(ray, actors, settings.silence)
-        ray.get([actor.start.remote() for actor in actors], timeout=START_SECONDS)
+        _start(ray, actors, cls)
         return RayEnvironment(cls, actors, settings, watch)
     except BaseException as error:
         if watch is not None:
             watch.end_all()
         let_ray_go()
         raise as_raised(error) from None
+
+
+def _start(ray: ModuleType, actors: list, cls: type) -> None:
+    try:
+        ray.get([actor.start.remote() for actor in actors], timeout=START_SECONDS)
+    except ray.exceptions.GetTimeoutError:
+        raise TimeoutError(
+            f"no answer from an actor of {cls.__name__} within {START_SECONDS:.0f} s of its start: its constructor hangs, or its process "
+            "is stopped. Look for ray::EnvironmentActor among the processes, or set cluster.executor=processes, which needs no actor"
+        ) from None
 
 
 def _with(made: dict[str, Any], options: dict[str, Any], i: int, count: int) -> dict[str, Any]:

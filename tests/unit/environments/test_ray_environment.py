@@ -12,6 +12,7 @@ from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import get
 from nemo_rl_cpp.distributed.ray_session import ray_in_use, ray_module, start_ray
+from nemo_rl_cpp.environments import ray_environment as rooms
 from nemo_rl_cpp.environments import remote
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
@@ -144,6 +145,15 @@ def test_one_that_may_not_be_asked_again_ends_the_run_by_its_name(ray, tmp_path,
         answer_of(None, never, "theirs")
     ray.cancel(never, force=True)
     env.close()
+
+
+@pytest.mark.slow
+def test_an_actor_that_does_not_start_ends_the_run_by_its_name(ray, monkeypatch):
+    monkeypatch.setattr(rooms, "START_SECONDS", 0.0)  # as if its process were stopped
+    with pytest.raises(
+        TimeoutError, match="no answer from an actor of ReverseDigitsEnvironment within 0 s of its start"
+    ):
+        ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
 
 
 def test_settings_come_from_the_cluster():

@@ -33,7 +33,7 @@ from kill_resume import command, differences, fingerprint, newest_step, run_to_e
 
 VICTIMS = ("rank 0", "rank 1", "engine worker 0", "driver", "environment")
 SILENCE = 4  # cluster.worker_timeout_s
-LONGEST = 360.0  # seconds from the blow to the end of a run that goes on
+LONGEST = 300.0  # seconds from the blow to the end of a run that goes on
 DEADLINE = 30.0  # seconds from the blow to the end of the run: silence, grace for a reason, and the end of the program
 WORKERS = (
     "cluster.executor=processes", "cluster.cpus_per_worker=1", f"cluster.worker_timeout_s={SILENCE}", "policy.gradient_blocks=2",

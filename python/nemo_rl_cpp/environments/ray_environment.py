@@ -8,6 +8,7 @@ asks it again. What other environments know is lost with them: then the call rai
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -54,13 +55,14 @@ class ActorSettings:
 
 
 class EnvironmentActor:
-    """What runs in an actor: one environment, made when it is first asked for, so that a restarted actor is there at once.
+    """What runs in an actor: one environment, made when it is first asked for, so that a restarted actor is there at once, and is
+    missed at once where it is stopped. `make` is what makes it, pickled: the modules of the environment are imported then, too.
 
     Its calls come with how many were made before them since the last `pop_metrics`. Where the numbers differ, this is not the
     process that answered those calls: they are made again before metrics are given, so that counts are as if it had been.
     """
 
-    def __init__(self, make: Callable[[], Any], folder: str) -> None:
+    def __init__(self, make: bytes, folder: str) -> None:
         enter_folder(folder)
         self._make, self._environment, self._calls = make, None, 0
 
@@ -73,7 +75,7 @@ class EnvironmentActor:
     def start(self) -> None:
         """Makes the environment, if it has not been made; raises what its constructor raises."""
         if self._environment is None:
-            self._environment = _told(self._make)
+            self._environment = _told(lambda: pickle.loads(self._make)())
 
     def step(self, arguments: tuple[tuple, dict]) -> EnvironmentReturn:
         """`step` of the environment with (args, kwargs)."""
@@ -278,10 +280,8 @@ def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings:
             "scheduling_strategy": "SPREAD" if count > 1 else "DEFAULT",
         }
         kind = ray.remote(concurrency_groups={"beat": 1})(EnvironmentActor)
-        actors = [
-            kind.options(**_with(made, options or {}, i, count)).remote(_Maker(cls, args, kwargs), os.getcwd())
-            for i in range(count)
-        ]
+        make = ray.cloudpickle.dumps(_Maker(cls, args, kwargs))
+        actors = [kind.options(**_with(made, options or {}, i, count)).remote(make, os.getcwd()) for i in range(count)]
         watch = ActorWatch(ray, actors, settings.silence)
         _start(ray, actors, cls)
         return RayEnvironment(cls, actors, settings, watch)
@@ -297,8 +297,8 @@ def _start(ray: ModuleType, actors: list, cls: type) -> None:
         ray.get([actor.start.remote() for actor in actors], timeout=START_SECONDS)
     except ray.exceptions.GetTimeoutError:
         raise TimeoutError(
-            f"no answer from an actor of {cls.__name__} within {START_SECONDS:.0f} s of its start: its constructor hangs, or its process "
-            "is stopped. Look for ray::EnvironmentActor among the processes, or set cluster.executor=processes, which needs no actor"
+            f"no answer from an actor of {cls.__name__} within {START_SECONDS:.0f} s of its start: its constructor hangs, or it found no "
+            "place in the cluster. Look for ray::EnvironmentActor among the processes, or set cluster.executor=processes, which needs no actor"
         ) from None
 
 

@@ -147,6 +147,23 @@ def test_one_that_may_not_be_asked_again_ends_the_run_by_its_name(ray, tmp_path,
     env.close()
 
 
+class StopsOnce(ReverseDigitsEnvironment):
+    """Its process is stopped while it is made for the first time."""
+
+    def __init__(self, settings):
+        super().__init__({})
+        if not os.path.exists(settings["made"]):
+            open(settings["made"], "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_stopped_while_it_starts_is_replaced(ray, tmp_path):
+    env = ray_environment(StopsOnce, ({"made": str(tmp_path / "made")},), {}, SETTINGS)
+    assert (tmp_path / "made").exists() and env.pop_metrics() is not None
+    env.close()
+
+
 @pytest.mark.slow
 def test_an_actor_that_does_not_start_ends_the_run_by_its_name(ray, monkeypatch):
     monkeypatch.setattr(rooms, "START_SECONDS", 0.0)  # as if its process were stopped

@@ -3,15 +3,19 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 BEAT_SECONDS = 1.0  # between two questions to an actor
 START_SECONDS = 300.0  # until an actor's process must have answered for the first time
+STARTED_BY = {"NEMO_RL_STARTED_BY": f"{socket.gethostname()}:{os.getpid()}"}
+"""An environment variable of the actors that this process starts: tells their processes from all others before they have answered."""
 
 
 class Beat(NamedTuple):
@@ -78,8 +82,12 @@ class ActorWatch:
                 self._hear(i, each)
             if each.asked is None and not each.gone:
                 each.asked = each.actor.beat.options(concurrency_group="beat", max_task_retries=0).remote()
-            limit = self._silence if each.place is not None else max(self._silence, START_SECONDS)
-            if self._clock.silence(i) > limit:
+            limit, silence = self._silence, self._clock.silence(i)
+            if each.place is None:
+                if silence > limit:
+                    kill_stopped()
+                limit = max(limit, START_SECONDS)
+            if silence > limit:
                 self._clock.heard(i)
                 self._kill(each)
 
@@ -124,6 +132,17 @@ def _watch(watch: weakref.ref[ActorWatch], ended: threading.Event) -> None:
             if not watched._ray.is_initialized():
                 return
         del watched
+
+
+def kill_stopped() -> None:
+    """Kills the processes of this machine that carry `STARTED_BY` and are stopped (SIGSTOP): such an actor never answers."""
+    (mark,) = (f"{name}={value}".encode() for name, value in STARTED_BY.items())
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+            if (process / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+                continue
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def kill_process(ray: ModuleType, place: Beat) -> None:

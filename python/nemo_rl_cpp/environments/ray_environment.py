@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.actor_watch import START_SECONDS, ActorWatch, Beat
+from nemo_rl_cpp.distributed.actor_watch import START_SECONDS, STARTED_BY, ActorWatch, Beat
 from nemo_rl_cpp.distributed.futures import as_raised
 from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go, ray_in_use
 from nemo_rl_cpp.distributed.worker_objects import picklable, worker_environment
@@ -276,7 +276,7 @@ def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings:
             "max_restarts": settings.restarts if again else 0,
             # restarts are what is counted: of a node that dies, Ray tries a call several times before it starts the actor elsewhere
             "max_task_retries": -1 if again else 0,
-            "runtime_env": {"env_vars": worker_environment(1)},
+            "runtime_env": {"env_vars": worker_environment(1) | STARTED_BY},
             "scheduling_strategy": "SPREAD" if count > 1 else "DEFAULT",
         }
         kind = ray.remote(concurrency_groups={"beat": 1})(EnvironmentActor)

@@ -14,8 +14,8 @@ void bind_refit(py::module_& m) {
       .def_readonly("buckets", &Transfer::buckets)
       .def_readonly("seconds", &Transfer::seconds);
   py::class_<Publisher>(m, "RefitPublisher", "Rank 0's side of a refit; see csrc/refit/refit.h")
-      .def(py::init<std::shared_ptr<distributed::Communicator>, std::int64_t, bool>(), py::arg("communicator"),
-           py::arg("bucket_bytes"), py::arg("delta") = false)
+      .def(py::init<std::shared_ptr<distributed::Communicator>, std::int64_t, bool, bool>(), py::arg("communicator"),
+           py::arg("bucket_bytes"), py::arg("delta") = false, py::arg("in_place") = true)
       .def("publish", &Publisher::publish, py::arg("weights"), py::arg("version"), release_gil());
   py::class_<Receiver>(m, "RefitReceiver", "The other ranks' side of a refit; see csrc/refit/refit.h")
       .def(py::init<std::shared_ptr<distributed::Communicator>, NamedTensors>(), py::arg("communicator"),

@@ -56,6 +56,19 @@ std::int64_t head_bytes(const Bucket& bucket) {
   return static_cast<std::int64_t>(bucket.pieces.size() * sizeof(ChangesHead));
 }
 
+/// How all weights come; the header says it. `kAsk`: ranks find out whether receivers may read them in place.
+enum Way : std::int64_t { kBuckets = 0, kInPlace = 1, kAsk = 2 };
+
+/// Of a message about weights that are read in place: for each piece its digest and where it lies, then their digest.
+struct PlaceHead {
+  std::uint64_t digest;
+  std::uint64_t address;
+};
+
+std::int64_t places_bytes(const Bucket& bucket) {
+  return static_cast<std::int64_t>(bucket.pieces.size() * sizeof(PlaceHead) + sizeof(std::uint64_t));
+}
+
 std::string digests_differ(const std::string& name, std::uint64_t found, std::uint64_t wanted) {
   return detail::concat(name, " has digest ", std::hex, found, " against ", wanted, std::dec, " of the sender");
 }
@@ -68,8 +81,8 @@ std::string phase_of(const std::string& what, std::size_t bucket, std::size_t co
 
 // ---- the trainer's side
 
-Publisher::Publisher(std::shared_ptr<Communicator> communicator, std::int64_t bucket_bytes, bool delta)
-    : communicator_(std::move(communicator)), bucket_bytes_(bucket_bytes), delta_(delta) {
+Publisher::Publisher(std::shared_ptr<Communicator> communicator, std::int64_t bucket_bytes, bool delta, bool in_place)
+    : communicator_(std::move(communicator)), bucket_bytes_(bucket_bytes), delta_(delta), in_place_(in_place) {
   NRL_CHECK_ARG(bucket_bytes >= 1, "a bucket of a refit has ", bucket_bytes, " bytes: give it room for some weights");
   NRL_CHECK(communicator_->rank() == kRoot, "rank 0 publishes, this is rank ", communicator_->rank());
 }
@@ -96,13 +109,21 @@ Transfer Publisher::send(const NamedTensors& weights, const Manifest& manifest) 
   const auto what = what_of(manifest.version);
   announce(manifest, what);
   agree(*communicator_, false, what);
+  if (in_place_ && !asked_) {
+    memory_ = distributed::PeerMemory::open(*communicator_, (what + ": whether weights can be read in place").c_str());
+    asked_ = true;
+  }
+  const bool in_place = memory_ != nullptr && !changes;
   Transfer done{.buckets = static_cast<std::int64_t>(buckets.size())};
   std::future<at::Tensor> packing;
   const auto begin_packing = [&](std::size_t i, std::launch how) {
-    auto message =
-        of_at_least(buffers_[i % 2], std::max(buckets[i].message_bytes(), buckets[i].bytes + head_bytes(buckets[i])));
+    const auto most = in_place ? places_bytes(buckets[i])
+                               : std::max(buckets[i].message_bytes(), buckets[i].bytes + head_bytes(buckets[i]));
+    auto message = of_at_least(buffers_[i % 2], most);
     packing = std::async(how, [&, i, message] {
-      return changes ? pack_changes(weights, buckets[i], message) : pack(weights, buckets[i], message);
+      return in_place  ? pack_places(weights, buckets[i], message)
+             : changes ? pack_changes(weights, buckets[i], message)
+                       : pack(weights, buckets[i], message);
     });
   };
   if (!buckets.empty()) begin_packing(0, std::launch::deferred);
@@ -115,7 +136,7 @@ Transfer Publisher::send(const NamedTensors& weights, const Manifest& manifest) 
       communicator_->broadcast(size, kRoot, phase.c_str());
     }
     communicator_->broadcast(message, kRoot, phase.c_str());
-    done.bytes += buckets[i].bytes, done.sent += message.numel();
+    done.bytes += buckets[i].bytes, done.sent += in_place ? buckets[i].message_bytes() : message.numel();
   }
   agree(*communicator_, false, what);
   return done;
@@ -129,7 +150,9 @@ Publisher::Base Publisher::make_base(const Manifest& manifest) const {
 
 at::Tensor Publisher::announce(const Manifest& manifest, const std::string& what) {
   const auto bytes = manifest.packed();
-  const auto header = at::tensor({kMagic, bytes.numel(), static_cast<std::int64_t>(digest_of(bytes))}, at::kLong);
+  const std::int64_t way = !in_place_ ? kBuckets : !asked_ ? kAsk : memory_ ? kInPlace : kBuckets;
+  const auto header =
+      at::tensor({kMagic, bytes.numel(), static_cast<std::int64_t>(digest_of(bytes)), way ^ kMagic}, at::kLong);
   communicator_->broadcast(header, kRoot, (what + ": header").c_str());
   communicator_->broadcast(bytes, kRoot, (what + ": manifest").c_str());
   return bytes;
@@ -149,6 +172,22 @@ at::Tensor Publisher::pack(const NamedTensors& weights, const Bucket& bucket, co
                   static_cast<std::size_t>(piece.size));
   }
   return message.narrow(0, 0, bucket.message_bytes());
+}
+
+/// Digests of the weights where they lie; nothing is copied, but into the base, where there is one.
+at::Tensor Publisher::pack_places(const NamedTensors& weights, const Bucket& bucket, const at::Tensor& message) const {
+  auto* to = static_cast<char*>(message.data_ptr());
+  for (const auto& piece : bucket.pieces) {
+    const auto* from = static_cast<const char*>(weights[piece.tensor].second.const_data_ptr()) + piece.begin;
+    auto* old = base_ ? static_cast<char*>(base_->bytes[piece.tensor].data_ptr()) + piece.begin : nullptr;
+    const PlaceHead head{kernels::digest_bytes(from, piece.size, old), reinterpret_cast<std::uint64_t>(from)};
+    std::memcpy(to, &head, sizeof head);
+    to += sizeof head;
+  }
+  const auto heads = message.narrow(0, 0, places_bytes(bucket) - static_cast<std::int64_t>(sizeof(std::uint64_t)));
+  const auto digest = digest_of(heads);
+  std::memcpy(to, &digest, sizeof digest);
+  return message.narrow(0, 0, places_bytes(bucket));
 }
 
 /// The base becomes these weights.
@@ -189,6 +228,8 @@ Transfer Receiver::receive(std::uint64_t version) {
   if (problem.empty()) problem = difference(manifest, {specs_, version, version_});
   agree(*communicator_, !problem.empty(), what);
   if (!problem.empty()) refuse(problem);
+  if (way_ == kAsk)
+    memory_ = distributed::PeerMemory::open(*communicator_, (what + ": whether weights can be read in place").c_str());
   const auto buckets = buckets_of(manifest);
   for (const auto& damage : await_buckets(manifest, buckets, what)) problem += (problem.empty() ? "" : "; ") + damage;
   agree(*communicator_, !problem.empty(), what);
@@ -201,10 +242,12 @@ Transfer Receiver::receive(std::uint64_t version) {
 }
 
 Manifest Receiver::await_manifest(const std::string& what, std::string& problem) {
-  auto header = at::zeros({3}, at::kLong);
+  auto header = at::zeros({4}, at::kLong);
   communicator_->broadcast(header, kRoot, (what + ": header").c_str());
   const auto* values = header.const_data_ptr<std::int64_t>();
-  if (values[0] != kMagic || values[1] < 0 || values[1] > kMostManifestBytes)  // what follows cannot be found
+  way_ = values[3] ^ kMagic;
+  if (values[0] != kMagic || values[1] < 0 || values[1] > kMostManifestBytes || way_ < kBuckets ||
+      way_ > kAsk)  // what follows cannot be found
     throw RefitRefused(detail::concat(what, " is refused, the old weights stay: its header is damaged"));
   auto bytes = at::empty({values[1]}, at::kByte);
   communicator_->broadcast(bytes, kRoot, (what + ": manifest").c_str());
@@ -231,11 +274,19 @@ std::vector<std::string> Receiver::await_buckets(const Manifest& manifest, const
     if (!verifying.valid()) return;
     if (auto problem = verifying.get(); !problem.empty()) problems.push_back(std::move(problem));
   };
+  const bool in_place = way_ != kBuckets && memory_ != nullptr && !manifest.base;
   std::int64_t begin = 0;
   sent_ = 0;
   for (std::size_t i = 0; i < buckets.size(); ++i) {  // also behind damage, so that all ranks stay in step
     const auto place = all.narrow(0, begin, buckets[i].message_bytes());
-    const auto message = await_message(manifest, buckets[i], place, phase_of(what, i, buckets.size()));
+    begin += place.numel();
+    const auto phase = phase_of(what, i, buckets.size());
+    if (in_place && !read_in_place(buckets[i], place, phase)) {
+      problems.push_back(
+          detail::concat("bucket ", i + 1, " of ", buckets.size(), ": its digests were damaged on the way"));
+      continue;
+    }
+    const auto message = in_place ? place : await_message(manifest, buckets[i], place, phase);
     sent_ += message.numel();
     finish();
     const bool last = i + 1 == buckets.size();
@@ -244,10 +295,31 @@ std::vector<std::string> Receiver::await_buckets(const Manifest& manifest, const
       auto names = manifest.base ? take_changes(manifest, buckets[i], message, to) : verify(manifest, buckets[i], to);
       return names.empty() ? names : detail::concat("bucket ", i + 1, " of ", buckets.size(), ": ", names);
     });
-    begin += place.numel();
   }
   finish();
   return problems;
+}
+
+/// Reads the weights of a bucket where the publisher has them, and puts its digests behind them, as in a message. False
+/// where what it says of them is damaged.
+bool Receiver::read_in_place(const Bucket& bucket, const at::Tensor& place, const std::string& phase) {
+  const auto message = of_at_least(changes_[0], places_bytes(bucket));
+  communicator_->broadcast(message, kRoot, phase.c_str());
+  const auto* heads = static_cast<const char*>(message.const_data_ptr());
+  const auto size = message.numel() - static_cast<std::int64_t>(sizeof(std::uint64_t));
+  std::uint64_t wanted;
+  std::memcpy(&wanted, heads + size, sizeof wanted);
+  if (digest_of(message.narrow(0, 0, size)) != wanted) return false;
+  auto* const to = static_cast<char*>(place.data_ptr());
+  char* digests = to + bucket.bytes;
+  for (const auto& piece : bucket.pieces) {
+    PlaceHead head;
+    std::memcpy(&head, heads, sizeof head);
+    memory_->read(kRoot, head.address, to + piece.place, static_cast<std::size_t>(piece.size), phase.c_str());
+    std::memcpy(digests, &head.digest, sizeof head.digest);
+    heads += sizeof head, digests += sizeof head.digest;
+  }
+  return true;
 }
 
 /// The message of a bucket; one of all weights lies at `place`.

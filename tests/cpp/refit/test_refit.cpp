@@ -77,7 +77,7 @@ std::string error_of(const F& f) {
 /// One refit to `engines` engines that expect `target` and version 7; engine 1 gets what `change` makes of messages.
 Outcome refit(const NamedTensors& source, const NamedTensors& target, std::uint64_t version = 7,
               std::int64_t bucket_bytes = 64, const std::function<void(int, const at::Tensor&)>& change = {},
-              std::size_t engines = 1) {
+              std::size_t engines = 1, bool in_place = false) {
   Outcome outcome;
   Meeting meeting(static_cast<int>(engines) + 1);
   outcome.errors.resize(engines), outcome.engines.resize(engines);
@@ -90,7 +90,7 @@ Outcome refit(const NamedTensors& source, const NamedTensors& target, std::uint6
                         outcome.engines[i]);
       outcome.errors[i] = error_of([&] { receiver.receive(7); });
     });
-  Publisher publisher(std::make_shared<MemoryCommunicator>(meeting, 0), bucket_bytes);
+  Publisher publisher(std::make_shared<MemoryCommunicator>(meeting, 0), bucket_bytes, false, in_place);
   outcome.publisher = error_of([&] { outcome.sent = publisher.publish(source, version); });
   for (auto& thread : threads) thread.join();
   outcome.error = outcome.errors[0];
@@ -114,6 +114,46 @@ TEST(Refit, CarriesEveryBitWhateverTheBuckets) {
     EXPECT_EQ(outcome.sent.buckets, (outcome.sent.bytes + bucket - 1) / bucket);
     for (const auto& engine : outcome.engines) EXPECT_TRUE(equal(engine, weights(0)));
   }
+}
+
+TEST(Refit, OfOneMachineIsReadInPlaceWithTheSameBitsAndTheSameBytes) {
+  for (std::int64_t bucket : {1, 7, 64, 96, 100000}) {
+    const auto outcome = refit(weights(0), weights(-99), 7, bucket, {}, 3, true);
+    EXPECT_EQ(outcome.publisher + outcome.error, "");
+    EXPECT_EQ(outcome.sent.sent, refit(weights(0), weights(-99), 7, bucket, {}, 3).sent.sent);
+    for (const auto& engine : outcome.engines) EXPECT_TRUE(equal(engine, weights(0)));
+  }
+}
+
+TEST(Refit, WhatIsSaidOfWeightsToBeReadIsLookedAtFirst) {
+  for (std::int64_t byte = 0; byte < 3 * 16 + 8;
+       ++byte) {  // digest and address of three tensors, and the digest of them
+    const auto flip = [&](int number, const at::Tensor& message) {
+      if (number == 2) message[byte] = message[byte].item<std::uint8_t>() ^ (1 << (byte % 8));
+    };
+    expect_refused(refit(weights(0), weights(-99), 7, 100000, flip, 2, true),
+                   "bucket 1 of 1: its digests were damaged on the way");
+  }
+}
+
+TEST(Refit, AHeaderThatSaysNoWayIsRefused) {
+  const auto flip = [](int number, const at::Tensor& message) {
+    if (number == 0) message[3] = message[3].item<std::int64_t>() ^ 16;
+  };
+  Meeting meeting(2);
+  auto engine = weights(-99);
+  std::string error;
+  std::thread thread([&] {
+    Receiver receiver(std::make_shared<Damaging>(meeting, 1, flip), engine);
+    error = error_of([&] { receiver.receive(7); });
+  });
+  MemoryCommunicator root(meeting, 0);
+  root.broadcast(at::tensor({std::int64_t{0x7469'6665'725f'6c72}, std::int64_t{8}, std::int64_t{1},
+                             std::int64_t{0x7469'6665'725f'6c72}},
+                            at::kLong),
+                 0, "header");
+  thread.join();
+  EXPECT_NE(error.find("its header is damaged"), std::string::npos) << error;
 }
 
 TEST(Refit, TheOrderOfTensorsMayDiffer) {

@@ -6,8 +6,8 @@
 
 The weights are float32 tensors of SmolLM2-135M's shapes, 538 MB. A refit includes the manifest, the digests of all tensors on both
 sides, and putting the weights in place; a broadcast ends with a tensor that nobody has looked at. `share` is how much of the
-broadcast's speed the refit has. With `--changed` they are bfloat16, 269 MB, of which these shares change between two refits, and `delta`
-sends those alone (`policy.refit: delta`).
+broadcast's speed the refit has; "by messages" is what processes of several machines do. With `--changed` the weights are bfloat16,
+269 MB, of which these shares change between two refits, and `delta` sends those alone (`policy.refit: delta`).
 """
 
 import argparse
@@ -59,10 +59,12 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
             f"refit, buckets of {megabytes:g} MB": C.RefitPublisher(communicator, int(megabytes * 1e6))
             for megabytes in args.buckets
         }
+        sides["refit by messages"] = C.RefitPublisher(communicator, DEFAULT_BUCKET_BYTES, in_place=False)
         run = {name: lambda version, p=p: p.publish(named, version) for name, p in sides.items()}
     else:
         receiver = C.RefitReceiver(communicator, named)  # whatever the buckets
         run = {f"refit, buckets of {megabytes:g} MB": receiver.receive for megabytes in args.buckets}
+        run["refit by messages"] = receiver.receive
     changing: dict[str, torch.Tensor] = {}  # each has weights of its own: changes are of the weights of the last refit
     for share in args.changed:
         name = f"delta, {share:.1%} changed"

@@ -16,6 +16,7 @@ import os
 import platform
 import random
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -182,6 +183,7 @@ def machine() -> dict[str, object]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers, too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--clients", type=int, default=64)

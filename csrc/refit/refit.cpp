@@ -56,9 +56,6 @@ std::int64_t head_bytes(const Bucket& bucket) {
   return static_cast<std::int64_t>(bucket.pieces.size() * sizeof(ChangesHead));
 }
 
-/// How all weights come; the header says it. `kAsk`: ranks find out whether receivers may read them in place.
-enum Way : std::int64_t { kBuckets = 0, kInPlace = 1, kAsk = 2 };
-
 /// Of a message about weights that are read in place: for each piece its digest and where it lies, then their digest.
 struct PlaceHead {
   std::uint64_t digest;
@@ -73,6 +70,10 @@ std::string digests_differ(const std::string& name, std::uint64_t found, std::ui
   return detail::concat(name, " has digest ", std::hex, found, " against ", wanted, std::dec, " of the sender");
 }
 
+std::unique_ptr<distributed::PeerMemory> open_memory(Communicator& communicator, const std::string& what) {
+  return distributed::PeerMemory::open(communicator, (what + ": whether weights can be read in place").c_str());
+}
+
 std::string phase_of(const std::string& what, std::size_t bucket, std::size_t count) {
   return detail::concat(what, ": bucket ", bucket + 1, " of ", count);
 }
@@ -82,7 +83,10 @@ std::string phase_of(const std::string& what, std::size_t bucket, std::size_t co
 // ---- the trainer's side
 
 Publisher::Publisher(std::shared_ptr<Communicator> communicator, std::int64_t bucket_bytes, bool delta, bool in_place)
-    : communicator_(std::move(communicator)), bucket_bytes_(bucket_bytes), delta_(delta), in_place_(in_place) {
+    : communicator_(std::move(communicator)),
+      bucket_bytes_(bucket_bytes),
+      delta_(delta),
+      way_(in_place ? kAsk : kBuckets) {
   NRL_CHECK_ARG(bucket_bytes >= 1, "a bucket of a refit has ", bucket_bytes, " bytes: give it room for some weights");
   NRL_CHECK(communicator_->rank() == kRoot, "rank 0 publishes, this is rank ", communicator_->rank());
 }
@@ -109,11 +113,8 @@ Transfer Publisher::send(const NamedTensors& weights, const Manifest& manifest) 
   const auto what = what_of(manifest.version);
   announce(manifest, what);
   agree(*communicator_, false, what);
-  if (in_place_ && !asked_) {
-    memory_ = distributed::PeerMemory::open(*communicator_, (what + ": whether weights can be read in place").c_str());
-    asked_ = true;
-  }
-  const bool in_place = memory_ != nullptr && !changes;
+  if (way_ == kAsk) way_ = open_memory(*communicator_, what) ? kInPlace : kBuckets;
+  const bool in_place = way_ == kInPlace && !changes;
   Transfer done{.buckets = static_cast<std::int64_t>(buckets.size())};
   std::future<at::Tensor> packing;
   const auto begin_packing = [&](std::size_t i, std::launch how) {
@@ -150,9 +151,8 @@ Publisher::Base Publisher::make_base(const Manifest& manifest) const {
 
 at::Tensor Publisher::announce(const Manifest& manifest, const std::string& what) {
   const auto bytes = manifest.packed();
-  const std::int64_t way = !in_place_ ? kBuckets : !asked_ ? kAsk : memory_ ? kInPlace : kBuckets;
   const auto header =
-      at::tensor({kMagic, bytes.numel(), static_cast<std::int64_t>(digest_of(bytes)), way ^ kMagic}, at::kLong);
+      at::tensor({kMagic, bytes.numel(), static_cast<std::int64_t>(digest_of(bytes)), way_ ^ kMagic}, at::kLong);
   communicator_->broadcast(header, kRoot, (what + ": header").c_str());
   communicator_->broadcast(bytes, kRoot, (what + ": manifest").c_str());
   return bytes;
@@ -228,8 +228,7 @@ Transfer Receiver::receive(std::uint64_t version) {
   if (problem.empty()) problem = difference(manifest, {specs_, version, version_});
   agree(*communicator_, !problem.empty(), what);
   if (!problem.empty()) refuse(problem);
-  if (way_ == kAsk)
-    memory_ = distributed::PeerMemory::open(*communicator_, (what + ": whether weights can be read in place").c_str());
+  if (way_ == kAsk) memory_ = open_memory(*communicator_, what);
   const auto buckets = buckets_of(manifest);
   for (const auto& damage : await_buckets(manifest, buckets, what)) problem += (problem.empty() ? "" : "; ") + damage;
   agree(*communicator_, !problem.empty(), what);

@@ -18,6 +18,9 @@
 
 namespace nemo_rl::refit {
 
+/// How all weights come. `kAsk`: the ranks find out whether receivers may read them in place, and do so if they may.
+enum Way : std::int64_t { kBuckets = 0, kInPlace = 1, kAsk = 2 };
+
 /// What one refit came to.
 struct Transfer {
   std::int64_t bytes = 0;  ///< of weights
@@ -56,10 +59,9 @@ class Publisher {
 
   std::shared_ptr<distributed::Communicator> communicator_;
   std::int64_t bucket_bytes_;
-  bool delta_, in_place_;
-  bool asked_ = false;                               ///< whether receivers may read
-  std::unique_ptr<distributed::PeerMemory> memory_;  ///< none: they may not
-  std::optional<Base> base_;                         ///< none: all weights are sent
+  bool delta_;
+  Way way_;
+  std::optional<Base> base_;  ///< none: all weights are sent
   at::Tensor buffers_[2];
 };
 
@@ -91,10 +93,10 @@ class Receiver {
   std::vector<TensorSpec> specs_;
   std::optional<std::uint64_t> version_;  ///< of the weights in use
   std::unique_ptr<distributed::PeerMemory> memory_;
-  std::int64_t way_ = 0;   ///< how the weights of this refit come, as the publisher's header says
-  at::Tensor staged_;      ///< the messages one behind the other, uint8; of changes the weights that they make
-  at::Tensor changes_[2];  ///< messages that hold changes
-  std::int64_t sent_ = 0;  ///< bytes of the messages of this refit
+  std::int64_t way_ = kBuckets;  ///< of this refit, as the publisher's header says
+  at::Tensor staged_;            ///< the messages one behind the other, uint8; of changes the weights that they make
+  at::Tensor changes_[2];        ///< messages that hold changes
+  std::int64_t sent_ = 0;        ///< bytes of the messages of this refit
 };
 
 }  // namespace nemo_rl::refit

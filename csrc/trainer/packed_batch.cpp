@@ -62,6 +62,11 @@ std::vector<std::vector<std::int64_t>> prompt_runs(const Rows& rows, const std::
   return runs;
 }
 
+/// The tokens that a run computes once.
+std::int64_t shared_prompt(const std::vector<std::int64_t>& run, const std::vector<RowTokens>& tokens) {
+  return run.size() > 1 ? tokens[static_cast<std::size_t>(run.front())].prompt : 0;
+}
+
 void check_wanted(std::int64_t computed, const std::vector<std::int64_t>& samples) {
   NRL_CHECK_ARG(computed > 0, "none of these ", samples.size(), " rows has a wanted token (token_mask)");
 }
@@ -137,7 +142,7 @@ PackedBatch pack_batch(const RowBatch& batch, const std::vector<std::int64_t>& s
   PackedBatch out;
   Packer packer(batch, out);
   for (const auto& run : prompt_runs(rows, tokens, samples, share_prefix)) {
-    const std::int64_t P = run.size() > 1 ? tokens[static_cast<std::size_t>(run.front())].prompt : 0;
+    const std::int64_t P = shared_prompt(run, tokens);
     const std::int64_t prefix_start = packer.size();
     if (P > 0) packer.add(run.front(), 0, P, 0);
     for (auto b : run) {
@@ -163,7 +168,7 @@ PromptUnits prompt_units(const RowBatch& batch, const std::vector<std::int64_t>&
                   samples[static_cast<std::size_t>(i)], " at place ", i);
   PromptUnits units;
   for (const auto& run : prompt_runs(rows, tokens, samples, share_prefix)) {
-    const std::int64_t P = run.size() > 1 ? tokens[static_cast<std::size_t>(run.front())].prompt : 0;
+    const std::int64_t P = shared_prompt(run, tokens);
     bool begin = true;
     for (auto b : run) {
       const std::int64_t own = tokens[static_cast<std::size_t>(b)].read - P;
@@ -183,7 +188,7 @@ std::int64_t packed_tokens(const RowBatch& batch, const std::vector<std::int64_t
   const auto tokens = row_tokens(batch);
   std::int64_t sum = 0;
   for (const auto& run : prompt_runs(Rows(batch), tokens, samples, share_prefix)) {
-    const std::int64_t P = run.size() > 1 ? tokens[static_cast<std::size_t>(run.front())].prompt : 0;
+    const std::int64_t P = shared_prompt(run, tokens);
     sum += P;
     for (auto b : run) sum += tokens[static_cast<std::size_t>(b)].read - P;
   }

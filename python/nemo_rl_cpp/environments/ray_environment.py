@@ -283,7 +283,7 @@ def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings:
         make = ray.cloudpickle.dumps(_Maker(cls, args, kwargs))
         actors = [kind.options(**_with(made, options or {}, i, count)).remote(make, os.getcwd()) for i in range(count)]
         watch = ActorWatch(ray, actors, settings.silence)
-        _start(ray, actors, cls)
+        _await_start(ray, actors, cls)
         return RayEnvironment(cls, actors, settings, watch)
     except BaseException as error:
         if watch is not None:
@@ -292,7 +292,7 @@ def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings:
         raise as_raised(error) from None
 
 
-def _start(ray: ModuleType, actors: list, cls: type) -> None:
+def _await_start(ray: ModuleType, actors: list, cls: type) -> None:
     try:
         ray.get([actor.start.remote() for actor in actors], timeout=START_SECONDS)
     except ray.exceptions.GetTimeoutError:

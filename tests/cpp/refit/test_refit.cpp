@@ -126,8 +126,8 @@ TEST(Refit, OfOneMachineIsReadInPlaceWithTheSameBitsAndTheSameBytes) {
 }
 
 TEST(Refit, WhatIsSaidOfWeightsToBeReadIsLookedAtFirst) {
-  for (std::int64_t byte = 0; byte < 3 * 16 + 8;
-       ++byte) {  // digest and address of three tensors, and the digest of them
+  const std::int64_t message_bytes = 3 * 16 + 8;  // digest and address of three tensors, and the digest of them
+  for (std::int64_t byte = 0; byte < message_bytes; ++byte) {
     const auto flip = [&](int number, const at::Tensor& message) {
       if (number == 2) message[byte] = message[byte].item<std::uint8_t>() ^ (1 << (byte % 8));
     };

@@ -23,18 +23,15 @@ def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
     return C.pack_first_fit(costs, order, capacity)
 
 
-def packed_bins(
-    batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str
-) -> tuple[Bins, list[int]]:
-    """Rows by bin, bins in the order of their first rows, and the tokens that each bin computes.
+def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str) -> Bins:
+    """Rows by bin, bins in the order of their first rows.
 
     Every one of `rows` (ascending) wants a token. Neighbouring rows with one prompt stay together, where the budget allows it,
     because the prompt is then computed once. A row that is longer than the budget stands alone.
     """
     units, costs = C.prompt_units(batch, rows, max_tokens, share_prefix)
     chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []
-    bins = sorted(sorted(row for unit in places for row in units[unit]) for places in chosen if places)
-    return bins, [C.packed_tokens(batch, rows, share_prefix) for rows in bins]
+    return sorted(sorted(row for unit in places for row in units[unit]) for places in chosen if places)
 
 
 def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
@@ -125,9 +122,9 @@ def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bin
     budget = batching.max_tokens
     if batching.length_round:
         return dynamic_bins(batch.data.lengths.tolist(), batch.data.width, rows, budget, batching.length_round)
-    bins, tokens = packed_bins(batch, rows, budget, batching.share_prefix, batching.algorithm)
+    bins = packed_bins(batch, rows, budget, batching.share_prefix, batching.algorithm)
     if batching.largest_first:
-        bins = [bins[i] for i in sorted(range(len(bins)), key=lambda i: -tokens[i])]
+        bins.sort(key=lambda rows: -C.packed_tokens(batch, rows, batching.share_prefix))  # stable
     return bins
 
 

@@ -22,6 +22,8 @@ constexpr int kRoot = 0;
 constexpr std::int64_t kMagic = 0x7469'6665'725f'6c72;  // "rl_refit"
 constexpr std::int64_t kMostManifestBytes = std::int64_t{1} << 30;
 constexpr std::int64_t kCopyBytes = std::int64_t{1} << 20;  ///< of one job when weights are put in place
+/// Least weights of one bucket that is read in place: it takes no memory of its own, and every message costs a wait.
+constexpr std::int64_t kInPlaceBytes = 64'000'000;
 
 double since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
@@ -95,6 +97,7 @@ Transfer Publisher::publish(const NamedTensors& weights, std::uint64_t version) 
   const auto began = Clock::now();
   Manifest manifest{version, std::nullopt, bucket_bytes_, specs_of(weights)};
   if (base_ && base_->tensors == manifest.tensors) manifest.base = base_->version;
+  if (way_ == kInPlace && !manifest.base) manifest.bucket_bytes = std::max(bucket_bytes_, kInPlaceBytes);
   if (delta_ && !manifest.base) base_ = make_base(manifest);
   try {
     auto done = send(weights, manifest);

@@ -32,7 +32,8 @@ struct Transfer {
 /// The trainer's side. It holds two buckets of memory.
 class Publisher {
  public:
-  /// `bucket_bytes`: weights of one message. `delta`: sends what has changed since the last version that all receivers
+  /// `bucket_bytes`: weights of one message; of those that are read in place, which a message names, from the second
+  /// refit on at least 64 MB. `delta`: sends what has changed since the last version that all receivers
   /// have taken from it; it holds the weights of that version too. `in_place`: receivers on this machine read all
   /// weights where they lie, if they may.
   Publisher(std::shared_ptr<distributed::Communicator> communicator, std::int64_t bucket_bytes, bool delta = false,

@@ -1,12 +1,12 @@
 """A refit between two processes over Gloo against a plain broadcast of the same bytes, in turns in one run.
 
     python tests/benchmarks/bench_refit.py
-    python tests/benchmarks/bench_refit.py --buckets 4 32 256 --repeats 9
+    python tests/benchmarks/bench_refit.py --buckets 4 8 32 --repeats 9
     python tests/benchmarks/bench_refit.py --changed 0.01 0.1 0.3
 
 The weights are float32 tensors of SmolLM2-135M's shapes, 538 MB. A refit includes the manifest, the digests of all tensors on both
 sides, and putting the weights in place; a broadcast ends with a tensor that nobody has looked at. `share` is how much of the
-broadcast's speed the refit has; "by messages" is what processes of several machines do. With `--changed` the weights are bfloat16,
+broadcast's speed the refit has. "read in place" is what processes of one machine do; messages, of `--buckets` MB, go to other machines. With `--changed` the weights are bfloat16,
 269 MB, of which these shares change between two refits, and `delta` sends those alone (`policy.refit: delta`).
 """
 
@@ -53,18 +53,16 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
     communicator = connect(rank, 2, "127.0.0.1", port, 600.0).communicator
     flat, named = weights(float(rank == 0), torch.bfloat16 if args.changed else torch.float32)
     plain = torch.full_like(flat, float(rank == 0))
+    messages = {megabytes: f"refit, messages of {megabytes:g} MB" for megabytes in args.buckets}
     if rank == 0:
         flat.normal_(generator=torch.Generator().manual_seed(0))
-        sides = {
-            f"refit, buckets of {megabytes:g} MB": C.RefitPublisher(communicator, int(megabytes * 1e6))
-            for megabytes in args.buckets
-        }
-        sides["refit by messages"] = C.RefitPublisher(communicator, DEFAULT_BUCKET_BYTES, in_place=False)
+        sides = {"refit, read in place": C.RefitPublisher(communicator, DEFAULT_BUCKET_BYTES)}
+        for megabytes, name in messages.items():
+            sides[name] = C.RefitPublisher(communicator, int(megabytes * 1e6), in_place=False)
         run = {name: lambda version, p=p: p.publish(named, version) for name, p in sides.items()}
     else:
         receiver = C.RefitReceiver(communicator, named)  # whatever the buckets
-        run = {f"refit, buckets of {megabytes:g} MB": receiver.receive for megabytes in args.buckets}
-        run["refit by messages"] = receiver.receive
+        run = dict.fromkeys(("refit, read in place", *messages.values()), receiver.receive)
     changing: dict[str, torch.Tensor] = {}  # each has weights of its own: changes are of the weights of the last refit
     for share in args.changed:
         name = f"delta, {share:.1%} changed"
@@ -111,7 +109,7 @@ def main() -> None:
     print(f"{size / 1e6:.0f} MB of {len(shapes())} tensors, {args.threads} thread a process, median of {args.repeats}")
     for name, values in seconds.items():
         median = statistics.median(values)
-        print(f"{name:28} {median * 1e3:8.0f} ms  [{min(values) * 1e3:.0f}, {max(values) * 1e3:.0f}]  {size / median / 1e9:.2f} GB/s  share {plain / median:.2f}")  # fmt: skip
+        print(f"{name:30} {median * 1e3:8.0f} ms  [{min(values) * 1e3:.0f}, {max(values) * 1e3:.0f}]  {size / median / 1e9:.2f} GB/s  share {plain / median:.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":

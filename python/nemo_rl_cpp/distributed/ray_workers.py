@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from nemo_rl_cpp.distributed.actor_watch import Clock
+from nemo_rl_cpp.distributed.actor_watch import STARTED_BY, Clock, kill_stopped
 from nemo_rl_cpp.distributed.process_workers import meeting_place
 from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go
 from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
@@ -15,7 +15,7 @@ from nemo_rl_cpp.distributed.worker_objects import Answer, WorkerObjects, worker
 
 _SLICE = 0.5  # seconds of one wait
 _BEAT_SECONDS = 2.0  # between two questions whether an actor lives
-_PLACES_SECONDS = 60.0  # until a cluster has room for all workers
+_PLACES_SECONDS = 60.0  # until a cluster has room for all workers, and then until all have started
 
 
 class ActorWorker:
@@ -24,11 +24,11 @@ class ActorWorker:
     def __init__(self) -> None:
         self._objects = WorkerObjects()
 
-    def address(self) -> str:
-        """Where other nodes reach this one."""
+    def place(self) -> Answer:
+        """(where other nodes reach this one, the number of its process)."""
         import ray
 
-        return ray.util.get_node_ip_address()
+        return Answer((ray.util.get_node_ip_address(), os.getpid()))
 
     def join(self, options: dict) -> Answer:
         """See `WorkerObjects.join`; `folder` becomes the working folder."""
@@ -85,16 +85,32 @@ class RayWorkers(Workers):
                 "size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads, "backend": backend,
                 "folder": os.getcwd(),
             }  # fmt: skip
-            addresses = ray.get([actor.address.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
-            self.pids = ray.get([actor.beat.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
+            places = self._all_started()
+            addresses, self.pids = [address for address, _ in places], [pid for _, pid in places]
             self._here = [pid for pid, address in zip(self.pids, addresses) if address == host]
             self.wait([
                 self._started(rank, "meeting the other ranks", actor.join.remote({"rank": rank, "address": addresses[rank], "silent": role != "rank", **meeting}))
                 for rank, actor in enumerate(self._actors)
             ])  # fmt: skip
         except BaseException:
+            kill_stopped()
             self.kill()
             raise
+
+    def _all_started(self) -> list[tuple[str, int]]:
+        """Each actor's `place`. WorkerLostError, which names the first that has ended or does not answer."""
+        calls = [self._started(rank, "starting", actor.place.remote()) for rank, actor in enumerate(self._actors)]
+        self._ray.wait([self._calls[call] for call in calls], num_returns=len(calls), timeout=_PLACES_SECONDS)
+        for call in calls:
+            self._look_at(call)
+            if not call.done():
+                call.set(
+                    None,
+                    self._lost(
+                        call, f"has not answered for {_PLACES_SECONDS:.0f} s: it is stopped, or gets no processor"
+                    ),
+                )
+        return values_of(calls, self)
 
     def _room(self, count: int, threads: int, gpus: int):
         ray = self._ray
@@ -121,7 +137,7 @@ class RayWorkers(Workers):
                 num_gpus=gpus or None,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
-                runtime_env={"env_vars": worker_environment(threads)},
+                runtime_env={"env_vars": {**worker_environment(threads), **STARTED_BY}},
             )
             .remote()
         )

@@ -125,6 +125,20 @@ TEST(Refit, OfOneMachineIsReadInPlaceWithTheSameBitsAndTheSameBytes) {
   }
 }
 
+TEST(Refit, OnceReadInPlaceBucketsAreLargeSinceTheyTakeNoMemory) {
+  Meeting meeting(2);
+  auto engine = weights(-99);
+  std::thread thread([&] {
+    Receiver receiver(std::make_shared<MemoryCommunicator>(meeting, 1), engine);
+    receiver.receive(7), receiver.receive(8);
+  });
+  Publisher publisher(std::make_shared<MemoryCommunicator>(meeting, 0), /*bucket_bytes=*/64);
+  EXPECT_EQ(publisher.publish(weights(0), 7).buckets, 6);
+  EXPECT_EQ(publisher.publish(weights(1), 8).buckets, 1);
+  thread.join();
+  EXPECT_TRUE(equal(engine, weights(1)));
+}
+
 TEST(Refit, WhatIsSaidOfWeightsToBeReadIsLookedAtFirst) {
   const std::int64_t message_bytes = 3 * 16 + 8;  // digest and address of three tensors, and the digest of them
   for (std::int64_t byte = 0; byte < message_bytes; ++byte) {

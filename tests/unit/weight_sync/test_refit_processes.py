@@ -51,7 +51,7 @@ def test_a_refusal_leaves_the_old_weights_and_the_next_refit_is_taken(pair):
     for version, sent, total in ((1, weights(1.0), 1000.0), (2, weights(2.0, 8), 1000.0), (3, weights(3.0), 3000.0)):
         (taking,) = group.run_all_workers_single_data("receive", version)
         if len(sent[0][1]) == refit_players.SIZE:
-            assert publisher.publish(sent, version).buckets == 6
+            assert publisher.publish(sent, version).buckets == (6 if version == 1 else 1)  # then it is read in place
             assert taking.result(10) == 4000
         else:
             with pytest.raises(C.PeerRefused, match="refit of version 2 was refused by rank 1"):

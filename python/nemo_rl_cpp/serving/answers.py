@@ -88,14 +88,20 @@ def chat_logprobs(tokenizer: TokenizerType, bytes_of: Callable[[int], bytes], sa
     return {"content": content, "refusal": None}
 
 
-def generate_logprobs(sample: Sample) -> Json:
-    """`logprobs` of vLLM's route, whose tokens are numbers."""
-    return {
-        "content": [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(sample.token_ids, sample.logprobs)
-        ]
-    }
+def generate_logprobs(sample: Sample, count: int) -> Json:
+    """`logprobs` of vLLM's route, whose tokens are numbers: of each sampled token, with the first `count` (at least one) of it and the
+    likeliest beside it. `rank` is 1 for the likeliest, null for one that is not among those. Older clients read the number in `token`."""
+
+    def entry(token: int, logprob: float, rank: int | None) -> Json:
+        return {"token_id": token, "logprob": logprob, "rank": rank, "token": f"token_id:{token}", "bytes": None}
+
+    content = []
+    for token, logprob, beside in zip_longest(sample.token_ids, sample.logprobs, sample.likeliest, fillvalue=()):
+        rank = next((i for i, (other, _) in enumerate(beside, 1) if other == token), None)
+        others = [entry(other, its, i) for i, (other, its) in enumerate(beside, 1) if other != token]
+        sampled = entry(token, logprob, rank)
+        content.append(sampled | {"top_logprobs": [sampled, *others][: max(count, 1)]})
+    return {"content": content}
 
 
 def chat_message(spoken: Spoken) -> Json:

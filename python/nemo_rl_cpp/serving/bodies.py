@@ -190,11 +190,16 @@ class ChatBody(TextBody):
 class GenerateParams(SamplingFields):
     """`sampling_params` of vLLM's route."""
 
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=_MOST_LIKELIEST)] | None = None
     detokenize: bool = True  # there is no text
     spaces_between_special_tokens: bool = True
     routed_experts_prompt_start: Whole | None = None  # of mixtures of experts whose routers are replayed
     output_kind: Whole | None = None
+
+    @property
+    def num_likeliest(self) -> int:
+        """How many of the likeliest tokens are looked at for each sampled one."""
+        return self.logprobs or 0
 
 
 class GenerateBody(_Body):
@@ -204,7 +209,10 @@ class GenerateBody(_Body):
     model: Text | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
-    stream: Literal[False] = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    output_mode: Literal["tokens"] = "tokens"
+    return_token_ids: bool | None = None
     request_id: Text | None = None
     cache_salt: Text | None = None
     priority: NoPriority = None

@@ -214,36 +214,56 @@ def _delta(k: int, delta: Json, reason: str | None = None, logprobs: Json | None
 class GenerateAnswer:
     """An answer of vLLM's route: token ids, and no text."""
 
-    streams = False
-
     def __init__(self, model: ServedModel, body: GenerateBody, rollout: Rollout | None, request_id: str) -> None:
         self.id = body.request_id or request_id
         self.model = model.check_name(body.model)
+        self.streams, self._body = body.stream, body
         self.samples, self.seed = body.sampling_params.n or 1, body.sampling_params.seed
         self.prompt_ids = list(body.token_ids)
         model.check_prompt(self.prompt_ids, "token_ids")
         self.sampling = model.sampling(body.sampling_params, None, len(self.prompt_ids), rollout)
-        self._with_logprobs = body.sampling_params.logprobs is not None
+        self._told_prompt = not body.return_token_ids
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
         """Nothing: the client has the ids."""
 
+    def _choice(self, k: int, sample: Sample) -> Json:
+        count = self._body.sampling_params.logprobs
+        logprobs = None if count is None else generate_logprobs(sample, count)
+        return {
+            "index": k, "token_ids": list(sample.token_ids), "logprobs": logprobs, "finish_reason": sample.finish_reason
+        }  # fmt: skip
+
+    def _prompt_ids(self) -> Json:
+        """The prompt's ids where they are asked for, once."""
+        told, self._told_prompt = self._told_prompt, True
+        return {} if told else {"prompt_token_ids": self.prompt_ids}
+
     def opening(self, header: Header) -> Iterator[Json]:
-        """It does not stream."""
+        """Nothing goes before the first token."""
         yield from ()
 
-    chunk = closing = opening
+    def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
+        """The chunk of new tokens."""
+        yield self._part(header, [self._choice(progress.sample, progress.part())]) | self._prompt_ids()
+
+    def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
+        """Chunks behind the last token."""
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield self._part(header, []) | {"usage": usage(len(self.prompt_ids), samples)}
+
+    def _part(self, header: Header, choices: list[Json]) -> Json:
+        return {
+            "request_id": self.id, "output_mode": "tokens", "choices": choices, "weight_version": header.version, "usage": None
+        }  # fmt: skip
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """The body of the answer."""
-        choices = [
-            {
-                "index": k, "token_ids": sample.token_ids, "logprobs": generate_logprobs(sample) if self._with_logprobs else None,
-                "finish_reason": sample.finish_reason,
-            }
-            for k, sample in enumerate(samples)
-        ]  # fmt: skip
-        return {
-            "request_id": self.id, "model": self.model, "choices": choices, "prompt_logprobs": None, "weight_version": header.version,
+        """The body of an answer that does not stream."""
+        choices = [self._choice(k, sample) for k, sample in enumerate(samples)]
+        told = {
+            "model": self.model,
+            "created": header.created,
+            "prompt_logprobs": None,
             "usage": usage(len(self.prompt_ids), samples),
-        }  # fmt: skip
+        }
+        return self._part(header, choices) | told | self._prompt_ids()

@@ -68,8 +68,8 @@ CHATS = [
     {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
 ]  # fmt: skip
 GENERATES = [
-    {}, {"token_ids": []}, {"token_ids": [1], "sampling_params": {"logprobs": 20}}, {"token_ids": [999]}, {"token_ids": "x"},
-    {"token_ids": [1], "features": {}}, {"token_ids": [1], "stream": True},
+    {}, {"token_ids": []}, {"token_ids": [1], "sampling_params": {"logprobs": 21}}, {"token_ids": [999]}, {"token_ids": "x"},
+    {"token_ids": [1], "features": {}}, {"token_ids": [1], "output_mode": "text"},
 ]  # fmt: skip
 
 

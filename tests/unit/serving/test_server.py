@@ -125,12 +125,54 @@ def test_token_ids_in_and_out(http, server, library):
     (choice,) = answer["choices"]
     assert choice["token_ids"] == library.generate("The answer is", max_new_tokens=20, seed=9).token_ids
     entries = choice["logprobs"]["content"]
+    assert [entry["token_id"] for entry in entries] == choice["token_ids"]
     assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
     assert all(-50 < entry["logprob"] <= 0 for entry in entries)
     text = post(http, "/v1/completions", prompt=list(ids), max_tokens=20, temperature=1.0, seed=9, logprobs=1)
     assert text["choices"][0]["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in entries]
     (card, _) = http.get("/v1/models").json()["data"]
     assert card["id"] == "tiny" and card["max_model_len"] == 512
+
+
+def generated(http, server, **params):
+    """An answer of vLLM's route, and its stream."""
+    ids = server.model.tokenizer("The answer is", add_special_tokens=False)["input_ids"]
+    ask = {"token_ids": list(ids), "return_token_ids": True, "sampling_params": {"max_tokens": 20, "seed": 9, **params}}
+    answer = post(http, "/inference/v1/generate", **ask)
+    parts = events(http, "/inference/v1/generate", **ask, stream_options={"include_usage": True})
+    assert answer["prompt_token_ids"] == ask["token_ids"] == parts[0]["prompt_token_ids"]
+    assert "prompt_token_ids" not in parts[1]
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == answer["usage"]
+    assert len({part["request_id"] for part in parts}) == 1 and parts[0]["weight_version"] == 0
+    return answer, parts
+
+
+def test_a_stream_of_token_ids_is_the_whole_answer_in_pieces(http, server):
+    answer, parts = generated(http, server, n=2, temperature=1.0, logprobs=1)
+    for choice in answer["choices"]:
+        mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
+        assert [token for c in mine for token in c["token_ids"]] == choice["token_ids"] and len(mine) > 2
+        assert [entry for c in mine for entry in c["logprobs"]["content"]] == choice["logprobs"]["content"]
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+
+
+def test_token_ids_come_with_the_likeliest_beside_them_the_sampled_one_first(http, server):
+    (choice,) = generated(http, server, temperature=1.0, top_k=4, logprobs=3)[0]["choices"]
+    ranks = set()
+    for entry in choice["logprobs"]["content"]:
+        first, *others = entry["top_logprobs"]
+        assert first == {name: entry[name] for name in first} and len(others) == 2
+        assert [other["rank"] for other in others] == [rank for rank in (1, 2, 3) if rank != entry["rank"]][:2]
+        assert first["logprob"] <= others[0]["logprob"] or entry["rank"] == 1
+        assert entry["token_id"] not in [other["token_id"] for other in others]
+        ranks.add(entry["rank"])
+    assert None in ranks and len(ranks) > 2
+    greedy = generated(http, server, temperature=0, logprobs=1)[0]["choices"][0]["logprobs"]["content"]
+    assert all(
+        entry["rank"] == 1 and [e["token_id"] for e in entry["top_logprobs"]] == [entry["token_id"]] for entry in greedy
+    )
+    bare = generated(http, server, temperature=0, logprobs=0)[0]["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in bare] == [entry["logprob"] for entry in greedy] and bare[0]["rank"] is None
 
 
 def test_an_answer_does_not_depend_on_what_runs_beside_it(http, server):

@@ -21,10 +21,19 @@ LOGS = [[{"role": "assistant", "content": f"Answer: {letter}"}] for letter in "A
 TRUTHS = [{"ground_truth": "B"}] * 4
 
 
+def _nodes_of_a_ray_of_its_own() -> str:
+    """Of a program that names no address: Ray would join what somebody else has started on this machine."""
+    program = "from nemo_rl_cpp.distributed import ray_session as s; print(s.start_ray(1), len(s.ray_module().nodes()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    return done.stdout.strip() or done.stderr
+
+
 def test_a_node_dies(monkeypatch):
     """Its workers are named; an environment's actor that was there goes on on the other node."""
     ray = ray_module()
     from ray.cluster_utils import Cluster
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 2}
     head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
@@ -32,6 +41,7 @@ def test_a_node_dies(monkeypatch):
     try:
         second = both.add_node(num_cpus=1)
         both.wait_for_nodes(60)
+        assert _nodes_of_a_ray_of_its_own() == "True 1"
         monkeypatch.setenv("RAY_ADDRESS", both.address)
         cluster = RayVirtualCluster(
             [1, 1], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=5.0)

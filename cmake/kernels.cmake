@@ -16,9 +16,11 @@ endfunction()
 # what multiplies pairs of bfloat16, where there are instructions for them: the files of NRL_DECLARE_PAIR_KERNEL
 set(NEMO_PAIR_KERNELS ${NEMO_CPU_KERNELS})
 list(FILTER NEMO_PAIR_KERNELS INCLUDE REGEX "/(attention_[a-z]+|gemm|linear_[a-z]+|packed_weights)[.]cpp$")
-# a fallback for processors older than AVX2, and what other bits are compared with: quick to compile rather than quick
-nemo_kernel_objects(base "${NEMO_CPU_KERNELS}" -O1)
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  nemo_kernel_objects(base "${NEMO_CPU_KERNELS}")
+else()
+  # a fallback for processors older than AVX2, and what other bits are compared with: quick to compile rather than quick
+  nemo_kernel_objects(base "${NEMO_CPU_KERNELS}" -O1)
   set(_avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
   nemo_kernel_objects(avx2 "${NEMO_CPU_KERNELS}" -mavx2 -mfma -mf16c)
   nemo_kernel_objects(avx512 "${NEMO_CPU_KERNELS}" ${_avx512})

@@ -41,6 +41,10 @@ WORKERS = (
 
 
 HAD_ENDED, NOT_THERE = "had ended", "was not there"  # no blow
+STRETCH = {
+    HAD_ENDED: 1 / 1.1,
+    NOT_THERE: 1.1,
+}  # of the next delay: a machine that becomes busier or idler has other times
 BY_RAY = ("cluster.executor=ray", "cluster.gpus_per_node=2")
 
 
@@ -169,11 +173,12 @@ class Chain:
             whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
             began = time.monotonic()
             run_to_end(self.command(whole), dict(os.environ))
-            length, expected = time.monotonic() - began, fingerprint(whole)
+            length, expected, stretch = time.monotonic() - began, fingerprint(whole), 1.0
             for victim, number in victims:
-                happened = HAD_ENDED
-                while happened in (HAD_ENDED, NOT_THERE):  # a resumed run is shorter: no blow then, and another try
-                    delay = dice.uniform(0.3, 0.9) * length
+                happened = None
+                while happened in (None, *STRETCH):  # a resumed run is shorter: no blow then, and another try
+                    stretch *= STRETCH.get(happened, 1.0)
+                    delay = dice.uniform(0.3, 0.9) * length * stretch
                     happened, problems = blow(self.command(broken), victim, number, delay)
                     failed += bool(problems)
                     self.say(f"{victim} {number.name} after {delay:.1f} s: {happened}{'; '.join(['', *problems])}")

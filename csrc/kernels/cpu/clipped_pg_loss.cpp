@@ -76,7 +76,7 @@ NRL_INLINE void store_gradient(const Row<T>& row, const ClippedPGConfig& c, std:
 
 /// Which settings a loop is compiled for; where they are known it keeps its values in registers.
 enum class Variant { any, ppo, ppo_kl, on_policy, on_policy_kl };
-/// Without wide registers nothing is won by it: the one loop, with the same bits, compiles in a third of the time.
+/// x86 without AVX2 has the one loop, with the same bits: each other one would take seconds to compile.
 #if defined(__AVX2__) || defined(__aarch64__)
 constexpr bool kHasVariants = true;
 #else

@@ -38,9 +38,8 @@ def start_ray(cpus: int) -> bool:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address="auto", logging_level="warning")
         return False
-    cpus = max(
-        cpus, os.cpu_count() or 1
-    )  # "local": not one that somebody else has started on this machine, which Ray would join
+    # "local": not one that somebody else has started on this machine, which Ray would join
+    cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning")
     return True
 

@@ -90,7 +90,8 @@ def chat_logprobs(tokenizer: TokenizerType, bytes_of: Callable[[int], bytes], sa
 
 def generate_logprobs(sample: Sample, count: int) -> Json:
     """`logprobs` of vLLM's route, whose tokens are numbers: of each sampled token, with the first `count` (at least one) of it and the
-    likeliest beside it. `rank` is 1 for the likeliest, null for one that is not among those. Older clients read the number in `token`."""
+    likeliest beside it. `rank` is 1 for the likeliest, null for one that is not among those, or where one alone is told. Older clients read
+    the number in `token`."""
 
     def entry(token: int, logprob: float, rank: int | None) -> Json:
         return {"token_id": token, "logprob": logprob, "rank": rank, "token": f"token_id:{token}", "bytes": None}

@@ -198,8 +198,8 @@ class GenerateParams(SamplingFields):
 
     @property
     def num_likeliest(self) -> int:
-        """How many of the likeliest tokens are looked at for each sampled one."""
-        return self.logprobs or 0
+        """How many of the likeliest tokens are looked for beside each sampled one, which is the first that is told."""
+        return self.logprobs if self.logprobs and self.logprobs > 1 else 0
 
 
 class GenerateBody(_Body):

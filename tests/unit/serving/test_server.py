@@ -167,12 +167,12 @@ def test_token_ids_come_with_the_likeliest_beside_them_the_sampled_one_first(htt
         assert entry["token_id"] not in [other["token_id"] for other in others]
         ranks.add(entry["rank"])
     assert None in ranks and len(ranks) > 2
-    greedy = generated(http, server, temperature=0, logprobs=1)[0]["choices"][0]["logprobs"]["content"]
-    assert all(
-        entry["rank"] == 1 and [e["token_id"] for e in entry["top_logprobs"]] == [entry["token_id"]] for entry in greedy
-    )
-    bare = generated(http, server, temperature=0, logprobs=0)[0]["choices"][0]["logprobs"]["content"]
-    assert [entry["logprob"] for entry in bare] == [entry["logprob"] for entry in greedy] and bare[0]["rank"] is None
+    greedy = generated(http, server, temperature=0, logprobs=2)[0]["choices"][0]["logprobs"]["content"]
+    assert all(entry["rank"] == entry["top_logprobs"][0]["rank"] == 1 for entry in greedy)
+    for count in (0, 1):
+        bare = generated(http, server, temperature=0, logprobs=count)[0]["choices"][0]["logprobs"]["content"]
+        assert [entry["logprob"] for entry in bare] == [entry["logprob"] for entry in greedy]
+        assert all([e["token_id"] for e in entry["top_logprobs"]] == [entry["token_id"]] for entry in bare)
 
 
 def test_an_answer_does_not_depend_on_what_runs_beside_it(http, server):

@@ -41,10 +41,8 @@ WORKERS = (
 
 
 HAD_ENDED, NOT_THERE = "had ended", "was not there"  # no blow
-STRETCH = {
-    HAD_ENDED: 1 / 1.1,
-    NOT_THERE: 1.1,
-}  # of the next delay: a machine that becomes busier or idler has other times
+STRETCH = {HAD_ENDED: 1 / 1.1, NOT_THERE: 1.1}
+"""Of the next delay: a machine that becomes busier or idler has other times."""
 BY_RAY = ("cluster.executor=ray", "cluster.gpus_per_node=2")
 
 

@@ -134,15 +134,23 @@ def _watch(watch: weakref.ref[ActorWatch], ended: threading.Event) -> None:
         del watched
 
 
-def kill_stopped() -> None:
-    """Kills the processes of this machine that carry `STARTED_BY` and are stopped (SIGSTOP): such an actor never answers."""
+def started_here() -> list[int]:
+    """The processes of this machine that carry `STARTED_BY`."""
     (mark,) = (f"{name}={value}".encode() for name, value in STARTED_BY.items())
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
-            if (process / "stat").read_text().rpartition(")")[2].split()[0] != "T":
-                continue
             if mark in (process / "environ").read_bytes().split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
+                found.append(int(process.name))
+    return found
+
+
+def kill_stopped() -> None:
+    """Kills those that are stopped (SIGSTOP): such an actor never answers."""
+    for pid in started_here():
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                os.kill(pid, signal.SIGKILL)
 
 
 def kill_process(ray: ModuleType, place: Beat) -> None:

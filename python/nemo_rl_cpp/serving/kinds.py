@@ -29,6 +29,11 @@ _COMPLETION_TOKENS = 16  # OpenAI's, where a completion names no number
 _MOST_SAID = 32
 
 
+def _tells_usage(body: TextBody | GenerateBody) -> bool:
+    """Whether a stream ends with the numbers of tokens."""
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
 class TextAnswer:
     """What answers of text have in common.
 
@@ -68,7 +73,7 @@ class TextAnswer:
         yield from ()
 
     def _last_usage(self, header: Header, samples: list[Sample], kind: str) -> Iterator[Json]:
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+        if _tells_usage(self.body):
             yield header.body(kind, []) | {"usage": usage(len(self.prompt_ids), samples)}
 
 
@@ -249,7 +254,7 @@ class GenerateAnswer:
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
         """Chunks behind the last token."""
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+        if _tells_usage(self._body):
             yield self._part(header, []) | {"usage": usage(len(self.prompt_ids), samples)}
 
     def _part(self, header: Header, choices: list[Json]) -> Json:

@@ -4,12 +4,11 @@ import os
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import ray_session, ray_workers
-from nemo_rl_cpp.distributed.actor_watch import STARTED_BY
+from nemo_rl_cpp.distributed.actor_watch import started_here
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
@@ -64,19 +63,6 @@ def test_a_lost_actor_is_named_and_none_is_left(cluster, number, said):
     assert not any(alive(pid) for pid in pids)
 
 
-def started_here():
-    """Processes of the actors that this process has started."""
-    (mark,) = (f"{name}={value}".encode() for name, value in STARTED_BY.items())
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
-        except OSError:
-            pass
-    return [pid for pid in found if alive(pid)]
-
-
 @pytest.mark.parametrize(
     "number, said",
     [(signal.SIGKILL, r"rank 0 of 2 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 2 has not answered for 12 s: it is stopped")],
@@ -93,9 +79,9 @@ def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeyp
     with pytest.raises(WorkerLostError, match=said):
         RayWorkerGroup(cluster, partial(make, 0))
     deadline = time.monotonic() + 10
-    while started_here() and time.monotonic() < deadline:
+    while any(map(alive, started_here())) and time.monotonic() < deadline:
         ray.wait([ray.put(0)], timeout=0.1)
-    assert not started_here()
+    assert not any(map(alive, started_here()))
 
 
 def test_a_cluster_without_room_is_refused(monkeypatch):

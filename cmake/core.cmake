@@ -18,12 +18,14 @@ if(NEMO_RL_BUILD_PYTHON)
   install(TARGETS nemo_rl_core LIBRARY DESTINATION nemo_rl_cpp)
 endif()
 nemo_precompile(nemo_rl_core <string> <vector> <runtime/tensor.h>)
+nemo_compile_together(nemo_rl_core 6 ${NEMO_CORE_SOURCES})
 
 # ---- config: yaml-cpp only, no torch
 file(GLOB NEMO_CONFIG_SOURCES CONFIGURE_DEPENDS csrc/config/*.cpp)
 add_library(nemo_rl_config STATIC ${NEMO_CONFIG_SOURCES})
 target_include_directories(nemo_rl_config PUBLIC csrc)
 target_compile_options(nemo_rl_config PRIVATE -Wall)
+nemo_compile_together(nemo_rl_config 5 ${NEMO_CONFIG_SOURCES})
 target_link_libraries(nemo_rl_config PUBLIC nemo::yaml_cpp)
 
 # ---- CUDA: the objects of the module _cuda, which is one Python's

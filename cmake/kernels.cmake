@@ -5,12 +5,16 @@ set(NEMO_KERNEL_OBJECTS "")
 set(NEMO_KERNEL_OPTIMIZATION -O3 CACHE STRING "of the CPU kernels")
 # csrc/kernels/tiles/ holds the kernels that AMX has of its own; they are compiled for it, and with a tile in software.
 file(GLOB NEMO_TILE_KERNELS CONFIGURE_DEPENDS csrc/kernels/tiles/*.cpp)
+# GCC 12 looks for the last store to each lane of the loss's many vectors: half the time of that file, at no gain
+set_source_files_properties(csrc/kernels/cpu/clipped_pg_loss.cpp PROPERTIES
+  COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:--param=sccvn-max-alias-queries-per-access=30>")
 function(nemo_kernel_objects name sources)
   add_library(nemo_kernels_${name} OBJECT ${sources})
   target_include_directories(nemo_kernels_${name} PRIVATE csrc)
   target_compile_definitions(nemo_kernels_${name} PRIVATE NRL_CAPABILITY=${name})
   # -ffp-contract=off: multiply-adds are written out, so that the same bits come from every compiler and path
   target_compile_options(nemo_kernels_${name} PRIVATE ${NEMO_KERNEL_OPTIMIZATION} -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized ${ARGN})
+  nemo_precompile(nemo_kernels_${name} <kernels/cpu/vec.h>)
   set(NEMO_KERNEL_OBJECTS ${NEMO_KERNEL_OBJECTS} $<TARGET_OBJECTS:nemo_kernels_${name}> PARENT_SCOPE)
 endfunction()
 # what multiplies pairs of bfloat16, where there are instructions for them: the files of NRL_DECLARE_PAIR_KERNEL

@@ -8,17 +8,6 @@
 #include "ops/sampling.h"
 
 namespace nemo_rl::model {
-namespace {
-
-float token_logprob(float logit, float temperature, const kernels::LogSumExp& lse) {
-  return kernels::token_logprob(logit, temperature, lse);
-}
-double token_logprob(double logit, double temperature, const kernels::LogSumExpF64& lse) {
-  return kernels::token_logprob_f64(logit, temperature, lse);
-}
-
-}  // namespace
-
 template <class A>
 bool FilteredRow<A>::keeps(std::int64_t token) const {
   return std::binary_search(ids, ids + count, token);

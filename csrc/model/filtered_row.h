@@ -21,6 +21,13 @@ struct TokenScoring {
 template <class A>
 using LogSumExpOf = std::conditional_t<std::is_same_v<A, double>, kernels::LogSumExpF64, kernels::LogSumExp>;
 
+inline float token_logprob(float logit, float temperature, const LogSumExpOf<float>& lse) {
+  return kernels::token_logprob(logit, temperature, lse);
+}
+inline double token_logprob(double logit, double temperature, const LogSumExpOf<double>& lse) {
+  return kernels::token_logprob_f64(logit, temperature, lse);
+}
+
 /// What a filter leaves of one row, in vocabulary order. The arrays are scratch of the calling thread: valid until it
 /// filters its next row.
 template <class A>

@@ -27,12 +27,6 @@ kernels::LogSumExp log_sum_exp(const float* row, std::int64_t V, float temperatu
 kernels::LogSumExpF64 log_sum_exp(const double* row, std::int64_t V, double temperature, bool with_entropy) {
   return kernels::log_sum_exp_row_f64(row, V, temperature, with_entropy);
 }
-float token_logprob(float logit, float temperature, const kernels::LogSumExp& lse) {
-  return kernels::token_logprob(logit, temperature, lse);
-}
-double token_logprob(double logit, double temperature, const kernels::LogSumExpF64& lse) {
-  return kernels::token_logprob_f64(logit, temperature, lse);
-}
 
 template <class A>
 LogSumExpOf<A> lse_of(const RowSums& sums) {

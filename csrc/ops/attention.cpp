@@ -19,9 +19,7 @@ decltype(kv_cache_copy_cuda) kv_cache_copy_cuda("kv_cache_copy");
 
 namespace {
 
-// Multiply-adds below which waking other threads costs more than it saves, and those of a good work item.
-constexpr std::int64_t kSerialCost = 1 << 19;
-constexpr std::int64_t kItemCost = 1 << 22;
+constexpr std::int64_t kItemCost = 1 << 22;  // multiply-adds of a good work item
 
 kernels::ElementType element_type(at::ScalarType dtype) {
   switch (dtype) {
@@ -233,7 +231,7 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
   const auto items = forward_items(sequences, shape);
   const std::size_t bytes = kernels::attention_forward_workspace(shape, max_keys);
   runtime::parallel_items(
-      static_cast<std::int64_t>(items.size()), pairs * shape.num_heads * shape.head_dim * 2 > kSerialCost,
+      static_cast<std::int64_t>(items.size()), pairs * shape.num_heads * shape.head_dim * 2 > kAttentionSerialCost,
       [&](std::int64_t i) { kernels::attention_forward_item(args, items[i], runtime::thread_workspace(bytes)); });
 }
 
@@ -278,7 +276,7 @@ void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& c
                                          out.mutable_data_ptr(),
                                          lse.defined() ? lse.mutable_data_ptr() : nullptr};
   const std::size_t bytes = kernels::attention_paged_workspace(shape);
-  const bool parallel = cost > kSerialCost;
+  const bool parallel = cost > kAttentionSerialCost;
   runtime::parallel_items(static_cast<std::int64_t>(work.split.size()), parallel, [&](std::int64_t i) {
     kernels::kv_cache_write_slice(shape, args.qkv, slices[work.split[i]], args.cache);
   });

@@ -14,8 +14,7 @@ namespace {
 
 using kernels::AttentionBackwardJob;
 
-constexpr std::int64_t kSerialCost = 1 << 19;  // multiply-adds
-constexpr std::int64_t kJobCost = 1 << 23;     // of all kv heads together
+constexpr std::int64_t kJobCost = 1 << 23;  // multiply-adds, of all kv heads together
 constexpr std::int64_t kReduceKeys = 64;
 
 struct Plan {
@@ -129,7 +128,7 @@ void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::
                                       d_qkv.mutable_data_ptr(),
                                       partials.mutable_data_ptr()};
   const std::int64_t kv_heads = shape.num_kv_heads;
-  const bool parallel = plan.cost > kSerialCost;
+  const bool parallel = plan.cost > kAttentionSerialCost;
   const std::size_t bytes = kernels::attention_backward_workspace(shape, plan.owner_keys, plan.sharer_keys);
   runtime::parallel_items(static_cast<std::int64_t>(plan.jobs.size()) * kv_heads, parallel, [&](std::int64_t i) {
     kernels::attention_backward_job(args, plan.jobs[i / kv_heads], i % kv_heads, runtime::thread_workspace(bytes));

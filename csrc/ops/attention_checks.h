@@ -1,4 +1,4 @@
-// What the attention ops check of their arguments. Private to ops/attention*.cpp.
+// What the attention ops check of their arguments and how they divide their work. Private to ops/attention*.cpp.
 #pragma once
 #include <span>
 #include <vector>
@@ -20,6 +20,9 @@ void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::
 /// [T, columns], contiguous, on `device`.
 void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns,
                   at::ScalarType dtype, at::Device device);
+
+/// Multiply-adds below which waking other threads costs more than it saves.
+inline constexpr std::int64_t kAttentionSerialCost = 1 << 19;
 
 /// Scored (query, key) pairs of own tokens [begin, end).
 inline std::int64_t attention_pairs(std::int64_t prefix, std::int64_t begin, std::int64_t end) {

@@ -137,19 +137,25 @@ void visit_tile(Variant variant, const Row<T>& row, const ClippedPGConfig& c, st
   return visit_tile<Variant::any>(row, c, start, end, sums);
 }
 
-/// The first token of [start, end) whose loss or gradient is not finite; -1 if only their sums are not.
+/// Not finite where a token's loss or gradient is not, or (in the entropy) where its log-probability is -inf, beside
+/// which loss and gradient may be finite.
+template <class T>
+NRL_INLINE Vec<T> finite_check(const TileSums<Vec<T>>& s) {
+  return s.check + s.actor + s.kl + s.nll + s.entropy;
+}
+
+/// The first token of [start, end) whose finite_check is not finite; -1 if only that of their sums is not. Gradients
+/// are stored once more, as they are.
 template <class T>
 [[gnu::noinline, gnu::cold]] std::int64_t first_nonfinite(const Row<T>& row, const ClippedPGConfig& c,
                                                           std::int64_t start, std::int64_t end) {
-  using P = Vec<T>;
   for (std::int64_t t = start; t < end; t += kLanes) {
-    Tokens<P> k = load_tokens(row, c, t);
-    LossTerms<P> v = terms_of(row, c, k);
-    P sum = (v.loss - v.loss) + (v.grad - v.grad) + (k.x - k.x) + (v.kl - v.kl) + (v.kl_grad - v.kl_grad);
+    TileSums<Vec<T>> tokens;
+    visit_tile<Variant::any>(row, c, t, t + kLanes, tokens);
     T check[kLanes];
-    store(check, select(k.mask != P(0), sum, P(0)));
+    store(check, finite_check(tokens));
     for (int l = 0; l < kLanes; ++l)
-      if (check[l] != T(0)) return t + l;
+      if (!is_finite(check[l])) return t + l;
   }
   return -1;
 }
@@ -257,8 +263,7 @@ class RowWorker {
     if (grouped_ratio(c_)) add_lanes(sums_.slope, s.slope);
     sums_.ratio_min = select(s.ratio_min < sums_.ratio_min, s.ratio_min, sums_.ratio_min);
     sums_.ratio_max = select(s.ratio_max > sums_.ratio_max, s.ratio_max, sums_.ratio_max);
-    // the entropy's sum tells of a log-probability of -inf, beside which loss and gradient may be finite
-    if (all_of(is_finite(s.check + s.actor + s.kl + s.nll + s.entropy)) || out_[kFirstBad] < HUGE_VAL) return;
+    if (all_of(is_finite(finite_check(s))) || out_[kFirstBad] < HUGE_VAL) return;
     const bool by_ratio = grouped_ratio(c_) && !is_finite(row_.known.ratio);
     const std::int64_t bad = by_ratio ? bad_ratio_token() : first_nonfinite(row_, c_, start, end);
     if (bad >= 0) out_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens + bad);

@@ -20,3 +20,7 @@ add_library(nemo_rl_config STATIC IMPORTED)
 set_target_properties(nemo_rl_config PROPERTIES IMPORTED_LOCATION "${NEMO_RL_BUILT}/libnemo_rl_config.a")
 target_link_libraries(nemo_rl_config INTERFACE nemo::yaml_cpp)
 install(FILES "${NEMO_RL_BUILT}/libnemo_rl_core.so" DESTINATION nemo_rl_cpp)
+# stripped as install(TARGETS) strips what was built here, so that it stays the same file
+install(CODE "if(CMAKE_INSTALL_DO_STRIP)
+  execute_process(COMMAND \"${CMAKE_STRIP}\" \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/nemo_rl_cpp/libnemo_rl_core.so\" COMMAND_ERROR_IS_FATAL ANY)
+endif()")

@@ -28,6 +28,7 @@ In a source tree write `uv run nemo-rl-cpp ...`. The scripts of the guides are t
 | 1 | an error; one sentence says which |
 | 2 | the command line or the configuration has a mistake |
 | 130, 143 | Ctrl-C or SIGTERM ended the command at once |
+| 141 | nobody read its output any more: it went through a pipe to `head`, say |
 
 ## The commands
 

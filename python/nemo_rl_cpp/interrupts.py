@@ -3,7 +3,9 @@
 
 import atexit
 import os
+import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -147,15 +149,45 @@ def _keep_status(status: int) -> None:
     os._exit = _leaving_with(status)
 
 
+def nobody_reads() -> bool:
+    """Whether standard output is a pipe that its reader has closed, as `head` does when it has what it wants."""
+    try:
+        out = select.poll()
+        out.register(sys.stdout.fileno(), 0)  # an error is told without being asked for
+        return any(event & select.POLLERR for _, event in out.poll(0))
+    except (AttributeError, OSError, ValueError):  # none, closed, or no file
+        return False
+
+
+def _print_the_rest() -> None:
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
+
+
+def _print_nowhere() -> None:
+    """What is still in the buffer, and what others print at exit, is dropped, as nobody reads it."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 def program(work: Callable[[], int]) -> int:
-    """The exit status of a command line's `work()`, inside `startup`: 130 where Ctrl-C ended it at once."""
+    """The exit status of a command line's `work()`, inside `startup`: 130 where Ctrl-C ended it at once, 141 (128 + SIGPIPE)
+    where nobody read its output any more."""
     atexit.unregister(_keep_status)
     with startup(), _no_silent_exit():
         try:
-            status = work()
+            try:
+                status = work()
+            finally:
+                _print_the_rest()
         except KeyboardInterrupt:
             say("interrupted: stopped at once")
             status = 130
+        except BrokenPipeError:
+            if not nobody_reads():
+                raise
+            _print_nowhere()
+            status = 128 + signal.SIGPIPE
     if status != 0:  # the last one that is registered is called first: before others that may leave with 0
         atexit.register(_keep_status, status)
     return status

@@ -13,7 +13,7 @@ from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.errors import guarded
 from nemo_rl_cpp.files.yaml_text import dump_yaml
-from nemo_rl_cpp.interrupts import raise_if_interrupted
+from nemo_rl_cpp.interrupts import raise_if_interrupted, say
 from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
 from nemo_rl_cpp.preflight import Finding, banner_lines, preflight
 from nemo_rl_cpp.stages import stage, stages_shown
@@ -87,11 +87,16 @@ def run(
     with plain_warnings():
         arguments, overrides = parse_arguments(argv, default_config, description)
         config_file: list[C] = []  # filled by _run, so that an error can speak in the keys of its kind
-        status = guarded(
-            partial(_run, load, start, arguments, overrides, config_file),
-            arguments.debug,
-            lambda text: own_keys(text, *config_file),
-        )
+        try:
+            status = guarded(
+                partial(_run, load, start, arguments, overrides, config_file),
+                arguments.debug,
+                lambda text: own_keys(text, *config_file),
+            )
+        except BrokenPipeError:
+            if not arguments.dry_run:
+                say("ended: nobody reads what the run prints, its output is a closed pipe")
+            raise
     return own_the_process(argv, status)
 
 

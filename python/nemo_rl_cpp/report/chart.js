@@ -130,7 +130,7 @@ class Chart {
     if (!ys.length) return `<text x="${this.width / 2}" y="${HEIGHT / 2}" text-anchor="middle">no values</text>`;
     const [y0, y1] = valueRange(ys, this.spec.zero);
     let x0 = this.zoom ? this.zoom[0] : Math.min(...xs), x1 = this.zoom ? this.zoom[1] : Math.max(...xs);
-    if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
+    if (x0 === x1) [x0, x1] = [Math.max(0, x0 - 1), x1 + 1]; // no step lies before 0
     const f = (this.f = this.frame(x0, x1, y0, y1, ticks(y0, y1, 4).map(short)));
     const steps = ticks(x0, x1, Math.max(2, Math.min(6, this.width / 90))).filter(Number.isInteger);
     const clip = "clip" + charts.indexOf(this);

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from nemo_rl_cpp import __version__, cli, run_eval, run_grpo_math, run_ppo
 from nemo_rl_cpp.command_line import plain_warnings, unknown_option
+from nemo_rl_cpp.errors import guarded
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = [
@@ -248,3 +249,32 @@ def test_ctrl_c_while_torch_loads(tmp_path):
     out, err = run.communicate(timeout=120)
     assert run.returncode in (130, -signal.SIGINT) and "step 1" not in out  # both are 130 in a shell
     assert err.strip() == "interrupted: stopped at once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words, said", [
+    (["--help"], ""),
+    (["--version"], ""),
+    (["configs"], ""),
+    (["train", "--config", "grpo_tiny.yaml", "--dry-run"], ""),
+    (["train", *TINY], "ended: nobody reads what the run prints, its output is a closed pipe"),
+    (["train", "--config", "grpo_tiny.yaml", "grpo.sed=1"], "grpo.sed"),
+])  # fmt: skip
+def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(words, said):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_cpp.cli", *words], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert done.returncode == (2 if "grpo.sed=1" in words else 141)
+    assert said in done.stderr if said else done.stderr == ""
+    assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
+
+
+def test_a_broken_pipe_of_something_else_is_an_error(capsys):
+    def work():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    assert guarded(work) == 1
+    assert "Broken pipe" in capsys.readouterr().err

@@ -26,6 +26,7 @@ PYTHON = {  # (file, function, call): why it ends
     ("compat/utils/checkpoint.py", "*", "self._thread.join()"): "writes to a disk, and what the caller asked it to wait for",
     ("compat/utils/checkpoint.py", "*", "self._store.acquire()"): "as in checkpoints/manager.py",
     ("compat/distributed/worker_groups.py", "*", "get(futures)"): "calls of workers: one that is lost ends them (ProcessWorker._end)",
+    ("interrupts.py", "nobody_reads", "select.poll()"): "makes an object; what asks it, poll(0), does not wait",
     ("models/generation/vllm/worker_script.py", "_read", "connection.recv(min(size - len(parts), 1 << 20))"): "vLLM's process waits for work; the socket closes with the trainer's process",
     ("models/generation/vllm/server_generation.py", "VllmServerGeneration._put", "future.result()"): "requests that have ended",
     ("models/generation/vllm/weights.py", "*", "meeting.result()"): "NCCL's meeting has the deadline of vllm_cfg.timeout_s",

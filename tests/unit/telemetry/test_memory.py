@@ -63,7 +63,9 @@ def test_what_the_caller_has_frozen_stays_frozen():
     try:
         before = gc.get_freeze_count()
         with memory.startup_objects_frozen():
-            assert gc.get_freeze_count() == before
-        assert gc.get_freeze_count() == before
+            assert (
+                0 < gc.get_freeze_count() <= before
+            )  # fewer where a frozen object dies meanwhile; none after an unfreeze
+        assert 0 < gc.get_freeze_count() <= before
     finally:
         gc.unfreeze()

@@ -17,6 +17,7 @@ FAST = (
     "policy.hf_config_overrides.num_attention_heads=8", "policy.hf_config_overrides.num_key_value_heads=8",
     "grpo.num_generations_per_prompt=16", "policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=7e-4",
 )  # fmt: skip
+LOGGED = "logger.report=true", "logger.tensorboard_enabled=true"  # what a run of `make` goes without
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32")
 
 
@@ -28,7 +29,7 @@ def one_thread() -> None:
 def make(
     folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", environment: Any = None, **options: Any
 ) -> TrainingRun:
-    """A run of `config` that writes into `folder`; nothing is printed, nothing saved.
+    """A run of `config` that writes into `folder`; nothing is printed, nothing saved, no page and no TensorBoard's events written.
 
     `environment` scores every training task in place of the configuration's own; `options` are those of `build_run`."""
     one_thread()
@@ -36,7 +37,7 @@ def make(
     load = load_grpo_config if section == "grpo" else load_ppo_config
     config = load(
         config,
-        [f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=false",
+        ["logger.report=false", "logger.tensorboard_enabled=false", f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=false",
          f"{section}.val_period=0", f"{section}.val_at_end=false", *overrides],
     )  # fmt: skip
 

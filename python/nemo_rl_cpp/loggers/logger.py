@@ -214,9 +214,11 @@ class Logger(LoggerInterface):
         self.finish()
 
 
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for every line
+
+
 def _json_line(row: Mapping[str, object]) -> str:
     try:
-        # the common case at C speed: plain values, all finite
-        return json.dumps(row, allow_nan=False) + "\n"
+        return _encode(row) + "\n"  # the common case at C speed: plain values, all finite
     except (TypeError, ValueError):
-        return json.dumps(to_json(row), allow_nan=False) + "\n"
+        return _encode(to_json(row)) + "\n"

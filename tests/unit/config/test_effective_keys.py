@@ -187,7 +187,7 @@ def reads(tmp_path_factory):
             for shape in [*SHAPES, *more]:
                 options = [override.format(section) for override in shape]
                 run = tiny.make(
-                    tmp_path_factory.mktemp(section), *small[section], *options, config=f"{section}_tiny.yaml",
+                    tmp_path_factory.mktemp(section), *tiny.LOGGED, *small[section], *options, config=f"{section}_tiny.yaml",
                     environment=Alternating("gdpo" in shape[0]) if shape in ONLY_GRPO[1:] else None,
                 )  # fmt: skip
                 with run:

@@ -90,7 +90,9 @@ def test_from_python_an_exception_stays_one(tmp_path):
 
     words = r"^reward function reward failed with TypeError: list indices .*, in .*reward \(.*test_serious_findings.py:\d+\)$"
     with pytest.raises(TypeError, match=words) as caught:
-        tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", environment=RewardFunctionEnvironment(reward))
+        tiny.train(
+            tmp_path, *tiny.LOGGED, *tiny.SMALL, "grpo.max_num_steps=1", environment=RewardFunctionEnvironment(reward)
+        )
     assert isinstance(caught.value, UserCodeError) and type(caught.value.__cause__) is TypeError
     page = next(tmp_path.rglob("report.html")).read_text()
     assert "reward function reward failed with TypeError" in page

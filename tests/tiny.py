@@ -37,7 +37,8 @@ def make(
     load = load_grpo_config if section == "grpo" else load_ppo_config
     config = load(
         config,
-        ["logger.report=false", "logger.tensorboard_enabled=false", f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=false",
+        ["logger.report=false", "logger.tensorboard_enabled=false", f"logger.log_dir={folder / 'logs'}",
+         f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=false",
          f"{section}.val_period=0", f"{section}.val_at_end=false", *overrides],
     )  # fmt: skip
 

@@ -44,7 +44,8 @@ unsigned choose_features() {
   unsigned features = detected() & vectors_of(value) & vectors_of(asked("ATEN_CPU_CAPABILITY"));
   if (value == "software_tiles") features |= kSoftwareTiles;
   // the system is asked only where they could be used
-  if (value == "amx" && features == kernels::needs::avx512_bf16 && amx_is_granted()) features |= kAmxTiles;
+  const bool may_use_tiles = (value.empty() || value == "amx") && features == kernels::needs::avx512_bf16;
+  if (may_use_tiles && amx_is_granted()) features |= kAmxTiles;
   return features;
 }
 

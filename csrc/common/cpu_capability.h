@@ -11,13 +11,13 @@ enum CpuFeature : unsigned {
   kAvx2 = 1,           ///< AVX2 and FMA
   kAvx512 = 2,         ///< AVX-512 F, BW, DQ and VL
   kPairs = 4,          ///< AVX-512's products of pairs of bfloat16
-  kAmxTiles = 8,       ///< AMX's tiles of bfloat16, which the system must grant and the user ask for
+  kAmxTiles = 8,       ///< AMX's tiles of bfloat16, which the system must grant
   kSoftwareTiles = 16  ///< the same tiles in software, for tests: no feature of a processor, but what is asked for
 };
 
 /// The features that this process uses: those of the machine, lowered by ATEN_CPU_CAPABILITY=default|avx2|avx512
-/// (torch's own variable) or NEMO_RL_CPU_CAPABILITY=base|avx2|avx512|avx512_bf16. Tiles have to be asked for: =amx or
-/// =software_tiles. They form the forward products of bfloat16 in an order of their own (SumOrder::tiles), and a
+/// (torch's own variable) or NEMO_RL_CPU_CAPABILITY=base|avx2|avx512|avx512_bf16. Tiles in software have to be asked
+/// for: =software_tiles. Tiles form the forward products of bfloat16 in an order of their own (SumOrder::tiles), and a
 /// process uses them for all rows, in generation and training.
 unsigned cpu_features();
 

@@ -21,6 +21,13 @@ struct GemmInput {
   void* packed_b = nullptr;  ///< gemm_packed_bytes(N, K, sizeof(T)), 64-byte aligned
 };
 
+/// How a product is cut: rows of a that a thread packs at a time.
+struct GemmBlocks {
+  std::int64_t rows = kGemmTileM;
+};
+using GemmBlocksOf = GemmBlocks();
+NRL_DECLARE_TILE_KERNEL(gemm_blocks_bf16, GemmBlocksOf);
+
 /// What a block of terms of so many rows of a, or columns of b, takes when packed: with room for incomplete tiles and
 /// the ends of panels.
 inline std::int64_t gemm_packed_bytes(std::int64_t lines, std::int64_t K, std::int64_t size) {
@@ -46,11 +53,11 @@ struct GemmArgs {
   accumulate_t<T>* sums = nullptr;  ///< [M, N], for all blocks of terms but the last where O cannot hold their sums
 };
 
-/// Up to kGemmTileM rows from m0 by columns [n0, n1), n0 a multiple of kGemmTileN. Blocks of terms come in ascending
-/// order.
+/// Rows [m0, m1), at most GemmBlocks::rows, by columns [n0, n1), n0 a multiple of kGemmTileN. Blocks of terms come in
+/// ascending order.
 struct GemmTile {
-  std::int64_t m0, n0, n1, k0;
-  void* packed_a;  ///< this thread's gemm_packed_bytes(kGemmTileM, K, sizeof(T)), 64-byte aligned
+  std::int64_t m0, m1, n0, n1, k0;
+  void* packed_a;  ///< this thread's gemm_packed_bytes(GemmBlocks::rows, K, sizeof(T)), 64-byte aligned
   bool is_packed;  ///< the rows lie there, from a tile before
 };
 template <class T, class O>

@@ -49,7 +49,7 @@ struct LinearTiles {
 /// are formed as in the backward products. Each thread packs the chunks of x that it multiplies; strips of w are packed
 /// for all threads.
 struct LinearWideTile {
-  std::int64_t m0;                      ///< rows [m0, m0 + kLinearWideRows), as far as they exist
+  std::int64_t m0, m1;                  ///< rows
   std::int64_t strip_begin, strip_end;  ///< of kLinearTileN columns; of linear_swiglu: as many gates and their ups
   const float* packed_w;  ///< strips from strip_begin on: [words][kLinearTileN] each; of linear_swiglu: gates, then ups
   float* packed_x;        ///< this thread's room for linear_wide_packed(kLinearWideRows, words)
@@ -60,6 +60,8 @@ struct LinearWide {
   std::int64_t from_rows = INT64_MAX;  ///< a product of so many rows and more is faster wide; where this capability has
                                        ///< no such kernel, none is
   std::int64_t words = 0;              ///< of 32 bits that a row takes: a float32 for each term, or a pair of bfloat16
+  std::int64_t rows = kLinearWideRows;  ///< of a chunk of x
+  std::int64_t columns = kLinearTileN;  ///< of a strip of w, but of linear_swiglu
 };
 using LinearWideOf = LinearWide(std::int64_t K);
 NRL_DECLARE_PAIR_KERNEL(linear_wide_f32, LinearWideOf);
@@ -74,7 +76,7 @@ inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t words) {
 template <class T>
 using LinearPackWeights = void(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out);
 NRL_DECLARE_PAIR_KERNEL(linear_pack_weights_f32, LinearPackWeights<float>);
-NRL_DECLARE_PAIR_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
+NRL_DECLARE_TILE_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
 
 /// Floats of room for a strip of w that is widened to float32, or laid out as tiles, before the rows meet it; 0 where
 /// so many rows are multiplied with w as it lies. The same bits either way.
@@ -115,8 +117,8 @@ NRL_DECLARE_TILE_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>)
 template <class T, class O>
 using LinearForwardWide = void(const LinearForwardArgs<T, O>& args, const LinearWideTile& tile);
 NRL_DECLARE_PAIR_KERNEL(linear_forward_wide_f32, LinearForwardWide<float, float>);
-NRL_DECLARE_PAIR_KERNEL(linear_forward_wide_bf16, LinearForwardWide<bfloat16, bfloat16>);
-NRL_DECLARE_PAIR_KERNEL(linear_forward_wide_bf16_f32, LinearForwardWide<bfloat16, float>);
+NRL_DECLARE_TILE_KERNEL(linear_forward_wide_bf16, LinearForwardWide<bfloat16, bfloat16>);
+NRL_DECLARE_TILE_KERNEL(linear_forward_wide_bf16_f32, LinearForwardWide<bfloat16, float>);
 
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up
 /// and swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a tile's columns are
@@ -140,6 +142,6 @@ NRL_DECLARE_TILE_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);
 template <class T>
 using LinearSwigluWide = void(const LinearSwigluArgs<T>& args, const LinearWideTile& tile);
 NRL_DECLARE_PAIR_KERNEL(linear_swiglu_wide_f32, LinearSwigluWide<float>);
-NRL_DECLARE_PAIR_KERNEL(linear_swiglu_wide_bf16, LinearSwigluWide<bfloat16>);
+NRL_DECLARE_TILE_KERNEL(linear_swiglu_wide_bf16, LinearSwigluWide<bfloat16>);
 
 }  // namespace nemo_rl::kernels

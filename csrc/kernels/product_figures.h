@@ -73,6 +73,18 @@ inline constexpr std::int64_t kGemmPackTerms = 32;  ///< whole rows of b that ar
 inline constexpr std::int64_t kGemmPackSteps = 16;  ///< of every panel of a in turn: their pages stay in the
                                                     ///< translation cache
 
+// ---------------------------------------------------------------- tiles (kernels/tiles/)
+
+/// From so many rows on, rows of x are operand A and w is packed for all of them. That takes as long as multiplying
+/// some rows, of long rows more, since those of x leave the second-level cache.
+inline constexpr std::int64_t kTileWideRows = 128, kTileWideRowsOfLong = 1024, kTileWideLongRow = 2048;
+inline constexpr std::int64_t kTileAskAheadRows = 32;       ///< of x: up to here a product waits for its weights
+inline constexpr std::int64_t kTileWideChunk = 256;         ///< rows of x at a time, at most
+inline constexpr std::int64_t kTileWideTerms = 700 * 1024;  ///< terms of them, for the second-level cache
+inline constexpr std::int64_t kTileWideColumns = 96;        ///< of a strip of w: three pairs of tiles
+inline constexpr std::int64_t kTileGemmRows = 192;  ///< of the backward products: packed in the second-level cache,
+inline constexpr std::int64_t kTileGemmSteps = 16;  ///< with so many steps of 32 columns of b in the first
+
 static_assert(kLinearFewRows < kPackedMostRows && kPackedMostRows <= kLinearOwnRows && kLinearOwnRows <= kLinearTileM);
 static_assert(kHeadRowBlock <= kLinearTileM);
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "kernels/gemm.h"
@@ -16,6 +17,12 @@ inline auto* gemm_of(const kernels::GemmArgs<float, float>&) { return kernels::g
 inline auto* gemm_of(const kernels::GemmArgs<double, double>&) { return kernels::gemm_f64; }
 inline auto* gemm_of(const kernels::GemmArgs<bfloat16, bfloat16>&) { return kernels::gemm_bf16; }
 inline auto* gemm_of(const kernels::GemmArgs<bfloat16, float>&) { return kernels::gemm_bf16_f32; }
+
+template <class T>
+kernels::GemmBlocks gemm_blocks() {
+  if constexpr (std::is_same_v<T, bfloat16>) return kernels::gemm_blocks_bf16();
+  return {};
+}
 
 /// This thread's room for packed rows of the first operand.
 inline void* packed_rows_room(std::size_t bytes) {
@@ -55,13 +62,13 @@ template <class T, class O>
 void multiply_block(const kernels::GemmArgs<T, O>& args, std::int64_t k0) {
   using namespace kernels;
   const std::int64_t M = args.input.M, N = args.input.N, terms = std::min(kGemmTerms, args.input.K - k0);
-  const std::int64_t chunks = (M + kGemmTileM - 1) / kGemmTileM, strips = (N + kGemmTileN - 1) / kGemmTileN;
+  const std::int64_t rows = gemm_blocks<T>().rows, chunks = (M + rows - 1) / rows,
+                     strips = (N + kGemmTileN - 1) / kGemmTileN;
   const std::int64_t at_least =
-      std::max<std::int64_t>(2, runtime::tiles_at_least(terms * kGemmTileN * std::min(M, kGemmTileM)));
-  parallel_chunks(chunks, strips, at_least,
-                  static_cast<std::size_t>(gemm_packed_bytes(kGemmTileM, args.input.K, sizeof(T))),
+      std::max<std::int64_t>(2, runtime::tiles_at_least(terms * kGemmTileN * std::min(M, rows)));
+  parallel_chunks(chunks, strips, at_least, static_cast<std::size_t>(gemm_packed_bytes(rows, args.input.K, sizeof(T))),
                   [&](const ChunkTile& t) {
-                    gemm_of(args)(args, {t.chunk * kGemmTileM, t.strip_begin * kGemmTileN,
+                    gemm_of(args)(args, {t.chunk * rows, std::min(M, (t.chunk + 1) * rows), t.strip_begin * kGemmTileN,
                                          std::min(N, t.strip_end * kGemmTileN), k0, t.packed_rows, t.is_packed});
                   });
 }

@@ -92,10 +92,10 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
 /// Computes tiles by kernel(LinearWideTile) from strips of `width` columns that pack(strip, out) packs for all threads,
 /// as many at a time as are still in a nearby cache once packed.
 template <class Pack, class Kernel>
-void run_wide(std::int64_t M, std::int64_t N, std::int64_t words, std::int64_t width, const Pack& pack,
+void run_wide(std::int64_t M, std::int64_t N, const kernels::LinearWide& wide, std::int64_t width, const Pack& pack,
               const Kernel& kernel) {
-  constexpr std::int64_t kRows = kernels::kLinearWideRows;
-  const std::int64_t strips = (N + width - 1) / width, strip_words = width * words;
+  const std::int64_t rows = wide.rows, words = wide.words, strips = (N + width - 1) / width,
+                     strip_words = width * words;
   const std::int64_t at_once = std::clamp<std::int64_t>(kernels::kLinearWideStripWords / strip_words, 1, strips);
   const auto bytes = [words](std::int64_t lines) {
     return static_cast<std::size_t>(kernels::linear_wide_packed(lines, words)) * sizeof(float);
@@ -106,10 +106,10 @@ void run_wide(std::int64_t M, std::int64_t N, std::int64_t words, std::int64_t w
     runtime::parallel_tiles(count, 1, [&](std::int64_t begin, std::int64_t end, bool) {
       for (std::int64_t i = begin; i < end; ++i) pack(first + i, packed + i * strip_words);
     });
-    parallel_chunks((M + kRows - 1) / kRows, count, 1, bytes(kRows), [&](const ChunkTile& t) {
-      kernel(kernels::LinearWideTile{t.chunk * kRows, first + t.strip_begin, first + t.strip_end,
-                                     packed + t.strip_begin * strip_words, static_cast<float*>(t.packed_rows),
-                                     t.is_packed});
+    parallel_chunks((M + rows - 1) / rows, count, 1, bytes(rows), [&](const ChunkTile& t) {
+      kernel(kernels::LinearWideTile{t.chunk * rows, std::min(M, (t.chunk + 1) * rows), first + t.strip_begin,
+                                     first + t.strip_end, packed + t.strip_begin * strip_words,
+                                     static_cast<float*>(t.packed_rows), t.is_packed});
     });
   }
 }
@@ -133,13 +133,13 @@ using SwigluKernels = ForwardKernels<T, kernels::LinearSwiglu<T>, kernels::Linea
 /// The product of N columns in strips of `width`; args_of(input, first row) as for run_packed, pack(strip, out) as for
 /// run_wide.
 template <class T, class Kernels, class ArgsOf, class Pack>
-void run_forward(const Kernels& with, const at::Tensor& x, std::int64_t N, std::int64_t width, const ArgsOf& args_of,
-                 const Pack& pack) {
+void run_forward(const Kernels& with, const at::Tensor& x, std::int64_t N, std::int64_t width, std::int64_t wide_width,
+                 const ArgsOf& args_of, const Pack& pack) {
   const std::int64_t M = x.size(0), K = x.size(1);
   const auto wide = with.wide_for(K);
   if (M < wide.from_rows) return run_packed<T>(with.pack, x, N, width, args_of, with.tiles);
   const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
-  run_wide(M, N, wide.words, width, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
+  run_wide(M, N, wide, wide_width, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
 }
 
 template <class T, class O>
@@ -152,10 +152,12 @@ void run(const LinearKernels<T, O>& with, const at::Tensor& x, const at::Tensor&
         input,       ptr<T>(w), ldw,       bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
         y.stride(0), N,         accumulate};
   };
+  const auto wide = with.wide_for(K);
   const auto pack = [&](std::int64_t strip, float* out) {
-    with.pack_weights(ptr<T>(w) + strip * kWidth * ldw, ldw, N - strip * kWidth, K, out);
+    for (std::int64_t n = strip * wide.columns; n < (strip + 1) * wide.columns; n += kWidth, out += kWidth * wide.words)
+      with.pack_weights(ptr<T>(w) + std::min(n, N - 1) * ldw, ldw, std::max<std::int64_t>(0, N - n), K, out);
   };
-  run_forward<T>(with, x, N, kWidth, args_of, pack);
+  run_forward<T>(with, x, N, kWidth, wide.columns, args_of, pack);
 }
 
 template <class T>
@@ -177,7 +179,7 @@ void run_swiglu(const SwigluKernels<T>& with, const at::Tensor& x, const at::Ten
     with.pack_weights(ptr<T>(w) + i * ldw, ldw, I - i, K, out);
     with.pack_weights(ptr<T>(w) + (I + i) * ldw, ldw, I - i, K, out + with.wide_for(K).words * kHalf);
   };
-  run_forward<T>(with, x, 2 * I, kernels::kSwigluTileN, args_of, pack);
+  run_forward<T>(with, x, 2 * I, kernels::kSwigluTileN, kernels::kSwigluTileN, args_of, pack);
 }
 
 template <class T, class O>

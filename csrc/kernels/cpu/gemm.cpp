@@ -36,7 +36,7 @@ void gemm(const GemmArgs<T, O>& args, const GemmTile& tile) {
   const GemmInput<T>& p = args.input;
   using Word = typename Terms<T>::Word;
   const Block<T> block(p.K, tile.k0);
-  const std::int64_t m1 = smaller(tile.m0 + kGemmTileM, p.M);
+  const std::int64_t m1 = tile.m1;
   auto* const panels = static_cast<Word*>(tile.packed_a);
   if (!tile.is_packed) pack_a(p, tile.k0, tile.m0, m1, panels);
   for (std::int64_t n = tile.n0; n < tile.n1; n += kTileN<T>)
@@ -75,6 +75,8 @@ void pack(const GemmInput<T>& p, std::int64_t k0, std::int64_t begin, std::int64
 }
 
 }  // namespace
+
+GemmBlocks gemm_blocks_bf16() { return {}; }
 
 void gemm_pack_f32(const GemmInput<float>& p, std::int64_t k0, std::int64_t b, std::int64_t e) { pack(p, k0, b, e); }
 void gemm_pack_f64(const GemmInput<double>& p, std::int64_t k0, std::int64_t b, std::int64_t e) { pack(p, k0, b, e); }

@@ -36,8 +36,8 @@ template <int kParts, class T, class StoreOf>
   requires(kHasWide<T>)
 void run_wide(const LinearInput<T>& p, const LinearWideTile& tile, const StoreOf& store_of) {
   constexpr int kWidth = kParts * kRegisterColumns;
-  const std::int64_t m1 = smaller(tile.m0 + kLinearWideRows, p.M),
-                     panels = (m1 - tile.m0 + kRegisterRows - 1) / kRegisterRows, words = words_of<T>(p.K);
+  const std::int64_t m1 = tile.m1, panels = (m1 - tile.m0 + kRegisterRows - 1) / kRegisterRows,
+                     words = words_of<T>(p.K);
   if (!tile.is_packed) pack_wide_rows(p, tile.m0, m1, tile.packed_x);
   alignas(64) float sums[kLinearWideRows * kWidth];
   const float* w = tile.packed_w;

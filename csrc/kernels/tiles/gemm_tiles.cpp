@@ -1,6 +1,5 @@
 // The backward products of bfloat16 by tiles: rows of a are operand A, columns of b operand B, both packed tile after
 // tile.
-#include "kernels/cpu/gemm_store.h"
 #include "kernels/gemm.h"
 #include "kernels/tiles/tile_products.h"
 
@@ -9,12 +8,13 @@ namespace {
 
 constexpr int kBlockRows = 2 * kTileRows;  // two by two tiles of sums
 static_assert(kGemmPackTerms == kTileTerms && kGemmTerms % kTileTerms == 0);
-static_assert(kGemmTileM % kBlockRows == 0 && kGemmTileN % kBlockRows == 0);
+static_assert(kTileGemmRows % kBlockRows == 0 && kGemmTileN % kBlockRows == 0);
 
 std::int64_t terms_of_block(std::int64_t K, std::int64_t k0) { return smaller(kGemmTerms, K - k0); }
 
 /// out[16] = pairs of the first n elements of two rows; absent rows and elements are zero.
-void interleave(const bfloat16* first, std::int64_t ld, std::int64_t rows, int n, std::uint32_t* out) {
+[[gnu::always_inline]] inline void interleave(const bfloat16* first, std::int64_t ld, std::int64_t rows, int n,
+                                              std::uint32_t* out) {
 #if defined(NRL_HARDWARE_TILES)
   if (rows > 0 && n > 0)
     return store(reinterpret_cast<float*>(out), Terms<bfloat16>::across(first, ld, rows > 1 ? 2 : 1, n));
@@ -25,13 +25,18 @@ void interleave(const bfloat16* first, std::int64_t ld, std::int64_t rows, int n
   }
 }
 
-/// One step of terms of b, `have` of which exist, for all columns.
+/// One step of terms of b, for all columns.
 void pack_b(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t step) {
-  const std::int64_t terms = terms_of_block(p.K, k0), have = smaller(kTileTerms, terms - step * kTileTerms);
+  const std::int64_t terms = terms_of_block(p.K, k0), have = smaller(kTileTerms, terms - step * kTileTerms),
+                     group = packed_group_words(terms);
   const bfloat16* const b = p.b + (k0 + step * kTileTerms) * p.ldb;
-  for (std::int64_t n = 0; n < p.N; n += kTileRows) {
-    auto* const out = static_cast<std::uint32_t*>(p.packed_b) + n / kTileRows * packed_group_words(terms) +
-                      step * kTilePairs * kTileRows;
+  auto* out = static_cast<std::uint32_t*>(p.packed_b) + step * kTilePairs * kTileRows;
+  for (std::int64_t n = 0; n < p.N; n += kTileRows, out += group) {
+    if (have == kTileTerms && n + kTileRows <= p.N) {
+      for (int pair = 0; pair < kTilePairs; ++pair)
+        interleave(b + pair * 2 * p.ldb + n, p.ldb, 2, kTileRows, out + pair * kTileRows);
+      continue;
+    }
     const int columns = static_cast<int>(smaller<std::int64_t>(kTileRows, p.N - n));
     for (int pair = 0; pair < kTilePairs; ++pair)
       interleave(b + (pair * 2 < have ? pair * 2 * p.ldb : 0) + n, p.ldb, have - pair * 2, columns,
@@ -39,7 +44,7 @@ void pack_b(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t step) {
   }
 }
 
-/// out[16][pairs]: one step of 16 columns of the transposed operand, which lie side by side in memory.
+/// out[16][pairs]: one step of up to 16 columns of the transposed operand, which lie side by side in memory.
 void turn_step(const bfloat16* a, std::int64_t ld, std::int64_t terms, int columns, std::uint32_t* out) {
   alignas(64) std::uint32_t square[kTilePairs][kTileRows];
   for (int pair = 0; pair < kTilePairs; ++pair)
@@ -47,59 +52,139 @@ void turn_step(const bfloat16* a, std::int64_t ld, std::int64_t terms, int colum
   turn_words(square, out);
 }
 
+#if defined(NRL_HARDWARE_TILES)
+/// The same for 32 columns and all 32 terms: out and the 16 rows behind it, `group` words after it. Rows of two terms
+/// are joined four columns at a time, as the processor does within a quarter of a register: first columns 0 to 3, 8 to
+/// 11, ..., then the others.
+void turn_wide_step(const bfloat16* a, std::int64_t ld, std::uint32_t* out, std::int64_t group) {
+  alignas(64) float square[2][kTilePairs][kTileRows];
+  for (int pair = 0; pair < kTilePairs; ++pair) {
+    const __m512i first = _mm512_loadu_si512(a + 2 * pair * ld), second = _mm512_loadu_si512(a + (2 * pair + 1) * ld);
+    _mm512_store_si512(square[0][pair], _mm512_unpacklo_epi16(first, second));
+    _mm512_store_si512(square[1][pair], _mm512_unpackhi_epi16(first, second));
+  }
+  for (int half = 0; half < 2; ++half) {
+    const float* at[kTileRows];
+    for (int pair = 0; pair < kTilePairs; ++pair) at[pair] = square[half][pair];
+    turn_words(at, [&](int j) __attribute__((always_inline)) {
+      const int column = j / 4 * 8 + half * 4 + j % 4;
+      return out + column / kTileRows * group + column % kTileRows * kTilePairs;
+    });
+  }
+}
+#endif
+
 /// Rows [m0, m1) of a block of a: 16 rows after 16 rows, in each step after step.
 void pack_a(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t m0, std::int64_t m1, std::uint32_t* out) {
-  const std::int64_t terms = terms_of_block(p.K, k0);
+  const std::int64_t terms = terms_of_block(p.K, k0), group = packed_group_words(terms);
+  constexpr std::int64_t kStep = kTilePairs * kTileRows;
   const bfloat16* const a = p.a + k0 * p.col_stride_a;
-  for (std::int64_t m = m0; m < m1; m += kTileRows, out += packed_group_words(terms)) {
+  for (std::int64_t m = m0; m < m1; m += kTileRows, out += group) {
     if (p.col_stride_a == 1) {
       lay_out(a + m * p.row_stride_a, p.row_stride_a, m1 - m, terms, reinterpret_cast<char*>(out));
       continue;
     }
     const int rows = static_cast<int>(smaller<std::int64_t>(kTileRows, m1 - m));
-    for (std::int64_t s = 0; s < tile_steps(terms); ++s)
-      turn_step(a + m + s * kTileTerms * p.col_stride_a, p.col_stride_a, terms - s * kTileTerms, rows,
-                out + s * kTilePairs * kTileRows);
+    std::int64_t s = 0;
+    bool wide = false;
+#if defined(NRL_HARDWARE_TILES)
+    wide = m + 2 * kTileRows <= m1;
+    for (; wide && (s + 1) * kTileTerms <= terms; ++s)
+      turn_wide_step(a + m + s * kTileTerms * p.col_stride_a, p.col_stride_a, out + s * kStep, group);
+#endif
+    for (; s < tile_steps(terms); ++s)
+      for (int half = 0; half <= (wide ? 1 : 0); ++half)
+        turn_step(a + m + half * kTileRows + s * kTileTerms * p.col_stride_a, p.col_stride_a, terms - s * kTileTerms,
+                  rows, out + half * group + s * kStep);
+    if (wide) m += kTileRows, out += group;
   }
 }
+
+/// The sums of some rows with up to 32 columns: those of the blocks of terms so far, and where they go.
+template <class O>
+struct SumsOfColumns {
+  static constexpr bool kDirect = sizeof(O) == sizeof(float);  // c itself holds the sums of the blocks so far
+  const GemmArgs<bfloat16, O>& args;
+  std::int64_t m0, rows, n;
+  int columns;
+  bool first, last;
+  bool continues() const { return !first || (kDirect && args.accumulate); }
+  float* before(std::int64_t i) const {
+    if constexpr (kDirect) return args.c + (m0 + i) * args.ldc + n;
+    return args.sums + (m0 + i) * args.input.N + n;
+  }
+  void load(float* room) const {
+    for (std::int64_t i = 0; i < rows; ++i) copy(before(i), columns, room + i * kBlockRows);
+  }
+  void store(const float* room) const {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const float* const sums = room + i * kBlockRows;
+      if constexpr (!kDirect) {
+        O* const out = args.c + (m0 + i) * args.ldc + n;
+        if (last) {
+          for (int j = 0; j < columns; ++j)
+            out[j] = static_cast<O>(args.accumulate ? static_cast<float>(out[j]) + sums[j] : sums[j]);
+          continue;
+        }
+      }
+      copy(sums, columns, before(i));
+    }
+  }
+};
 
 template <class O>
 void gemm(const GemmArgs<bfloat16, O>& args, const GemmTile& tile) {
   const GemmInput<bfloat16>& p = args.input;
-  const std::int64_t terms = terms_of_block(p.K, tile.k0), group = packed_group_words(terms),
-                     m1 = smaller(tile.m0 + kGemmTileM, p.M);
-  auto* const rows = static_cast<std::uint32_t*>(tile.packed_a);
-  if (!tile.is_packed) pack_a(p, tile.k0, tile.m0, m1, rows);
+  const std::int64_t terms = terms_of_block(p.K, tile.k0), group = packed_group_words(terms), steps = tile_steps(terms),
+                     rows = tile.m1 - tile.m0;
+  const bool is_row_major = p.col_stride_a == 1;
+  const RowsOfA lines{p.a + tile.m0 * p.row_stride_a + tile.k0 * p.col_stride_a,
+                      p.row_stride_a,
+                      static_cast<char*>(tile.packed_a),
+                      rows,
+                      terms,
+                      is_row_major};
+  if (!lines.in_place() && !tile.is_packed)
+    pack_a(p, tile.k0, tile.m0, tile.m1, static_cast<std::uint32_t*>(tile.packed_a));
+  alignas(64) float room[kTileGemmRows * kBlockRows];
   Tiles tiles;
-  for (std::int64_t n = tile.n0; n < tile.n1; n += kBlockRows)
-    for (std::int64_t m = tile.m0; m < m1; m += kBlockRows) {
-      const auto* const b = static_cast<const std::uint32_t*>(p.packed_b) + n / kTileRows * group;
-      OperandRows a[2];
-      for (int i = 0; i < 2; ++i)
-        a[i] = {reinterpret_cast<const char*>(rows + ((m - tile.m0) / kTileRows + i) * group), kTileBytes,
-                kTileRows * kTileBytes};
-      const OperandPairs columns[2] = {packed_columns(b), packed_columns(b + group)};
-      alignas(64) float sums[kBlockRows * kBlockRows];
-      with_constant<2>(m + kTileRows < m1 ? 2 : 1, [&](auto tall) {
-        with_constant<2>(n + kTileRows < tile.n1 ? 2 : 1, [&](auto wide) {
-          tile_block<tall(), wide()>(tiles, a, columns, tile_steps(terms), sums, kBlockRows);
+  for (std::int64_t n = tile.n0; n < tile.n1; n += kBlockRows) {
+    const SumsOfColumns<O> to{args,
+                              tile.m0,
+                              rows,
+                              n,
+                              static_cast<int>(smaller<std::int64_t>(kBlockRows, tile.n1 - n)),
+                              tile.k0 == 0,
+                              tile.k0 + terms == p.K};
+    const bool whole = to.kDirect && rows % kTileRows == 0 && to.columns % kTileRows == 0;
+    float* const sums = whole ? to.before(0) : room;
+    const std::int64_t stride = whole ? args.ldc : kBlockRows;
+    if (!whole && to.continues()) to.load(room);
+    const auto* const b = static_cast<const std::uint32_t*>(p.packed_b) + n / kTileRows * group;
+    for (std::int64_t s = 0; s < steps; s += kTileGemmSteps) {
+      const auto* const at = b + s * kTilePairs * kTileRows;
+      const OperandPairs columns[2] = {packed_columns(at), packed_columns(at + group)};
+      const std::int64_t some = smaller(kTileGemmSteps, steps - s);
+      for (std::int64_t m = 0; m < rows; m += kBlockRows) {
+        const OperandRows a[2] = {lines.at(m, s), lines.at(m + kTileRows < rows ? m + kTileRows : m, s)};
+        with_constant<2>(m + kTileRows < rows ? 2 : 1, [&](auto tall) {
+          with_constant<2>(to.columns > kTileRows ? 2 : 1, [&](auto wide) {
+            if (s > 0 || to.continues()) {
+              tile_block<tall(), wide(), true>(tiles, a, columns, some, sums + m * stride, stride);
+            } else {
+              tile_block<tall(), wide()>(tiles, a, columns, some, sums + m * stride, stride);
+            }
+          });
         });
-      });
-      const BlockSums<bfloat16, O> to{
-          args.c + m * args.ldc + n, args.ldc,       args.sums ? args.sums + m * p.N + n : nullptr, p.N, tile.k0 == 0,
-          tile.k0 + terms == p.K,    args.accumulate};
-      const int width = static_cast<int>(smaller<std::int64_t>(kBlockRows, tile.n1 - n));
-      for (int i = 0; i < kBlockRows && m + i < m1; ++i) {
-        if (width == kBlockRows) {
-          to.store(i, sums + i * kBlockRows, kBlockRows);  // a known length: whole vectors
-        } else {
-          to.store(i, sums + i * kBlockRows, width);
-        }
       }
     }
+    if (!whole) to.store(room);
+  }
 }
 
 }  // namespace
+
+GemmBlocks gemm_blocks_bf16() { return {kTileGemmRows}; }
 
 void gemm_pack_bf16(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t begin, std::int64_t end) {
   for (std::int64_t step = begin; step < end; ++step) pack_b(p, k0, step);

@@ -30,11 +30,16 @@ struct OperandPairs {
   std::int64_t stride, step;
 };
 
+struct NothingBeside {
+  void operator()(std::int64_t) const {}
+};
+
 /// sums[16 * kA][stride] = kA times 16 rows of A with kB times 16 columns of B; kAdd: added to what is there. Tiles 0
-/// to 3 hold sums, 4 and 5 A, 6 and 7 B.
-template <int kA, int kB, bool kAdd = false>
+/// to 3 hold sums, 4 and 5 A, 6 and 7 B. beside(s) is called in each step.
+template <int kA, int kB, bool kAdd = false, class Beside = NothingBeside>
 [[gnu::always_inline]] inline void tile_block(Tiles& tiles, const OperandRows* a, const OperandPairs* b,
-                                              std::int64_t steps, float* sums, std::int64_t stride) {
+                                              std::int64_t steps, float* sums, std::int64_t stride,
+                                              const Beside& beside = {}) {
   static_assert(kA <= 2 && kB <= 2);
   constexpr std::int64_t kWord = sizeof(std::uint32_t);
   const std::int64_t bytes = stride * kWord;
@@ -51,6 +56,7 @@ template <int kA, int kB, bool kAdd = false>
     if constexpr (kA > 1 && kB > 1) tiles.template zero<3>();
   }
   for (std::int64_t s = 0; s < steps; ++s) {
+    beside(s);
     tiles.template load<4>(a[0].rows + s * a[0].step, a[0].stride);
     tiles.template load<6>(b[0].pairs + s * b[0].step, b[0].stride * kWord);
     tiles.template multiply<0, 4, 6>();
@@ -90,24 +96,36 @@ inline void tile_product(Tiles& tiles, OperandRows a, std::int64_t a_next, std::
     }
 }
 
-/// out[j][i] = square[i][j], 16 by 16 words.
-inline void turn_words(const std::uint32_t (&square)[kTileRows][kTilePairs], std::uint32_t* out) {
-  using V = ShortVec<float>;
-  if constexpr (V::kLanes == kTileRows) {
-    V v[V::kLanes];
-    for (int i = 0; i < kTileRows; ++i) v[i] = load<V>(reinterpret_cast<const float*>(square[i]));
-    transpose(v);
-    for (int i = 0; i < kTileRows; ++i) store(reinterpret_cast<float*>(out + i * kTileRows), v[i]);
-  } else {
-    for (int j = 0; j < kTilePairs; ++j)
-      for (int i = 0; i < kTileRows; ++i) out[j * kTileRows + i] = square[i][j];
+/// put(j, word j of each of 16 rows), for 16 words: a square of words, turned. Rows are those at[i].
+template <class Put>
+[[gnu::always_inline]] inline void turn_words(const float* const (&at)[kTileRows], const Put& put) {
+#if defined(NRL_HARDWARE_TILES)
+  for (int q = 0; q < kTilePairs; q += Turned<float>::kTerms) {
+    const Turned<float> turned(at, q);
+    for (int u = 0; u < Turned<float>::kTerms; ++u) store(reinterpret_cast<float*>(put(q + u)), turned.column[u]);
   }
+#else
+  for (int j = 0; j < kTilePairs; ++j)
+    for (int i = 0; i < kTileRows; ++i) __builtin_memcpy(put(j) + i, at[i] + j, sizeof(float));
+#endif
+}
+
+/// out[j][i] = square[i][j].
+inline void turn_words(const std::uint32_t (&square)[kTileRows][kTilePairs], std::uint32_t* out) {
+  const float* at[kTileRows];
+  for (int i = 0; i < kTileRows; ++i) at[i] = reinterpret_cast<const float*>(square[i]);
+  turn_words(at, [&](int j) __attribute__((always_inline)) { return out + j * kTileRows; });
 }
 
 /// to[i] = first[i] below second[i], n pairs; an absent row (nullptr) is zeros.
 inline void join_pairs(const bfloat16* first, const bfloat16* second, std::int64_t n, std::uint32_t* to) {
   if (first != nullptr && second != nullptr) {
-    for (std::int64_t i = 0; i < n; ++i) to[i] = first[i].bits | static_cast<std::uint32_t>(second[i].bits) << 16;
+    std::int64_t i = 0;
+#if defined(NRL_HARDWARE_TILES)
+    for (; i + kTilePairs <= n; i += kTilePairs)
+      store(reinterpret_cast<float*>(to + i), Terms<bfloat16>::across(first + i, second - first, 2, kTilePairs));
+#endif
+    for (; i < n; ++i) to[i] = first[i].bits | static_cast<std::uint32_t>(second[i].bits) << 16;
   } else if (first != nullptr) {
     for (std::int64_t i = 0; i < n; ++i) to[i] = first[i].bits;
   } else {

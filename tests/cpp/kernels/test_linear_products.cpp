@@ -70,7 +70,7 @@ void check_backward(GemmPack<T>* pack, Gemm<T, O>* gemm, double tolerance) {
     for (std::int64_t k0 = 0; k0 < K; k0 += kGemmTerms) {
       pack(input, k0, 0, (std::min(kGemmTerms, K - k0) + kGemmPackTerms - 1) / kGemmPackTerms);
       for (std::int64_t m0 = 0; m0 < M; m0 += kGemmTileM)
-        gemm({input, c.data(), N, true}, {m0, 0, N, k0, packed_a.get(), false});
+        gemm({input, c.data(), N, true}, {m0, std::min(m0 + kGemmTileM, M), 0, N, k0, packed_a.get(), false});
     }
     for (std::int64_t i = 0; i < M * N; ++i) {
       double sum = 1;

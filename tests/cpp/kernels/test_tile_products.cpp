@@ -2,8 +2,10 @@
 // software on every machine with AVX2, and by AMX's where it can be had.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "kernels/aligned_room.h"
@@ -20,9 +22,10 @@ float term(const std::vector<bfloat16>& values, std::int64_t at) {
 
 /// One output.
 float by_the_rules(const std::vector<bfloat16>& x, std::int64_t row, const std::vector<bfloat16>& w,
-                   std::int64_t column, std::int64_t K) {
+                   std::int64_t column, std::int64_t K, float sum = 0) {
   return tile_sum(
-      K, [&](std::int64_t k) { return term(w, column * K + k); }, [&](std::int64_t k) { return term(x, row * K + k); });
+      K, [&](std::int64_t k) { return term(w, column * K + k); }, [&](std::int64_t k) { return term(x, row * K + k); },
+      sum);
 }
 
 struct TileKernels {
@@ -31,20 +34,27 @@ struct TileKernels {
   LinearForward<bfloat16, float>* forward;
   LinearSwiglu<bfloat16>* swiglu;
   LinearStripFloats* strip_floats;
+  LinearWideOf* wide;
+  LinearPackWeights<bfloat16>* pack_weights;
+  LinearForwardWide<bfloat16, float>* forward_wide;
+  LinearSwigluWide<bfloat16>* swiglu_wide;
   GemmPack<bfloat16>* gemm_pack;
   Gemm<bfloat16, float>* gemm;
+  GemmBlocksOf* gemm_blocks;
 };
 
 std::vector<TileKernels> kernels_of_this_machine() {
   std::vector<TileKernels> all;
 #if defined(__x86_64__)
-  if (has_software_tiles())
-    all.push_back({"software", software_tiles::linear_pack_bf16, software_tiles::linear_forward_bf16_f32,
-                   software_tiles::linear_swiglu_bf16, software_tiles::linear_strip_floats_bf16,
-                   software_tiles::gemm_pack_bf16, software_tiles::gemm_bf16_f32});
-  if (has_amx_tiles())
-    all.push_back({"amx", amx::linear_pack_bf16, amx::linear_forward_bf16_f32, amx::linear_swiglu_bf16,
-                   amx::linear_strip_floats_bf16, amx::gemm_pack_bf16, amx::gemm_bf16_f32});
+#define NRL_TILE_KERNELS(variant, name)                                                                   \
+  {                                                                                                       \
+    name, variant::linear_pack_bf16, variant::linear_forward_bf16_f32, variant::linear_swiglu_bf16,       \
+        variant::linear_strip_floats_bf16, variant::linear_wide_bf16, variant::linear_pack_weights_bf16,  \
+        variant::linear_forward_wide_bf16_f32, variant::linear_swiglu_wide_bf16, variant::gemm_pack_bf16, \
+        variant::gemm_bf16_f32, variant::gemm_blocks_bf16                                                 \
+  }
+  if (has_software_tiles()) all.push_back(NRL_TILE_KERNELS(software_tiles, "software"));
+  if (has_amx_tiles()) all.push_back(NRL_TILE_KERNELS(amx, "amx"));
 #endif
   return all;
 }
@@ -59,7 +69,83 @@ std::vector<float> product(const TileKernels& with, const std::vector<bfloat16>&
   return y;
 }
 
+/// w packed for many rows: rows_from(i) gives the first of each kLinearTileN columns, and how many of them exist.
+template <class RowsFrom>
+void pack_strips(const TileKernels& with, std::int64_t strips, std::int64_t K, const RowsFrom& rows_from, float* out) {
+  const std::int64_t words = with.wide(K).words;
+  for (std::int64_t i = 0; i < strips * with.wide(K).columns / kLinearTileN; ++i) {
+    const auto [rows, have] = rows_from(i);
+    with.pack_weights(rows, K, have, K, out + i * words * kLinearTileN);
+  }
+}
+
+/// Calls kernel(tile) for all chunks of rows with all strips.
+template <class Kernel>
+void in_chunks(const TileKernels& with, std::int64_t M, std::int64_t K, std::int64_t strips, const float* packed_w,
+               const Kernel& kernel) {
+  const auto wide = with.wide(K);
+  Room room(static_cast<std::size_t>(linear_wide_packed(wide.rows, wide.words)) * 4);
+  for (std::int64_t m = 0; m < M; m += wide.rows)
+    kernel({m, std::min(M, m + wide.rows), 0, strips, packed_w, static_cast<float*>(room.get()), false});
+}
+
 }  // namespace
+
+TEST(TileProducts, ManyRowsHaveTheSameBits) {
+  struct Shape {
+    std::int64_t M, N, K;
+  };
+  for (const auto& with : kernels_of_this_machine())
+    for (const Shape& s : {Shape{1, 96, 32}, {40, 100, 65}, {288, 53, 64}, {270, 192, 96}, {128, 17, 2048}}) {
+      const auto x = drawn(s.M * s.K, Values::spread, 9), w = drawn(s.N * s.K, Values::any_bits, 10);
+      const auto wide = with.wide(s.K);
+      const std::int64_t strips = (s.N + wide.columns - 1) / wide.columns;
+      Room packed(static_cast<std::size_t>(strips * wide.columns * wide.words) * 4);
+      auto* const to = static_cast<float*>(packed.get());
+      pack_strips(
+          with, strips, s.K,
+          [&](std::int64_t i) {
+            const std::int64_t n = i * kLinearTileN;
+            return std::pair{w.data() + std::min(n, s.N - 1) * s.K, std::max<std::int64_t>(0, s.N - n)};
+          },
+          to);
+      std::vector<float> y(static_cast<std::size_t>(s.M * s.N), NAN);
+      in_chunks(with, s.M, s.K, strips, to, [&](const LinearWideTile& tile) {
+        with.forward_wide({{x.data(), s.K, s.M, s.K, nullptr}, w.data(), s.K, nullptr, y.data(), s.N, s.N, false},
+                          tile);
+      });
+      const auto expected = product(with, x, w, s.M, s.N, s.K);
+      for (std::size_t i = 0; i < y.size(); ++i)
+        expect_bits(y[i], expected[i], with.name, static_cast<std::int64_t>(i));
+    }
+}
+
+TEST(TileProducts, TheGatedProductOfManyRowsHasTheSameBits) {
+  constexpr std::int64_t M = 290, I = 61, K = 72, kHalf = kSwigluTileN / 2;
+  const auto x = drawn(M * K, Values::normal, 11), w = drawn(2 * I * K, Values::normal, 12);
+  const auto strips = (2 * I + kSwigluTileN - 1) / kSwigluTileN;
+  for (const auto& with : kernels_of_this_machine()) {
+    Room packed_x(linear_packed_bytes(M, K, 2)), room(with.strip_floats(M, K, kSwigluTileN) * 4),
+        packed_w(static_cast<std::size_t>(strips * kSwigluTileN * with.wide(K).words) * 4);
+    const LinearInput<bfloat16> input{x.data(), K, M, K, packed_x.get(), static_cast<float*>(room.get())};
+    std::vector<bfloat16> few(static_cast<std::size_t>(M * I)), many(few.size());
+    with.pack(input, 0, (M + kLinearTileM - 1) / kLinearTileM);
+    with.swiglu({input, w.data(), K, nullptr, nullptr, few.data(), I}, 0,
+                LinearTiles(M, 2 * I, K, kSwigluTileN).count(), false);
+    auto* const to = static_cast<float*>(packed_w.get());
+    pack_strips(
+        with, strips, K,
+        [&](std::int64_t i) {  // gates, ups, gates, ups, ...
+          const std::int64_t n = i / 2 * kHalf;
+          return std::pair{w.data() + (i % 2 * I + n) * K, I - n};
+        },
+        to);
+    in_chunks(with, M, K, strips, to, [&](const LinearWideTile& tile) {
+      with.swiglu_wide({input, w.data(), K, nullptr, nullptr, many.data(), I}, tile);
+    });
+    ASSERT_EQ(std::memcmp(few.data(), many.data(), few.size() * sizeof(bfloat16)), 0) << with.name;
+  }
+}
 
 TEST(TileProducts, HaveTheBitsOfTheRules) {
   struct Shape {
@@ -125,7 +211,8 @@ TEST(TileProducts, BackwardProductsHaveTheBitsOfTheRules) {
     std::int64_t M, N, K;
   };
   for (const auto& with : kernels_of_this_machine())
-    for (const Shape& s : {Shape{1, 1, 1}, {5, 40, 3}, {97, 33, 70}, {40, 130, 1100}, {33, 17, 2049}})
+    for (const Shape& s :
+         {Shape{1, 1, 1}, {5, 40, 3}, {97, 33, 70}, {40, 130, 1100}, {33, 17, 2049}, {288, 64, 64}, {64, 96, 1056}})
       for (const bool transposed : {false, true})
         for (const bool accumulate : {false, true}) {
           const auto a = drawn(s.M * s.K, Values::spread, 7), b = drawn(s.K * s.N, Values::normal, 8);
@@ -138,26 +225,19 @@ TEST(TileProducts, BackwardProductsHaveTheBitsOfTheRules) {
             for (std::int64_t n = 0; n < s.N; ++n)
               columns[static_cast<std::size_t>(n * s.K + k)] = b[static_cast<std::size_t>(k * s.N + n)];
           }
-          Room packed_a(gemm_packed_bytes(kGemmTileM, s.K, 2)), packed_b(gemm_packed_bytes(s.N, s.K, 2));
+          const std::int64_t most = with.gemm_blocks().rows;
+          Room packed_a(gemm_packed_bytes(most, s.K, 2)), packed_b(gemm_packed_bytes(s.N, s.K, 2));
           GemmInput<bfloat16> input{a.data(), transposed ? 1 : s.K, transposed ? s.M : 1, b.data(), s.N, s.M, s.N, s.K};
           input.packed_b = packed_b.get();
           std::vector<float> c(static_cast<std::size_t>(s.M * s.N), 0.5f);
           for (std::int64_t k0 = 0; k0 < s.K; k0 += kGemmTerms) {
             with.gemm_pack(input, k0, 0, (std::min(kGemmTerms, s.K - k0) + kGemmPackTerms - 1) / kGemmPackTerms);
-            for (std::int64_t m0 = 0; m0 < s.M; m0 += kGemmTileM)
-              with.gemm({input, c.data(), s.N, accumulate}, {m0, 0, s.N, k0, packed_a.get(), false});
+            for (std::int64_t m0 = 0; m0 < s.M; m0 += most)
+              with.gemm({input, c.data(), s.N, accumulate},
+                        {m0, std::min(m0 + most, s.M), 0, s.N, k0, packed_a.get(), false});
           }
-          const auto block = [&](const std::vector<bfloat16>& of, std::int64_t line, std::int64_t k0) {
-            const auto begin = of.begin() + line * s.K + k0;
-            return std::vector<bfloat16>(begin, begin + std::min(kGemmTerms, s.K - k0));
-          };
           for (std::int64_t i = 0; i < s.M * s.N; ++i) {
-            float expected = accumulate ? 0.5f : 0.0f;
-            for (std::int64_t k0 = 0; k0 < s.K; k0 += kGemmTerms) {
-              const auto x = block(columns, i % s.N, k0), w = block(rows, i / s.N, k0);
-              const float sum = by_the_rules(x, 0, w, 0, static_cast<std::int64_t>(x.size()));
-              expected = k0 == 0 && !accumulate ? sum : expected + sum;
-            }
+            const float expected = by_the_rules(columns, i % s.N, rows, i / s.N, s.K, accumulate ? 0.5f : 0.0f);
             expect_bits(c[static_cast<std::size_t>(i)], expected, with.name, i);
           }
         }

@@ -25,10 +25,9 @@ float tile_step(float sum, const A& a, const B& b) {
   return without_denormals(without_denormals(sum) + without_denormals(chains[0] + chains[1]));
 }
 
-/// Steps over `terms` terms from zero; terms beyond are zero.
+/// Steps over `terms` terms from `sum` on; terms beyond are zero.
 template <class A, class B>
-float tile_sum(std::int64_t terms, const A& a, const B& b) {
-  float sum = 0;
+float tile_sum(std::int64_t terms, const A& a, const B& b, float sum = 0) {
   for (std::int64_t k0 = 0; k0 < terms; k0 += 32)
     sum = tile_step(
         sum, [&](int k) { return k0 + k < terms ? a(k0 + k) : 0.0f; },

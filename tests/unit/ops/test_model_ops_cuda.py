@@ -28,7 +28,9 @@ def bits(x):
 
 
 def on_both(op, *tensors):
-    return op(*tensors), op(*(t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors))
+    """An op may write into its arguments: each side has its own."""
+    on_gpu = [t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors]
+    return op(*tensors), op(*on_gpu)
 
 
 # ---------------------------------------------------------------- products

@@ -82,7 +82,8 @@ def train(folder: Path, *overrides: str, until: float | None = None, **options: 
 
 def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNamespace:
     """Trains until the mean accuracy of five steps is `until`, and validates; what is left of the run."""
-    run = train(Path(folder), f"{kind_of(config)}.seed={seed}", config=config, until=until)
+    section = kind_of(config)
+    run = train(Path(folder), f"{section}.seed={seed}", f"{section}.max_num_steps=400", config=config, until=until)
     accuracy = [row["accuracy"] for row in run.history]
     return SimpleNamespace(
         history=run.history,

@@ -1,15 +1,16 @@
 // Every measured figure of the products of a CPU in one place: how operands are cut, and from how many rows one way of
-// a product gives over to another. No figure changes a bit. They were measured on two cores with AVX2, AVX-512 and
-// AVX-512 with bfloat16 instructions; tests/benchmarks/bench_linear.py and bench_generation.py repeat that.
+// a product gives over to another. No figure changes a bit. They were measured on two cores with AVX2, AVX-512,
+// AVX-512 with bfloat16 instructions and AMX; tests/benchmarks/bench_linear.py and bench_generation.py repeat that.
 //
-//   rows of x, forward        way                                       figure
-//   1 to 8                    rows of w in the lanes                    kLinearFewRows
-//   1 to 12, or 2             w in twelve bits, after 16 such steps     kPackedMostRows, kPackedMostRowsSingle,
-//   kPackAfter up to 64                  each thread packs x for itself            kLinearOwnRows from 96, 192 or 384
-//   w packed too (AVX-512)                    kLinearWideRows times linear_wide_chunks from 384, of the head     a
-//   tile's logits as one product            kHeadProductRows
+//   rows of x, forward    way                                      figure
+//   1 to 8                rows of w in the lanes                   kLinearFewRows
+//   1 to 12, or 2         w in twelve bits, after 16 such steps    kPackedMostRows, kPackedMostRowsSingle, kPackAfter
+//   up to 64              each thread packs x for itself           kLinearOwnRows
+//   from 96, 192 or 384   w packed too (AVX-512)                   kLinearWideRows times linear_wide_chunks
+//   from 128 or 1,024     w packed too (AMX)                       kTileWideRows, kTileWideRowsOfLong
+//   from 384              of the head: a tile's logits at once     kHeadProductRows
 //
-// kernels/cpu/product_table.h makes the ways of each type and capability of the first four rows, and checks that all of
+// kernels/cpu/product_table.h makes the ways of each type and capability of the first five rows, and checks that all of
 // them add up in one order.
 #pragma once
 #include <cstdint>
@@ -78,7 +79,6 @@ inline constexpr std::int64_t kGemmPackSteps = 16;  ///< of every panel of a in 
 /// From so many rows on, rows of x are operand A and w is packed for all of them. That takes as long as multiplying
 /// some rows, of long rows more, since those of x leave the second-level cache.
 inline constexpr std::int64_t kTileWideRows = 128, kTileWideRowsOfLong = 1024, kTileWideLongRow = 2048;
-inline constexpr std::int64_t kTileAskAheadRows = 32;       ///< of x: up to here a product waits for its weights
 inline constexpr std::int64_t kTileWideChunk = 256;         ///< rows of x at a time, at most
 inline constexpr std::int64_t kTileWideTerms = 700 * 1024;  ///< terms of them, for the second-level cache
 inline constexpr std::int64_t kTileWideColumns = 96;        ///< of a strip of w: three pairs of tiles

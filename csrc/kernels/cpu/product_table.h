@@ -8,7 +8,8 @@
 //   wide      hundreds            both packed, sums by register_tile (AVX-512)
 //   packed    1 to 12             w from its copy of 12 bits a weight, where the engine has made one (AVX-512)
 //
-// Where tiles multiply bfloat16 (kernels/tiles/), they take all rows, and nothing of this table is used.
+// Where tiles multiply bfloat16 (kernels/tiles/), they take all rows: up to 127 with rows of w as the first operand
+// (tile_products.h), from 128 on with rows of x (wide_tiles.h). Both are SumOrder::tiles, by the one instruction.
 #pragma once
 #include "kernels/cpu/linear_wide.h"
 #include "kernels/cpu/packed_strip.h"

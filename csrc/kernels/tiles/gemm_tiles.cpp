@@ -52,11 +52,11 @@ void turn_step(const bfloat16* a, std::int64_t ld, std::int64_t terms, int colum
   turn_words(square, out);
 }
 
-#if defined(NRL_HARDWARE_TILES)
 /// The same for 32 columns and all 32 terms: out and the 16 rows behind it, `group` words after it. Rows of two terms
 /// are joined four columns at a time, as the processor does within a quarter of a register: first columns 0 to 3, 8 to
 /// 11, ..., then the others.
 void turn_wide_step(const bfloat16* a, std::int64_t ld, std::uint32_t* out, std::int64_t group) {
+#if defined(NRL_HARDWARE_TILES)
   alignas(64) float square[2][kTilePairs][kTileRows];
   for (int pair = 0; pair < kTilePairs; ++pair) {
     const __m512i first = _mm512_loadu_si512(a + 2 * pair * ld), second = _mm512_loadu_si512(a + (2 * pair + 1) * ld);
@@ -71,32 +71,34 @@ void turn_wide_step(const bfloat16* a, std::int64_t ld, std::uint32_t* out, std:
       return out + column / kTileRows * group + column % kTileRows * kTilePairs;
     });
   }
-}
+#else
+  turn_step(a, ld, kTileTerms, kTileRows, out);
+  turn_step(a + kTileRows, ld, kTileTerms, kTileRows, out + group);
 #endif
+}
 
 /// Rows [m0, m1) of a block of a: 16 rows after 16 rows, in each step after step.
 void pack_a(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t m0, std::int64_t m1, std::uint32_t* out) {
   const std::int64_t terms = terms_of_block(p.K, k0), group = packed_group_words(terms);
-  constexpr std::int64_t kStep = kTilePairs * kTileRows;
-  const bfloat16* const a = p.a + k0 * p.col_stride_a;
-  for (std::int64_t m = m0; m < m1; m += kTileRows, out += group) {
-    if (p.col_stride_a == 1) {
-      lay_out(a + m * p.row_stride_a, p.row_stride_a, m1 - m, terms, reinterpret_cast<char*>(out));
-      continue;
+  const bfloat16* const block = p.a + k0 * p.col_stride_a;
+  for (std::int64_t m = m0; m < m1;) {
+    const std::int64_t rows = m1 - m, groups = p.col_stride_a != 1 && rows >= 2 * kTileRows ? 2 : 1;
+    const bfloat16* const a = block + m * p.row_stride_a;
+    if (p.col_stride_a == 1) lay_out(a, p.row_stride_a, rows, terms, reinterpret_cast<char*>(out));
+    for (std::int64_t s = 0; p.col_stride_a != 1 && s < tile_steps(terms); ++s) {
+      const std::int64_t have = smaller(kTileTerms, terms - s * kTileTerms);
+      const bfloat16* const at = a + s * kTileTerms * p.col_stride_a;
+      std::uint32_t* const to = out + s * kTilePairs * kTileRows;
+      if (groups == 2 && have == kTileTerms) {
+        turn_wide_step(at, p.col_stride_a, to, group);
+      } else {
+        for (std::int64_t g = 0; g < groups; ++g)
+          turn_step(at + g * kTileRows, p.col_stride_a, have,
+                    static_cast<int>(smaller<std::int64_t>(kTileRows, rows - g * kTileRows)), to + g * group);
+      }
     }
-    const int rows = static_cast<int>(smaller<std::int64_t>(kTileRows, m1 - m));
-    std::int64_t s = 0;
-    bool wide = false;
-#if defined(NRL_HARDWARE_TILES)
-    wide = m + 2 * kTileRows <= m1;
-    for (; wide && (s + 1) * kTileTerms <= terms; ++s)
-      turn_wide_step(a + m + s * kTileTerms * p.col_stride_a, p.col_stride_a, out + s * kStep, group);
-#endif
-    for (; s < tile_steps(terms); ++s)
-      for (int half = 0; half <= (wide ? 1 : 0); ++half)
-        turn_step(a + m + half * kTileRows + s * kTileTerms * p.col_stride_a, p.col_stride_a, terms - s * kTileTerms,
-                  rows, out + half * group + s * kStep);
-    if (wide) m += kTileRows, out += group;
+    m += groups * kTileRows;
+    out += groups * group;
   }
 }
 

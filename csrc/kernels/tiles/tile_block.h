@@ -30,16 +30,11 @@ struct OperandPairs {
   std::int64_t stride, step;
 };
 
-struct NothingBeside {
-  void operator()(std::int64_t) const {}
-};
-
 /// sums[16 * kA][stride] = kA times 16 rows of A with kB times 16 columns of B; kAdd: added to what is there. Tiles 0
-/// to 3 hold sums, 4 and 5 A, 6 and 7 B. beside(s) is called in each step.
-template <int kA, int kB, bool kAdd = false, class Beside = NothingBeside>
+/// to 3 hold sums, 4 and 5 A, 6 and 7 B.
+template <int kA, int kB, bool kAdd = false>
 [[gnu::always_inline]] inline void tile_block(Tiles& tiles, const OperandRows* a, const OperandPairs* b,
-                                              std::int64_t steps, float* sums, std::int64_t stride,
-                                              const Beside& beside = {}) {
+                                              std::int64_t steps, float* sums, std::int64_t stride) {
   static_assert(kA <= 2 && kB <= 2);
   constexpr std::int64_t kWord = sizeof(std::uint32_t);
   const std::int64_t bytes = stride * kWord;
@@ -56,7 +51,6 @@ template <int kA, int kB, bool kAdd = false, class Beside = NothingBeside>
     if constexpr (kA > 1 && kB > 1) tiles.template zero<3>();
   }
   for (std::int64_t s = 0; s < steps; ++s) {
-    beside(s);
     tiles.template load<4>(a[0].rows + s * a[0].step, a[0].stride);
     tiles.template load<6>(b[0].pairs + s * b[0].step, b[0].stride * kWord);
     tiles.template multiply<0, 4, 6>();
@@ -120,12 +114,7 @@ inline void turn_words(const std::uint32_t (&square)[kTileRows][kTilePairs], std
 /// to[i] = first[i] below second[i], n pairs; an absent row (nullptr) is zeros.
 inline void join_pairs(const bfloat16* first, const bfloat16* second, std::int64_t n, std::uint32_t* to) {
   if (first != nullptr && second != nullptr) {
-    std::int64_t i = 0;
-#if defined(NRL_HARDWARE_TILES)
-    for (; i + kTilePairs <= n; i += kTilePairs)
-      store(reinterpret_cast<float*>(to + i), Terms<bfloat16>::across(first + i, second - first, 2, kTilePairs));
-#endif
-    for (; i < n; ++i) to[i] = first[i].bits | static_cast<std::uint32_t>(second[i].bits) << 16;
+    for (std::int64_t i = 0; i < n; ++i) to[i] = first[i].bits | static_cast<std::uint32_t>(second[i].bits) << 16;
   } else if (first != nullptr) {
     for (std::int64_t i = 0; i < n; ++i) to[i] = first[i].bits;
   } else {

@@ -1,6 +1,7 @@
-// Forward products of bfloat16 by tiles. 16 rows of w are operand A, 16 rows of x operand B, so the result is y turned.
-// w is read as the trainer stores it; x is packed as pairs. An output depends on its row of w and its row of x alone:
-// the number of rows, the tiling and threads change no bit, because terms always come in steps of 32 from the first on.
+// Forward products of bfloat16 by tiles, of up to 127 rows of x (wide_tiles.h: of more). 16 rows of w are operand A, 16
+// rows of x operand B, so the result is y turned. w is read as the trainer stores it; x is packed as pairs. An output
+// depends on its row of w and its row of x alone: the number of rows, the tiling and threads change no bit, because
+// terms always come in steps of 32 from the first on.
 #pragma once
 #include "kernels/cpu/linear_panel.h"
 #include "kernels/tiles/tile_block.h"
@@ -52,11 +53,10 @@ struct RowsOfA {
 /// 16 packed columns of B, as linear_pack_bf16 and gemm_pack_bf16 lay them out.
 inline OperandPairs packed_columns(const std::uint32_t* packed) { return {packed, kTileRows, kTilePairs * kTileRows}; }
 
-/// kWidth columns with up to kLinearTileM rows from row m on; a row's sums go to store(m, sums). `ahead`: rows of w
-/// that are multiplied next, asked for while these are; nullptr: none.
+/// kWidth columns with up to kLinearTileM rows from row m on; a row's sums go to store(m, sums).
 template <std::int64_t kWidth, class Store>
 void tile_rows_by_columns(Tiles& tiles, const LinearInput<bfloat16>& p, std::int64_t m0, const OperandRows* w,
-                          const OperandRows* ahead, const Store& store) {
+                          const Store& store) {
   using V = ShortVec<float>;
   constexpr std::int64_t kRows = kLinearTileM;
   constexpr int kStrips = static_cast<int>(kWidth) / kTileRows;
@@ -69,16 +69,8 @@ void tile_rows_by_columns(Tiles& tiles, const LinearInput<bfloat16>& p, std::int
       const OperandPairs columns[2] = {packed_columns(at), packed_columns(at + packed_group_words(p.K))};
       float* const out = by_column + strip * kTileRows * kRows + g * kTileRows;
       with_constant<2>(strip + 1 < kStrips ? 2 : 1, [&](auto a) {
-        const auto ask_ahead = [&](std::int64_t s) __attribute__((always_inline)) {
-          if (ahead == nullptr || g > 0) return;
-          for (int r = 0; r < a() * kTileRows; ++r) {
-            const OperandRows& next = ahead[strip + r / kTileRows];
-            __builtin_prefetch(next.rows + r % kTileRows * next.stride + s * kTileBytes, 0, 2);
-          }
-        };
-        with_constant<2>(g + 1 < groups ? 2 : 1, [&](auto b) {
-          tile_block<a(), b()>(tiles, w + strip, columns, tile_steps(p.K), out, kRows, ask_ahead);
-        });
+        with_constant<2>(g + 1 < groups ? 2 : 1,
+                         [&](auto b) { tile_block<a(), b()>(tiles, w + strip, columns, tile_steps(p.K), out, kRows); });
       });
     }
   for (std::int64_t first = 0; first < rows; first += V::kLanes) {
@@ -100,14 +92,9 @@ void run_tile_products(const LinearInput<bfloat16>& p, std::int64_t ldw, const L
   constexpr int kStrips = static_cast<int>(kWidth) / kTileRows;
   const bool in_place = reads_in_place(p, ldw);
   Tiles tiles;
-  OperandRows w[kStrips], ahead[kStrips];
+  OperandRows w[kStrips];
   for (std::int64_t t = begin; t < end; ++t) {
     const std::int64_t strip = cut.strip(t);
-    const bool asks = in_place && p.M <= kTileAskAheadRows && strip + 1 < cut.strips;
-    for (int i = 0; asks && i < kStrips; ++i) {
-      const auto next = rows_of(strip + 1, i);
-      ahead[i] = {reinterpret_cast<const char*>(next.rows), next.have >= kTileRows ? ldw * 2 : 0, 0};
-    }
     if (t == begin || t % cut.steps == 0)
       for (int i = 0; i < kStrips; ++i) {
         const auto [rows, have] = rows_of(strip, i);
@@ -118,7 +105,7 @@ void run_tile_products(const LinearInput<bfloat16>& p, std::int64_t ldw, const L
                          reinterpret_cast<char*>(p.strip_room) + i * tile_steps(p.K) * kTileRows * kTileBytes);
         }
       }
-    tile_rows_by_columns<kWidth>(tiles, p, cut.row(t), w, asks ? ahead : nullptr, store_of(strip));
+    tile_rows_by_columns<kWidth>(tiles, p, cut.row(t), w, store_of(strip));
   }
 }
 

@@ -1,6 +1,7 @@
-// The forward product of many rows by tiles: rows of x are operand A, rows of w, packed as pairs once for all rows of x,
-// are operand B. A product of two terms does not ask which of them came from x, so the bits are those of
-// tile_products.h. But here the result need not be turned, and w is laid out once instead of once for each block of rows.
+// The forward product of many rows by tiles: rows of x are operand A, rows of w, packed as pairs once for all rows of
+// x, are operand B. A product of two terms does not ask which of them came from x, so the bits are those of
+// tile_products.h. But here the result need not be turned, and w is laid out once instead of once for each block of
+// rows.
 #pragma once
 #include "kernels/tiles/tile_products.h"
 

@@ -15,9 +15,7 @@ class ClusterConfig(Section):
         1,
         "devices of a machine; with executor processes or ray that many workers, else they are folded onto the one device at hand, see strict_sizes",
     )
-    device: Literal["cpu", "cuda"] = key(
-        "cpu", "where models, optimizer and engine lie; cuda has been compiled but not yet run on a GPU"
-    )
+    device: Literal["cpu", "cuda"] = key("cpu", "where models, optimizer and engine lie")
     num_nodes: Positive = key(
         1,
         "machines; with executor processes they count like gpus_per_node, all on this machine; ray: where it has room; else folded",

@@ -1,5 +1,7 @@
 """Tiny random models of transformers, one a supported option, for parity tests."""
 
+import sys
+
 import torch
 
 BASE = dict(
@@ -63,3 +65,32 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
                 parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
     model.save_pretrained(folder)
     return model.eval()
+
+
+class Float64Torch:
+    """torch, whose float32 is float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
+def compute_in_float64(model, monkeypatch) -> None:
+    """transformers computes norms, softmax and the cosines of its rotations in float32, whatever the model's type, and the last bits of
+    these differ from processor to processor. From here on `model`, one of float64 with rotations of the default kind, has norms and softmax of
+    float64, and frequencies, angles and cosines that are each rounded to float32 once, as ours are."""
+    for module in {type(part).__module__ for part in model.modules()}:
+        if module.startswith("transformers.models."):
+            monkeypatch.setattr(sys.modules[module], "torch", Float64Torch())
+    config, rotary = model.config, model.model.rotary_emb
+    assert rotary.rope_type == "default" and rotary.attention_scaling == 1.0
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    exponents = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    frequencies = (config.rope_parameters["rope_theta"] ** exponents).float()
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.cat([position_ids[..., None].float() * frequencies] * 2, dim=-1).double()
+        return tuple(f(angles).float().to(x.dtype) for f in (torch.cos, torch.sin))
+
+    rotary.forward = forward

@@ -21,12 +21,9 @@ struct GemmInput {
   void* packed_b = nullptr;  ///< gemm_packed_bytes(N, K, sizeof(T)), 64-byte aligned
 };
 
-/// How a product is cut: rows of a that a thread packs at a time.
-struct GemmBlocks {
-  std::int64_t rows = kGemmTileM;
-};
-using GemmBlocksOf = GemmBlocks();
-NRL_DECLARE_TILE_KERNEL(gemm_blocks_bf16, GemmBlocksOf);
+/// Rows of a that a thread packs at a time; of other types kGemmTileM.
+using GemmRows = std::int64_t();
+NRL_DECLARE_TILE_KERNEL(gemm_rows_bf16, GemmRows);
 
 /// What a block of terms of so many rows of a, or columns of b, takes when packed: with room for incomplete tiles and
 /// the ends of panels.
@@ -53,11 +50,11 @@ struct GemmArgs {
   accumulate_t<T>* sums = nullptr;  ///< [M, N], for all blocks of terms but the last where O cannot hold their sums
 };
 
-/// Rows [m0, m1), at most GemmBlocks::rows, by columns [n0, n1), n0 a multiple of kGemmTileN. Blocks of terms come in
+/// Rows [m0, m1), at most gemm_rows, by columns [n0, n1), n0 a multiple of kGemmTileN. Blocks of terms come in
 /// ascending order.
 struct GemmTile {
   std::int64_t m0, m1, n0, n1, k0;
-  void* packed_a;  ///< this thread's gemm_packed_bytes(GemmBlocks::rows, K, sizeof(T)), 64-byte aligned
+  void* packed_a;  ///< this thread's gemm_packed_bytes(gemm_rows, K, sizeof(T)), 64-byte aligned
   bool is_packed;  ///< the rows lie there, from a tile before
 };
 template <class T, class O>

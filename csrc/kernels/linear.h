@@ -50,9 +50,10 @@ struct LinearTiles {
 /// for all threads.
 struct LinearWideTile {
   std::int64_t m0, m1;                  ///< rows
-  std::int64_t strip_begin, strip_end;  ///< of kLinearTileN columns; of linear_swiglu: as many gates and their ups
-  const float* packed_w;  ///< strips from strip_begin on: [words][kLinearTileN] each; of linear_swiglu: gates, then ups
-  float* packed_x;        ///< this thread's room for linear_wide_packed(kLinearWideRows, words)
+  std::int64_t strip_begin, strip_end;  ///< of LinearWide::columns; of linear_swiglu: kSwigluTileN, half of them gates
+  const float* packed_w;  ///< strips from strip_begin on, as linear_pack_weights packs them; of linear_swiglu: gates,
+                          ///< then ups
+  float* packed_x;        ///< this thread's room for linear_wide_packed(LinearWide::rows, words)
   bool is_packed;         ///< the rows lie there, from a tile before
 };
 /// Whether and how that is done, for rows of K terms.
@@ -72,7 +73,8 @@ inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t words) {
   return (lines * words + kLinearTileN + 15) / 16 * 16;
 }
 
-/// out[words][kLinearTileN] = rows of w, turned; rows from `rows` on are zero.
+/// out = kLinearTileN rows of w, turned: [words][kLinearTileN]; of tiles: [kLinearTileN / 16][words][16]. Rows from
+/// `rows` on are zero.
 template <class T>
 using LinearPackWeights = void(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out);
 NRL_DECLARE_PAIR_KERNEL(linear_pack_weights_f32, LinearPackWeights<float>);

@@ -19,9 +19,9 @@ inline auto* gemm_of(const kernels::GemmArgs<bfloat16, bfloat16>&) { return kern
 inline auto* gemm_of(const kernels::GemmArgs<bfloat16, float>&) { return kernels::gemm_bf16_f32; }
 
 template <class T>
-kernels::GemmBlocks gemm_blocks() {
-  if constexpr (std::is_same_v<T, bfloat16>) return kernels::gemm_blocks_bf16();
-  return {};
+std::int64_t gemm_rows() {
+  if constexpr (std::is_same_v<T, bfloat16>) return kernels::gemm_rows_bf16();
+  return kernels::kGemmTileM;
 }
 
 /// This thread's room for packed rows of the first operand.
@@ -62,8 +62,7 @@ template <class T, class O>
 void multiply_block(const kernels::GemmArgs<T, O>& args, std::int64_t k0) {
   using namespace kernels;
   const std::int64_t M = args.input.M, N = args.input.N, terms = std::min(kGemmTerms, args.input.K - k0);
-  const std::int64_t rows = gemm_blocks<T>().rows, chunks = (M + rows - 1) / rows,
-                     strips = (N + kGemmTileN - 1) / kGemmTileN;
+  const std::int64_t rows = gemm_rows<T>(), chunks = (M + rows - 1) / rows, strips = (N + kGemmTileN - 1) / kGemmTileN;
   const std::int64_t at_least =
       std::max<std::int64_t>(2, runtime::tiles_at_least(terms * kGemmTileN * std::min(M, rows)));
   parallel_chunks(chunks, strips, at_least, static_cast<std::size_t>(gemm_packed_bytes(rows, args.input.K, sizeof(T))),

@@ -89,12 +89,11 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
   }
 }
 
-/// Computes tiles by kernel(LinearWideTile) from strips of `width` columns that pack(strip, out) packs for all threads,
-/// as many at a time as are still in a nearby cache once packed.
+/// Computes tiles by kernel(LinearWideTile) from strips of wide.columns columns that pack(strip, out) packs for all
+/// threads, as many at a time as are still in a nearby cache once packed.
 template <class Pack, class Kernel>
-void run_wide(std::int64_t M, std::int64_t N, const kernels::LinearWide& wide, std::int64_t width, const Pack& pack,
-              const Kernel& kernel) {
-  const std::int64_t rows = wide.rows, words = wide.words, strips = (N + width - 1) / width,
+void run_wide(std::int64_t M, std::int64_t N, const kernels::LinearWide& wide, const Pack& pack, const Kernel& kernel) {
+  const std::int64_t rows = wide.rows, words = wide.words, width = wide.columns, strips = (N + width - 1) / width,
                      strip_words = width * words;
   const std::int64_t at_once = std::clamp<std::int64_t>(kernels::kLinearWideStripWords / strip_words, 1, strips);
   const auto bytes = [words](std::int64_t lines) {
@@ -130,16 +129,15 @@ using LinearKernels = ForwardKernels<T, kernels::LinearForward<T, O>, kernels::L
 template <class T>
 using SwigluKernels = ForwardKernels<T, kernels::LinearSwiglu<T>, kernels::LinearSwigluWide<T>>;
 
-/// The product of N columns in strips of `width`; args_of(input, first row) as for run_packed, pack(strip, out) as for
-/// run_wide.
+/// The product of N columns in strips of `width`, or of wide.columns; args_of(input, first row) as for run_packed,
+/// pack(strip, out) as for run_wide.
 template <class T, class Kernels, class ArgsOf, class Pack>
-void run_forward(const Kernels& with, const at::Tensor& x, std::int64_t N, std::int64_t width, std::int64_t wide_width,
-                 const ArgsOf& args_of, const Pack& pack) {
+void run_forward(const Kernels& with, const kernels::LinearWide& wide, const at::Tensor& x, std::int64_t N,
+                 std::int64_t width, const ArgsOf& args_of, const Pack& pack) {
   const std::int64_t M = x.size(0), K = x.size(1);
-  const auto wide = with.wide_for(K);
   if (M < wide.from_rows) return run_packed<T>(with.pack, x, N, width, args_of, with.tiles);
   const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
-  run_wide(M, N, wide, wide_width, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
+  run_wide(M, N, wide, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
 }
 
 template <class T, class O>
@@ -157,7 +155,7 @@ void run(const LinearKernels<T, O>& with, const at::Tensor& x, const at::Tensor&
     for (std::int64_t n = strip * wide.columns; n < (strip + 1) * wide.columns; n += kWidth, out += kWidth * wide.words)
       with.pack_weights(ptr<T>(w) + std::min(n, N - 1) * ldw, ldw, std::max<std::int64_t>(0, N - n), K, out);
   };
-  run_forward<T>(with, x, N, kWidth, wide.columns, args_of, pack);
+  run_forward<T>(with, wide, x, N, kWidth, args_of, pack);
 }
 
 template <class T>
@@ -174,12 +172,14 @@ void run_swiglu(const SwigluKernels<T>& with, const at::Tensor& x, const at::Ten
                                         mutable_ptr<T>(act) + m * I,
                                         I};
   };
+  auto wide = with.wide_for(K);
+  wide.columns = kernels::kSwigluTileN;  // as many gates and their ups
   const auto pack = [&](std::int64_t strip, float* out) {
     const std::int64_t i = strip * kHalf;
     with.pack_weights(ptr<T>(w) + i * ldw, ldw, I - i, K, out);
-    with.pack_weights(ptr<T>(w) + (I + i) * ldw, ldw, I - i, K, out + with.wide_for(K).words * kHalf);
+    with.pack_weights(ptr<T>(w) + (I + i) * ldw, ldw, I - i, K, out + wide.words * kHalf);
   };
-  run_forward<T>(with, x, 2 * I, kernels::kSwigluTileN, kernels::kSwigluTileN, args_of, pack);
+  run_forward<T>(with, wide, x, 2 * I, kernels::kSwigluTileN, args_of, pack);
 }
 
 template <class T, class O>

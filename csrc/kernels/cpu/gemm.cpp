@@ -76,7 +76,7 @@ void pack(const GemmInput<T>& p, std::int64_t k0, std::int64_t begin, std::int64
 
 }  // namespace
 
-GemmBlocks gemm_blocks_bf16() { return {}; }
+std::int64_t gemm_rows_bf16() { return kGemmTileM; }
 
 void gemm_pack_f32(const GemmInput<float>& p, std::int64_t k0, std::int64_t b, std::int64_t e) { pack(p, k0, b, e); }
 void gemm_pack_f64(const GemmInput<double>& p, std::int64_t k0, std::int64_t b, std::int64_t e) { pack(p, k0, b, e); }

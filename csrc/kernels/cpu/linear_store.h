@@ -23,7 +23,8 @@ template <class A, class T, class O>
   }
 }
 
-template <class T, class O>
+/// Of a strip of kWidth columns, of which `count` exist.
+template <class T, class O, std::int64_t kWidth = kLinearTileN>
 struct StoreColumns {
   const LinearForwardArgs<T, O>& p;
   std::int64_t n0;
@@ -32,17 +33,17 @@ struct StoreColumns {
   [[gnu::always_inline]] void operator()(std::int64_t m, const accumulate_t<T>* sums) const {
     const T* bias = p.bias ? p.bias + n0 : nullptr;
     O* y = p.y + m * p.ldy + n0;
-    if (count == kLinearTileN) {
-      store_row(sums, bias, p.accumulate, y, kLinearTileN);  // a known length: whole vectors
+    if (count == kWidth) {
+      store_row(sums, bias, p.accumulate, y, kWidth);  // a known length: whole vectors
     } else {
       store_row(sums, bias, p.accumulate, y, count);
     }
   }
 };
 
-template <class T, class O>
-StoreColumns<T, O> store_strip(const LinearForwardArgs<T, O>& p, std::int64_t strip) {
-  return {p, strip * kLinearTileN, static_cast<int>(smaller(kLinearTileN, p.N - strip * kLinearTileN))};
+template <std::int64_t kWidth = kLinearTileN, class T, class O>
+StoreColumns<T, O, kWidth> store_strip(const LinearForwardArgs<T, O>& p, std::int64_t strip) {
+  return {p, strip * kWidth, static_cast<int>(smaller(kWidth, p.N - strip * kWidth))};
 }
 
 constexpr int kHalf = static_cast<int>(kSwigluTileN) / 2;

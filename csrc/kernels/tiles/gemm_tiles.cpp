@@ -1,5 +1,6 @@
 // The backward products of bfloat16 by tiles: rows of a are operand A, columns of b operand B, both packed tile after
 // tile.
+#include "kernels/cpu/gemm_store.h"
 #include "kernels/gemm.h"
 #include "kernels/tiles/tile_products.h"
 
@@ -32,15 +33,15 @@ void pack_b(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t step) {
   const bfloat16* const b = p.b + (k0 + step * kTileTerms) * p.ldb;
   auto* out = static_cast<std::uint32_t*>(p.packed_b) + step * kTilePairs * kTileRows;
   for (std::int64_t n = 0; n < p.N; n += kTileRows, out += group) {
-    if (have == kTileTerms && n + kTileRows <= p.N) {
-      for (int pair = 0; pair < kTilePairs; ++pair)
-        interleave(b + pair * 2 * p.ldb + n, p.ldb, 2, kTileRows, out + pair * kTileRows);
-      continue;
-    }
     const int columns = static_cast<int>(smaller<std::int64_t>(kTileRows, p.N - n));
-    for (int pair = 0; pair < kTilePairs; ++pair)
-      interleave(b + (pair * 2 < have ? pair * 2 * p.ldb : 0) + n, p.ldb, have - pair * 2, columns,
-                 out + pair * kTileRows);
+    for (int pair = 0; pair < kTilePairs; ++pair) {
+      const bfloat16* const first = b + (pair * 2 < have ? pair * 2 * p.ldb : 0) + n;
+      if (have == kTileTerms && columns == kTileRows) {
+        interleave(first, p.ldb, 2, kTileRows, out + pair * kTileRows);  // known lengths: whole vectors
+      } else {
+        interleave(first, p.ldb, have - pair * 2, columns, out + pair * kTileRows);
+      }
+    }
   }
 }
 
@@ -77,35 +78,31 @@ void turn_wide_step(const bfloat16* a, std::int64_t ld, std::uint32_t* out, std:
 #endif
 }
 
-/// Rows [m0, m1) of a block of a: 16 rows after 16 rows, in each step after step.
-void pack_a(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t m0, std::int64_t m1, std::uint32_t* out) {
-  const std::int64_t terms = terms_of_block(p.K, k0), group = packed_group_words(terms);
-  const bfloat16* const block = p.a + k0 * p.col_stride_a;
-  for (std::int64_t m = m0; m < m1;) {
-    const std::int64_t rows = m1 - m, groups = p.col_stride_a != 1 && rows >= 2 * kTileRows ? 2 : 1;
-    const bfloat16* const a = block + m * p.row_stride_a;
-    if (p.col_stride_a == 1) lay_out(a, p.row_stride_a, rows, terms, reinterpret_cast<char*>(out));
-    for (std::int64_t s = 0; p.col_stride_a != 1 && s < tile_steps(terms); ++s) {
-      const std::int64_t have = smaller(kTileTerms, terms - s * kTileTerms);
-      const bfloat16* const at = a + s * kTileTerms * p.col_stride_a;
+/// The rows of a transposed operand, whose columns lie side by side: 16 rows after 16 rows, in each step after step.
+void turn_rows(const RowsOfA& a, std::int64_t col_stride) {
+  const std::int64_t group = packed_group_words(a.K);
+  auto* out = reinterpret_cast<std::uint32_t*>(a.packed);
+  for (std::int64_t m = 0, groups; m < a.rows; m += groups * kTileRows, out += groups * group) {
+    groups = a.rows - m >= 2 * kTileRows ? 2 : 1;
+    for (std::int64_t s = 0; s < tile_steps(a.K); ++s) {
+      const std::int64_t have = smaller(kTileTerms, a.K - s * kTileTerms);
+      const bfloat16* const at = a.from + m + s * kTileTerms * col_stride;
       std::uint32_t* const to = out + s * kTilePairs * kTileRows;
       if (groups == 2 && have == kTileTerms) {
-        turn_wide_step(at, p.col_stride_a, to, group);
+        turn_wide_step(at, col_stride, to, group);
       } else {
         for (std::int64_t g = 0; g < groups; ++g)
-          turn_step(at + g * kTileRows, p.col_stride_a, have,
-                    static_cast<int>(smaller<std::int64_t>(kTileRows, rows - g * kTileRows)), to + g * group);
+          turn_step(at + g * kTileRows, col_stride, have,
+                    static_cast<int>(smaller<std::int64_t>(kTileRows, a.rows - m - g * kTileRows)), to + g * group);
       }
     }
-    m += groups * kTileRows;
-    out += groups * group;
   }
 }
 
 /// The sums of some rows with up to 32 columns: those of the blocks of terms so far, and where they go.
 template <class O>
 struct SumsOfColumns {
-  static constexpr bool kDirect = sizeof(O) == sizeof(float);  // c itself holds the sums of the blocks so far
+  static constexpr bool kDirect = BlockSums<bfloat16, O>::kDirect;
   const GemmArgs<bfloat16, O>& args;
   std::int64_t m0, rows, n;
   int columns;
@@ -118,19 +115,16 @@ struct SumsOfColumns {
   void load(float* room) const {
     for (std::int64_t i = 0; i < rows; ++i) copy(before(i), columns, room + i * kBlockRows);
   }
+  /// The room holds the sums of all blocks so far, so that nothing before them is added once more.
   void store(const float* room) const {
-    for (std::int64_t i = 0; i < rows; ++i) {
-      const float* const sums = room + i * kBlockRows;
-      if constexpr (!kDirect) {
-        O* const out = args.c + (m0 + i) * args.ldc + n;
-        if (last) {
-          for (int j = 0; j < columns; ++j)
-            out[j] = static_cast<O>(args.accumulate ? static_cast<float>(out[j]) + sums[j] : sums[j]);
-          continue;
-        }
-      }
-      copy(sums, columns, before(i));
-    }
+    const BlockSums<bfloat16, O> to{args.c + m0 * args.ldc + n,
+                                    args.ldc,
+                                    args.sums ? args.sums + m0 * args.input.N + n : nullptr,
+                                    args.input.N,
+                                    /*first=*/true,
+                                    last,
+                                    !kDirect && args.accumulate};
+    for (std::int64_t i = 0; i < rows; ++i) to.store(static_cast<int>(i), room + i * kBlockRows, columns);
   }
 };
 
@@ -146,8 +140,13 @@ void gemm(const GemmArgs<bfloat16, O>& args, const GemmTile& tile) {
                       rows,
                       terms,
                       is_row_major};
-  if (!lines.in_place() && !tile.is_packed)
-    pack_a(p, tile.k0, tile.m0, tile.m1, static_cast<std::uint32_t*>(tile.packed_a));
+  if (!tile.is_packed && !lines.in_place()) {
+    if (is_row_major) {
+      lines.lay_out_all();
+    } else {
+      turn_rows(lines, p.col_stride_a);
+    }
+  }
   alignas(64) float room[kTileGemmRows * kBlockRows];
   Tiles tiles;
   for (std::int64_t n = tile.n0; n < tile.n1; n += kBlockRows) {
@@ -186,7 +185,7 @@ void gemm(const GemmArgs<bfloat16, O>& args, const GemmTile& tile) {
 
 }  // namespace
 
-GemmBlocks gemm_blocks_bf16() { return {kTileGemmRows}; }
+std::int64_t gemm_rows_bf16() { return kTileGemmRows; }
 
 void gemm_pack_bf16(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t begin, std::int64_t end) {
   for (std::int64_t step = begin; step < end; ++step) pack_b(p, k0, step);

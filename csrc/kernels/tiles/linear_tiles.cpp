@@ -25,10 +25,7 @@ void linear_forward(const LinearForwardArgs<bfloat16, O>& p, std::int64_t tile_b
 
 template <class O>
 void linear_forward_wide(const LinearForwardArgs<bfloat16, O>& p, const LinearWideTile& tile) {
-  run_wide_tiles(p.input, tile, [&](std::int64_t strip) {
-    const std::int64_t n = strip * kTileWideColumns;
-    return StoreWide<O>{p, n, static_cast<int>(smaller(kTileWideColumns, p.N - n))};
-  });
+  run_wide_tiles(p.input, tile, [&](std::int64_t strip) { return store_strip<kTileWideColumns>(p, strip); });
 }
 
 /// Packs 16 rows of x, or of w, of which `have` exist.

@@ -42,6 +42,10 @@ struct RowsOfA {
   bool is_row_major = true;  ///< otherwise it is their columns that lie side by side
 
   bool in_place() const { return is_row_major && K % kTileTerms == 0 && rows % kTileRows == 0 && lie_well(ld); }
+  void lay_out_all() const {
+    for (std::int64_t m = 0; m < rows; m += kTileRows)
+      lay_out(from + m * ld, ld, rows - m, K, packed + m * tile_steps(K) * kTileBytes);
+  }
   /// 16 rows from row m on, a multiple of 16, from a step of terms on.
   OperandRows at(std::int64_t m, std::int64_t step) const {
     constexpr std::int64_t kStep = kTileRows * kTileBytes, kSize = sizeof(bfloat16);

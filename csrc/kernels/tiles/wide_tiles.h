@@ -16,9 +16,7 @@ template <class StoreOf>
 void run_wide_tiles(const LinearInput<bfloat16>& p, const LinearWideTile& tile, const StoreOf& store_of) {
   const std::int64_t rows = tile.m1 - tile.m0, steps = tile_steps(p.K), group = packed_group_words(p.K);
   const RowsOfA a{p.x + tile.m0 * p.ldx, p.ldx, reinterpret_cast<char*>(tile.packed_x), rows, p.K};
-  if (!tile.is_packed && !a.in_place())
-    for (std::int64_t m = 0; m < rows; m += kTileRows)
-      lay_out(a.from + m * p.ldx, p.ldx, rows - m, p.K, a.packed + m / kTileRows * steps * kTileRows * kTileBytes);
+  if (!tile.is_packed && !a.in_place()) a.lay_out_all();
   alignas(64) float sums[2 * kTileRows * kTileWideColumns];
   const auto* w = reinterpret_cast<const std::uint32_t*>(tile.packed_w);
   Tiles tiles;
@@ -37,23 +35,6 @@ void run_wide_tiles(const LinearInput<bfloat16>& p, const LinearWideTile& tile, 
     }
   }
 }
-
-/// y[m, n0 .. n0 + count) takes a row's sums.
-template <class O>
-struct StoreWide {
-  const LinearForwardArgs<bfloat16, O>& p;
-  std::int64_t n0;
-  int count;
-  [[gnu::always_inline]] void operator()(std::int64_t m, const float* sums) const {
-    const bfloat16* const bias = p.bias ? p.bias + n0 : nullptr;
-    O* const y = p.y + m * p.ldy + n0;
-    if (count == kTileWideColumns) {
-      store_row(sums, bias, p.accumulate, y, kTileWideColumns);  // a known length: whole vectors
-    } else {
-      store_row(sums, bias, p.accumulate, y, count);
-    }
-  }
-};
 
 }  // namespace
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -40,7 +40,7 @@ struct TileKernels {
   LinearSwigluWide<bfloat16>* swiglu_wide;
   GemmPack<bfloat16>* gemm_pack;
   Gemm<bfloat16, float>* gemm;
-  GemmBlocksOf* gemm_blocks;
+  GemmRows* gemm_rows;
 };
 
 std::vector<TileKernels> kernels_of_this_machine() {
@@ -51,7 +51,7 @@ std::vector<TileKernels> kernels_of_this_machine() {
     name, variant::linear_pack_bf16, variant::linear_forward_bf16_f32, variant::linear_swiglu_bf16,       \
         variant::linear_strip_floats_bf16, variant::linear_wide_bf16, variant::linear_pack_weights_bf16,  \
         variant::linear_forward_wide_bf16_f32, variant::linear_swiglu_wide_bf16, variant::gemm_pack_bf16, \
-        variant::gemm_bf16_f32, variant::gemm_blocks_bf16                                                 \
+        variant::gemm_bf16_f32, variant::gemm_rows_bf16                                                   \
   }
   if (has_software_tiles()) all.push_back(NRL_TILE_KERNELS(software_tiles, "software"));
   if (has_amx_tiles()) all.push_back(NRL_TILE_KERNELS(amx, "amx"));
@@ -225,7 +225,7 @@ TEST(TileProducts, BackwardProductsHaveTheBitsOfTheRules) {
             for (std::int64_t n = 0; n < s.N; ++n)
               columns[static_cast<std::size_t>(n * s.K + k)] = b[static_cast<std::size_t>(k * s.N + n)];
           }
-          const std::int64_t most = with.gemm_blocks().rows;
+          const std::int64_t most = with.gemm_rows();
           Room packed_a(gemm_packed_bytes(most, s.K, 2)), packed_b(gemm_packed_bytes(s.N, s.K, 2));
           GemmInput<bfloat16> input{a.data(), transposed ? 1 : s.K, transposed ? s.M : 1, b.data(), s.N, s.M, s.N, s.K};
           input.packed_b = packed_b.get();

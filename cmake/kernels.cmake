@@ -19,7 +19,7 @@ function(nemo_kernel_objects name sources)
 endfunction()
 # what multiplies pairs of bfloat16, where there are instructions for them: the files of NRL_DECLARE_PAIR_KERNEL
 set(NEMO_PAIR_KERNELS ${NEMO_CPU_KERNELS})
-list(FILTER NEMO_PAIR_KERNELS INCLUDE REGEX "/(attention_[a-z]+|gemm|linear_[a-z]+|packed_weights)[.]cpp$")
+list(FILTER NEMO_PAIR_KERNELS INCLUDE REGEX "/(attention_[a-z]+|gemm|kv_cache|linear_[a-z]+|packed_weights)[.]cpp$")
 if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   nemo_kernel_objects(base "${NEMO_CPU_KERNELS}")
 else()
@@ -30,6 +30,7 @@ else()
   nemo_kernel_objects(avx512 "${NEMO_CPU_KERNELS}" ${_avx512})
   nemo_kernel_objects(avx512_bf16 "${NEMO_PAIR_KERNELS}" ${_avx512} -mavx512bf16)
   nemo_kernel_objects(software_tiles "${NEMO_TILE_KERNELS}" -mavx2 -mfma -mf16c)
-  # -fno-exceptions: tiles are released by a destructor, for which the compiler else leaves a mergeable symbol
+  # -fno-exceptions: destructors release tiles and restore how denormals count; the compiler else leaves a mergeable symbol for them
+  nemo_kernel_objects(software_tiles_avx512 "${NEMO_TILE_KERNELS}" ${_avx512} -fno-exceptions)
   nemo_kernel_objects(amx "${NEMO_TILE_KERNELS}" ${_avx512} -mavx512bf16 -DNRL_HARDWARE_TILES -fno-exceptions)
 endif()

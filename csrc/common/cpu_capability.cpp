@@ -34,8 +34,8 @@ std::string asked(const char* variable) {
 unsigned vectors_of(const std::string& value) {
   using namespace kernels;
   if (value == "default" || value == "base") return needs::base;
-  if (value == "avx2" || value == "software_tiles") return needs::avx2;
-  if (value == "avx512") return needs::avx512;
+  if (value == "avx2") return needs::avx2;
+  if (value == "avx512" || value == "software_tiles") return needs::avx512;
   return needs::avx512_bf16;
 }
 

@@ -17,8 +17,9 @@ enum CpuFeature : unsigned {
 
 /// The features that this process uses: those of the machine, lowered by ATEN_CPU_CAPABILITY=default|avx2|avx512
 /// (torch's own variable) or NEMO_RL_CPU_CAPABILITY=base|avx2|avx512|avx512_bf16. Tiles in software have to be asked
-/// for: =software_tiles. Tiles form the forward products of bfloat16 in an order of their own (SumOrder::tiles), and a
-/// process uses them for all rows, in generation and training.
+/// for: =software_tiles, with the vectors that AMX's kernels use where the machine has AVX-512. Tiles form the forward
+/// products of bfloat16 in an order of their own (SumOrder::tiles), and a process uses them for all rows, in generation
+/// and training.
 unsigned cpu_features();
 
 /// Whether the processor has AMX's tiles of bfloat16 and the system lets this process use them. The system grants them
@@ -33,7 +34,8 @@ namespace kernels {
 /// The features that each variant's files are compiled for.
 namespace needs {
 inline constexpr unsigned base = 0, avx2 = kAvx2, avx512 = avx2 | kAvx512, avx512_bf16 = avx512 | kPairs,
-                          software_tiles = avx2 | kSoftwareTiles, amx = avx512_bf16 | kAmxTiles;
+                          software_tiles = avx2 | kSoftwareTiles, software_tiles_avx512 = avx512 | kSoftwareTiles,
+                          amx = avx512_bf16 | kAmxTiles;
 }  // namespace needs
 
 template <class F>
@@ -57,7 +59,8 @@ F* select_variant(const KernelVariant<F> (&variants)[n], unsigned features) {
 // `name` in namespace nemo_rl::kernels::NRL_CAPABILITY. Callers call nemo_rl::kernels::name(...).
 //   NRL_DECLARE_CPU_KERNEL(name, Signature)    base, avx2, avx512
 //   NRL_DECLARE_PAIR_KERNEL(name, Signature)   and avx512_bf16: a kernel that multiplies pairs of bfloat16 where it can
-//   NRL_DECLARE_TILE_KERNEL(name, Signature)   and software_tiles, amx: csrc/kernels/tiles/*.cpp define it as well
+//   NRL_DECLARE_TILE_KERNEL(name, Signature)   and software_tiles, software_tiles_avx512, amx: csrc/kernels/tiles/*.cpp
+//                                              define it as well
 #if defined(NRL_CAPABILITY)  // inside a kernel file: no static initialiser may be compiled with its instruction set
 #define NRL_DECLARE_CPU_KERNEL(name, ...) \
   namespace NRL_CAPABILITY {              \
@@ -87,16 +90,18 @@ F* select_variant(const KernelVariant<F> (&variants)[n], unsigned features) {
   NRL_DECLARE_VARIANT(avx512_bf16, name, __VA_ARGS__)                                        \
   inline auto* const name = NRL_SELECT(decltype(base::name), NRL_VARIANT(avx512_bf16, name), \
                                        NRL_VARIANT(avx512, name), NRL_VARIANT(avx2, name), NRL_VARIANT(base, name))
-#define NRL_DECLARE_TILE_KERNEL(name, ...)                                                                \
-  NRL_DECLARE_VARIANT(base, name, __VA_ARGS__)                                                            \
-  NRL_DECLARE_VARIANT(avx2, name, __VA_ARGS__)                                                            \
-  NRL_DECLARE_VARIANT(avx512, name, __VA_ARGS__)                                                          \
-  NRL_DECLARE_VARIANT(avx512_bf16, name, __VA_ARGS__)                                                     \
-  NRL_DECLARE_VARIANT(software_tiles, name, __VA_ARGS__)                                                  \
-  NRL_DECLARE_VARIANT(amx, name, __VA_ARGS__)                                                             \
-  inline auto* const name = NRL_SELECT(decltype(base::name), NRL_VARIANT(amx, name),                      \
-                                       NRL_VARIANT(software_tiles, name), NRL_VARIANT(avx512_bf16, name), \
-                                       NRL_VARIANT(avx512, name), NRL_VARIANT(avx2, name), NRL_VARIANT(base, name))
+#define NRL_DECLARE_TILE_KERNEL(name, ...)                                                                     \
+  NRL_DECLARE_VARIANT(base, name, __VA_ARGS__)                                                                 \
+  NRL_DECLARE_VARIANT(avx2, name, __VA_ARGS__)                                                                 \
+  NRL_DECLARE_VARIANT(avx512, name, __VA_ARGS__)                                                               \
+  NRL_DECLARE_VARIANT(avx512_bf16, name, __VA_ARGS__)                                                          \
+  NRL_DECLARE_VARIANT(software_tiles, name, __VA_ARGS__)                                                       \
+  NRL_DECLARE_VARIANT(software_tiles_avx512, name, __VA_ARGS__)                                                \
+  NRL_DECLARE_VARIANT(amx, name, __VA_ARGS__)                                                                  \
+  inline auto* const name =                                                                                    \
+      NRL_SELECT(decltype(base::name), NRL_VARIANT(amx, name), NRL_VARIANT(software_tiles_avx512, name),       \
+                 NRL_VARIANT(software_tiles, name), NRL_VARIANT(avx512_bf16, name), NRL_VARIANT(avx512, name), \
+                 NRL_VARIANT(avx2, name), NRL_VARIANT(base, name))
 #else
 #define NRL_DECLARE_CPU_KERNEL(name, ...) \
   namespace base {                        \

@@ -17,7 +17,8 @@
 //
 // Layouts: `qkv` [T, (N+2K)*H] row-major after RoPE: N query heads, K key heads, K value heads.
 // Cache: [num_blocks, K, 2, H*kKeyTile], of each kv head a tile of keys [H, kKeyTile] (transposed: lanes run over
-// keys), then one of values [kKeyTile, H]: a decode step reads a block from its beginning to its end.
+// keys), then one of values [kKeyTile, H]: a decode step reads a block from its beginning to its end. Where tiles
+// multiply, blocks of bfloat16 hold the same numbers in pairs (PairCache, kernels/cpu/kv_cache_write.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -129,12 +130,12 @@ NRL_DECLARE_TILE_KERNEL(attention_paged_item, PagedAttention);
 
 /// Stores the keys and values of one slice's new tokens, all kv heads.
 using KvCacheWrite = void(const AttentionShape& shape, const void* qkv, const PagedSlice& slice, void* cache);
-NRL_DECLARE_CPU_KERNEL(kv_cache_write_slice, KvCacheWrite);
+NRL_DECLARE_TILE_KERNEL(kv_cache_write_slice, KvCacheWrite);
 
 /// Copies the first `length` positions of block `from` into block `to`.
 using KvCacheCopy = void(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to,
                          std::int64_t length);
-NRL_DECLARE_CPU_KERNEL(kv_cache_copy_block, KvCacheCopy);
+NRL_DECLARE_TILE_KERNEL(kv_cache_copy_block, KvCacheCopy);
 
 // ---------------------------------------------------------------- packed backward
 //

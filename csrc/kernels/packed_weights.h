@@ -42,16 +42,20 @@ NRL_DECLARE_PAIR_KERNEL(packed_weights_pack, PackedWeightsPack);
 using PackedWeightsRows = std::int64_t();
 NRL_DECLARE_TILE_KERNEL(packed_weights_rows, PackedWeightsRows);
 
+/// Lays out the rows of x, at most so many, as the products with packed weights read them.
+using PackedWeightsRowsPack = void(const LinearInput<bfloat16>& input);
+NRL_DECLARE_TILE_KERNEL(packed_weights_pack_rows, PackedWeightsRowsPack);
+
 /// linear_forward of columns of strips [begin, end); args.w is not read.
 template <class O>
 using PackedWeightsForward = void(const LinearForwardArgs<bfloat16, O>& args, const PackedMatrix& packed,
                                   std::int64_t begin, std::int64_t end);
-NRL_DECLARE_PAIR_KERNEL(packed_weights_forward_bf16, PackedWeightsForward<bfloat16>);
-NRL_DECLARE_PAIR_KERNEL(packed_weights_forward_bf16_f32, PackedWeightsForward<float>);
+NRL_DECLARE_TILE_KERNEL(packed_weights_forward_bf16, PackedWeightsForward<bfloat16>);
+NRL_DECLARE_TILE_KERNEL(packed_weights_forward_bf16_f32, PackedWeightsForward<float>);
 
 /// linear_swiglu of pairs of strips [begin, end): gates are in even strips, their ups in the odd ones after them.
 using PackedWeightsSwiglu = void(const LinearSwigluArgs<bfloat16>& args, const PackedMatrix& packed, std::int64_t begin,
                                  std::int64_t end);
-NRL_DECLARE_PAIR_KERNEL(packed_weights_swiglu_bf16, PackedWeightsSwiglu);
+NRL_DECLARE_TILE_KERNEL(packed_weights_swiglu_bf16, PackedWeightsSwiglu);
 
 }  // namespace nemo_rl::kernels

@@ -23,8 +23,8 @@ struct AttentionHeads {
 };
 
 /// Keys and values of one layer: storage for `num_blocks` blocks [num_blocks, K, 2, H*kKeyTile], of each head a tile of
-/// keys [H, kKeyTile] and one of values [kKeyTile, H], in qkv's dtype; in huge pages where the system grants them.
-/// Contents are undefined: what was never written does not matter, not even NaN.
+/// keys and one of values, in qkv's dtype and in the order of the kernels (kernels/attention.h); in huge pages where
+/// the system grants them. Contents are undefined: what was never written does not matter, not even NaN.
 at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype,
                              at::Device device = at::kCPU);
 

@@ -27,7 +27,7 @@ kernels::LinearInput<bfloat16> packed_rows(const at::Tensor& x) {
   void* const packed =
       runtime::thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(bfloat16))));
   const kernels::LinearInput<bfloat16> input{ptr<bfloat16>(x), x.stride(0), M, K, packed};
-  kernels::linear_pack_bf16(input, 0, 1);
+  kernels::packed_weights_pack_rows(input);
   return input;
 }
 

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = {  # the files of csrc/kernels that are compiled for it
     "base": "cpu/*.cpp", "avx2": "cpu/*.cpp", "avx512": "cpu/*.cpp", "avx512_bf16": "cpu/*.cpp",
-    "software_tiles": "tiles/*.cpp", "amx": "tiles/*.cpp",
+    "software_tiles": "tiles/*.cpp", "software_tiles_avx512": "tiles/*.cpp", "amx": "tiles/*.cpp",
 }  # fmt: skip
-PAIRS = re.compile(r"attention_\w+|gemm|linear_\w+|packed_weights")  # of avx512_bf16: what multiplies pairs
+PAIRS = re.compile(r"attention_\w+|gemm|kv_cache|linear_\w+|packed_weights")  # of avx512_bf16: what multiplies pairs
 # headers whose functions are no templates, or leave nothing behind once inlined
 HARMLESS = {
     "arm_neon.h",

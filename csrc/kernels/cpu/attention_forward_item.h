@@ -3,7 +3,6 @@
 // (kernels/tiles/attention_tiles.h).
 #pragma once
 #include "kernels/cpu/attention_tile.h"
-#include "kernels/cpu/kv_cache_write.h"
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
@@ -105,11 +104,14 @@ template <class Rows>
 void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace) {
   using Elem = typename Rows::Elem;
   using Real = typename Rows::Real;
-  typename Rows::Unit unit;
   const AttentionShape& shape = args.shape;
   const std::int64_t kv_heads = shape.num_kv_heads, head_dim = shape.head_dim, tile_size = head_dim * kTile;
   const auto* qkv = static_cast<const Elem*>(args.qkv);
   auto* cache = static_cast<Elem*>(args.cache);
+  std::int64_t most_tokens = 0;
+  for (std::int64_t pair = item.pair_begin; pair < item.pair_end; pair += kv_heads - pair % kv_heads)
+    most_tokens = larger(most_tokens, args.slices[pair / kv_heads].query_length);
+  typename Rows::Unit unit = Rows::unit_of(most_tokens * shape.group());
   const auto tiles_of = [&](std::int64_t pair) {
     return CachedTiles<Elem>{cache + pair % kv_heads * 2 * tile_size, args.slices[pair / kv_heads].block_table,
                              kv_heads * 2 * tile_size, head_dim, tile_size};
@@ -120,7 +122,7 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
     const std::int64_t heads = slice.query_length == 1 ? smaller(kv_heads - kv_head, item.pair_end - pair) : 1,
                        next = pair + heads;
     for (std::int64_t head = kv_head; item.store && head < kv_head + heads; ++head)
-      write_head(shape, qkv, slice, head, cache);
+      write_head<typename Rows::Cache>(shape, qkv, slice, head, cache);
     const std::int64_t out_offset = slice.query_start * shape.num_heads + first_head;
     const Queries<Elem, Real> queries{qkv + slice.query_start * shape.row_stride() + first_head * head_dim,
                                       slice.context_length,

@@ -5,6 +5,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/cpu/attention_terms.h"
+#include "kernels/cpu/kv_cache_write.h"
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
@@ -120,7 +121,9 @@ struct QueryRows {
   using Elem = Element;
   using Real = accumulate_t<Elem>;
   using Word = AttentionWord<Elem>;
-  struct Unit {};  ///< what multiplies: of vectors there is nothing to hold
+  using Cache = RowCache<Elem>;  ///< how blocks of the cache are laid out
+  struct Unit {};                ///< what multiplies: of vectors there is nothing to hold
+  static Unit unit_of(std::int64_t) { return {}; }
   static constexpr int W = kRegisterLanes<Real>;
   static constexpr bool kPairs = Terms<Elem>::kPerWord == 2;
   std::int64_t head_dim, group, tokens, rows, acc_stride;

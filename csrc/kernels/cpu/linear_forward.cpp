@@ -24,14 +24,6 @@ void linear_forward_wide(const LinearForwardArgs<T, O>& p, const LinearWideTile&
   run_wide<1>(p.input, tile, [&](std::int64_t strip) { return store_strip(p, strip); });
 }
 
-template <class O>
-void packed_weights_forward(const LinearForwardArgs<bfloat16, O>& p, const PackedMatrix& packed, std::int64_t begin,
-                            std::int64_t end) {
-  run_packed_strips<1>(p.input, packed, begin, end, [&](std::int64_t strip) {
-    return StoreColumns<bfloat16, O>{p, strip * kPackedStrip, static_cast<int>(kPackedStrip)};
-  });
-}
-
 }  // namespace
 
 void linear_forward_f32(const LinearForwardArgs<float, float>& p, std::int64_t b, std::int64_t e, bool more) {
@@ -57,11 +49,11 @@ void linear_forward_wide_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, c
 }
 void packed_weights_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const PackedMatrix& w, std::int64_t b,
                                  std::int64_t e) {
-  packed_weights_forward(p, w, b, e);
+  packed_weights_forward<PackedChains>(p, w, b, e);
 }
 void packed_weights_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const PackedMatrix& w, std::int64_t b,
                                      std::int64_t e) {
-  packed_weights_forward(p, w, b, e);
+  packed_weights_forward<PackedChains>(p, w, b, e);
 }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -27,13 +27,6 @@ void linear_swiglu_wide(const LinearSwigluArgs<T>& p, const LinearWideTile& tile
   run_wide<2>(p.input, tile, [&](std::int64_t strip) { return store_strip(p, strip); });
 }
 
-void packed_weights_swiglu(const LinearSwigluArgs<bfloat16>& p, const PackedMatrix& packed, std::int64_t begin,
-                           std::int64_t end) {
-  constexpr int kStrip = static_cast<int>(kPackedStrip);
-  run_packed_strips<2>(p.input, packed, begin, end,
-                       [&](std::int64_t tile) { return StoreSwiglu<bfloat16, kStrip>{p, tile * kStrip, kStrip}; });
-}
-
 }  // namespace
 
 void linear_swiglu_f32(const LinearSwigluArgs<float>& p, std::int64_t b, std::int64_t e, bool more) {
@@ -49,7 +42,7 @@ void linear_swiglu_wide_f32(const LinearSwigluArgs<float>& p, const LinearWideTi
 void linear_swiglu_wide_bf16(const LinearSwigluArgs<bfloat16>& p, const LinearWideTile& t) { linear_swiglu_wide(p, t); }
 void packed_weights_swiglu_bf16(const LinearSwigluArgs<bfloat16>& p, const PackedMatrix& w, std::int64_t b,
                                 std::int64_t e) {
-  packed_weights_swiglu(p, w, b, e);
+  packed_weights_swiglu<PackedChains>(p, w, b, e);
 }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -2,7 +2,7 @@
 // and of rows 16-31, then word 1), packed into 192 bytes: 32 x 4 exponents, then sign and mantissa of the first two
 // words in the halves of 16 bits, then of the others.
 #pragma once
-#include "kernels/cpu/terms.h"
+#include "kernels/cpu/linear_store.h"
 #include "kernels/packed_weights.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
@@ -69,6 +69,40 @@ NRL_VEC ShortVec<float> lanes_of(__m512i bits) {
   return v;
 }
 
+/// The blocks of a packed strip, one after another, with their patches.
+class PackedBlocks {
+ public:
+  PackedBlocks(const PackedMatrix& packed, std::int64_t strip)
+      : at_(packed.strips + strip * packed_strip_bytes(packed.K)),
+        patch_(packed.patches + strip * packed_patches(packed.K)),
+        lowest_(_mm512_set1_epi16(static_cast<short>(patch_++->pair))) {}
+
+  /// The next block that has patches: it is not next() but next_patched().
+  std::int64_t patched() const { return patch_->block; }
+  [[gnu::always_inline]] PackedBlock next() {
+    for (int offset = 0; offset < PackedBlock::kBytes; offset += 64)
+      __builtin_prefetch(at_ + kPackedAheadBytes + offset, 0, 3);
+    const PackedBlock block(at_, lowest_);
+    at_ += PackedBlock::kBytes;
+    return block;
+  }
+  PackedBlock next_patched() {
+    alignas(64) std::uint32_t words[64];
+    const std::int64_t number = patch_->block;
+    PackedBlock block(at_, lowest_);
+    for (int i = 0; i < 4; ++i) _mm512_store_si512(words + 16 * i, block.words[i]);
+    for (; patch_->block == number; ++patch_) words[patch_->place] = patch_->pair;
+    for (int i = 0; i < 4; ++i) block.words[i] = _mm512_load_si512(words + 16 * i);
+    at_ += PackedBlock::kBytes;
+    return block;
+  }
+
+ private:
+  const std::byte* at_;
+  const PackedPatch* patch_;
+  __m512i lowest_;
+};
+
 /// Rows of packed x, as linear_pack leaves them: few lie one after another, more side by side.
 template <bool kSideBySide>
 struct StripRows {
@@ -95,9 +129,7 @@ template <int kRows>
 [[gnu::noinline]] void packed_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip,
                                     std::int64_t width, float* out) {
   using X = Terms<bfloat16>;
-  const auto* at = packed.strips + strip * packed_strip_bytes(p.K);
-  const PackedPatch* patch = packed.patches + strip * packed_patches(p.K);
-  const __m512i lowest = _mm512_set1_epi16(static_cast<short>(patch++->pair));
+  PackedBlocks from(packed, strip);
   const std::int64_t blocks = p.K / PackedBlock::kTerms;
   StripRows<(kRows > kLinearFewRows)> x(p);
   X::V sums[kRows][2];
@@ -111,39 +143,42 @@ template <int kRows>
       for (int i = 0; i < X::kPerColumn; ++i) x.next_word();
     }
   };
-  for (std::int64_t b = 0;; ++b, at += PackedBlock::kBytes) {
-    const std::int64_t next = smaller<std::int64_t>(patch->block, blocks);
-    for (; b < next; ++b, at += PackedBlock::kBytes) {
-      for (int offset = 0; offset < PackedBlock::kBytes; offset += 64)
-        __builtin_prefetch(at + kPackedAheadBytes + offset, 0, 3);
-      multiply(PackedBlock(at, lowest));
-    }
+  for (std::int64_t b = 0;; ++b) {
+    for (const std::int64_t next = smaller(from.patched(), blocks); b < next; ++b) multiply(from.next());
     if (b == blocks) break;
-    alignas(64) std::uint32_t words[64];
-    PackedBlock block(at, lowest);
-    for (int i = 0; i < 4; ++i) _mm512_store_si512(words + 16 * i, block.words[i]);
-    for (; patch->block == b; ++patch) words[patch->place] = patch->pair;
-    for (int i = 0; i < 4; ++i) block.words[i] = _mm512_load_si512(words + 16 * i);
-    multiply(block);
+    multiply(from.next_patched());
   }
   for (int r = 0; r < kRows; ++r)
     for (int half = 0; half < 2; ++half) store(out + r * width + 16 * half, sums[r][half]);
 }
 
+/// The sums of up to kPackedMostRows rows of x by Terms<bfloat16>.
+struct PackedChains {
+  static constexpr SumOrder kOrder = Terms<bfloat16>::kOrder;
+  static constexpr int kMost = static_cast<int>(kPackedMostRows), kFew = static_cast<int>(kLinearFewRows);
+  static_assert(kMost > kFew &&
+                kMost <= Terms<bfloat16>::V::kLanes);  // side by side in one panel, whose absent rows are zero
+  static constexpr int kKinds = kFew + 1;              ///< of numbers of rows that have code of their own
+  static constexpr int rows_of(int kind) { return kind > kFew ? kMost : kind; }
+  template <int kRows>
+  static void strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t number, std::int64_t width,
+                    float* out) {
+    packed_strip<kRows>(p, packed, number, width, out);
+  }
+};
+
 /// For every tile of kStrips strips, its rows' sums to store_of(tile)(row, sums).
-template <int kStrips, class StoreOf>
+template <class Chains, int kStrips, class StoreOf>
 void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t begin, std::int64_t end,
                        const StoreOf& store_of) {
   constexpr std::int64_t kWidth = kStrips * kPackedStrip;
-  constexpr int kMost = static_cast<int>(kPackedMostRows), kFew = static_cast<int>(kLinearFewRows);
-  static_assert(kMost > kFew &&
-                kMost <= Terms<bfloat16>::V::kLanes);  // side by side in one panel, whose absent rows are zero
-  with_constant<kFew + 1>(static_cast<int>(smaller<std::int64_t>(p.M, kFew + 1)), [&](auto n) {
-    constexpr int kRows = n() > kFew ? kMost : n();
+  constexpr int kKinds = Chains::kKinds;
+  with_constant<kKinds>(static_cast<int>(smaller<std::int64_t>(p.M, kKinds)), [&](auto kind) {
+    constexpr int kRows = Chains::rows_of(kind());
     alignas(64) float sums[kRows * kWidth];
     for (std::int64_t tile = begin; tile < end; ++tile) {
       for (int s = 0; s < kStrips; ++s)
-        packed_strip<kRows>(p, packed, tile * kStrips + s, kWidth, sums + s * kPackedStrip);
+        Chains::template strip<kRows>(p, packed, tile * kStrips + s, kWidth, sums + s * kPackedStrip);
       const auto store = store_of(tile);
       for (std::int64_t m = 0; m < p.M; ++m) store(m, sums + m * kWidth);
     }
@@ -152,10 +187,28 @@ void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packe
 #else
 inline constexpr bool kHasPackedWeights = false;
 
+struct PackedChains {};
 /// Never called: packed_weights_rows says so.
-template <int kStrips, class StoreOf>
+template <class Chains, int kStrips, class StoreOf>
 void run_packed_strips(const LinearInput<bfloat16>&, const PackedMatrix&, std::int64_t, std::int64_t, const StoreOf&) {}
 #endif
+
+template <class Chains, class O>
+void packed_weights_forward(const LinearForwardArgs<bfloat16, O>& p, const PackedMatrix& packed, std::int64_t begin,
+                            std::int64_t end) {
+  run_packed_strips<Chains, 1>(p.input, packed, begin, end, [&](std::int64_t strip) {
+    return StoreColumns<bfloat16, O>{p, strip * kPackedStrip, static_cast<int>(kPackedStrip)};
+  });
+}
+
+template <class Chains>
+void packed_weights_swiglu(const LinearSwigluArgs<bfloat16>& p, const PackedMatrix& packed, std::int64_t begin,
+                           std::int64_t end) {
+  constexpr int kStrip = static_cast<int>(kPackedStrip);
+  run_packed_strips<Chains, 2>(p.input, packed, begin, end, [&](std::int64_t tile) {
+    return StoreSwiglu<bfloat16, kStrip>{p, tile * kStrip, kStrip};
+  });
+}
 
 }  // namespace
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -68,6 +68,7 @@ bool pack_strip(const bfloat16*, std::int64_t, const PackedMatrix&, std::int64_t
 bool packed_weights_pack(const bfloat16* w, std::int64_t ldw, const PackedMatrix& packed, std::int64_t strip) {
   return pack_strip(w, ldw, packed, strip);
 }
+void packed_weights_pack_rows(const LinearInput<bfloat16>& input) { linear_pack_bf16(input, 0, 1); }
 std::int64_t packed_weights_rows() { return ProductTable<bfloat16>::packed.to; }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -9,7 +9,8 @@
 //   packed    1 to 12             w from its copy of 12 bits a weight, where the engine has made one (AVX-512)
 //
 // Where tiles multiply bfloat16 (kernels/tiles/), they take all rows: up to 127 with rows of w as the first operand
-// (tile_products.h), from 128 on with rows of x (wide_tiles.h). Both are SumOrder::tiles, by the one instruction.
+// (tile_products.h), from 128 on with rows of x (wide_tiles.h). Both are SumOrder::tiles, by the one instruction. Up to
+// 4 rows take w from its copy of 12 bits, too: vectors add up there in the order of the tiles (packed_tiles.cpp).
 #pragma once
 #include "kernels/cpu/linear_wide.h"
 #include "kernels/cpu/packed_strip.h"

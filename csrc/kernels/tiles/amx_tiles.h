@@ -8,19 +8,22 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 /// All eight tiles of this thread, configured as long as it lives; then released, for other libraries and for a thread
-/// switch that has less to save.
+/// switch that has less to save. Sums and operands A (tiles 0 to 5) have `rows` rows, and no more of them are read or
+/// written.
 class AmxTiles {
  public:
   static constexpr SumOrder kOrder = SumOrder::tiles;
 
-  AmxTiles() {
+  explicit AmxTiles(int rows = kTileRows) : rows_(rows) {
     Configuration whole;
-    for (int t = 0; t < 8; ++t) whole.bytes_of_row[t] = kTileBytes, whole.rows[t] = kTileRows;
+    for (int t = 0; t < 8; ++t)
+      whole.bytes_of_row[t] = kTileBytes, whole.rows[t] = static_cast<std::uint8_t>(t < kOperandB ? rows : kTileRows);
     asm volatile("ldtilecfg %0" : : "m"(whole));
   }
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;
   ~AmxTiles() { asm volatile("tilerelease"); }
+  int rows() const { return rows_; }
 
   template <int kTile>
   [[gnu::always_inline]] void zero() {
@@ -46,6 +49,7 @@ class AmxTiles {
     std::uint8_t rows[16] = {};
   };
   static_assert(sizeof(Configuration) == 64);
+  int rows_;
 };
 
 }  // namespace

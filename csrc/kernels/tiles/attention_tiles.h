@@ -71,12 +71,15 @@ inline void pack_keys_in_pairs(const SegmentRows<bfloat16>& rows, std::int64_t t
   });
 }
 
-/// Query rows, token by token, and their running state. Behind the last row lies room up to whole tiles.
+/// Query rows, token by token, and their running state. Behind the last row lies room up to a tile of the unit's rows.
 struct TileRows {
   using Elem = bfloat16;
   using Real = float;
   using Word = std::uint32_t;
+  using Cache = PairCache;
   using Unit = Tiles;
+  /// What multiplies blocks of up to so many rows: a token's few query rows need not be filled up to sixteen.
+  static Tiles unit_of(std::int64_t rows) { return Tiles(static_cast<int>(clamped(rows, 1, kTileRows))); }
   Tiles* unit;
   std::int64_t head_dim, group, tokens, rows;
   std::int64_t steps;       ///< of the head's terms
@@ -143,7 +146,7 @@ struct TileRows {
 
   /// As QueryRows::begin.
   void begin(const bfloat16* first, std::int64_t token_stride) {
-    const std::int64_t lines = round_up(rows, kTileRows), terms = steps * kTileTerms;
+    const std::int64_t lines = round_up(rows, unit->rows()), terms = steps * kTileTerms;
     for (std::int64_t r = 0; r < rows; ++r) {
       copy(first + r / group * token_stride + r % group * head_dim, head_dim, q + r * terms);
       fill(q + r * terms + head_dim, terms - head_dim, bfloat16{});
@@ -205,12 +208,31 @@ struct TileRows {
   template <class Rows>
   void add_tile(std::int64_t t, const Rows& key_tile, const Rows& value_tile) {
     if constexpr (sizeof(*key_tile.data) == sizeof(bfloat16)) {
-      Word* const values = room + key_words(head_dim);
-      from_cache(key_tile.data, value_tile.data, visible(tokens - 1, t), room, values);
-      add_packed(t, room, values);
+      add_cached(t, reinterpret_cast<const Word*>(key_tile.data), reinterpret_cast<const Word*>(value_tile.data));
     } else {
       add_packed(t, key_tile.data, value_tile.data);
     }
+  }
+
+  /// A block of the cache (PairCache). It is multiplied where it lies. Only values that some token does not see are
+  /// copied, because what the cache holds there may be anything.
+  void add_cached(std::int64_t t, const Word* keys, const Word* values) {
+    const bool is_whole = head_dim % kTileTerms == 0;  // otherwise a tile would reach beyond it
+    const int seen = visible(tokens - 1, t);
+    if (!is_whole) {
+      __builtin_memcpy(room, keys, head_dim / 2 * kTile * sizeof(Word));
+      fill(room + head_dim / 2 * kTile, key_words(head_dim) - head_dim / 2 * kTile, Word{0});
+      keys = room;
+    }
+    if (!is_whole || visible(0, t) < kTile) {
+      Word* const clean = room + key_words(head_dim);
+      copy_seen(values, seen, clean);
+      values = clean;
+    }
+    if (tokens > 1) return add_packed(t, keys, values);
+    score(t, q, keys, scores);
+    for (std::int64_t r = 0; r < rows; ++r) softmax_row(r, seen);
+    add_rows(values, acc);
   }
 
   void add_packed(std::int64_t t, const Word* keys, const Word* values) {
@@ -221,16 +243,18 @@ struct TileRows {
     for (std::int64_t token = 0; token < tokens; ++token) add_token(token, visible(token, t), values);
   }
 
-  /// `existing` keys and values of a block of the cache: keys [H][kTile], values [kTile][H].
-  void from_cache(const bfloat16* keys, const bfloat16* values, int existing, Word* to_keys, Word* to_values) const {
-    for (std::int64_t h = 0; h < head_dim; h += 2)
-      join_pairs(keys + h * kTile, keys + (h + 1) * kTile, kTile, to_keys + h / 2 * kTile);
-    const std::int64_t used = head_dim / 2 * kTile;
-    fill(to_keys + used, key_words(head_dim) - used, Word{0});
-    pack_rows_in_pairs(head_dim, to_values, [&](std::int64_t i, const bfloat16*& first, const bfloat16*& second) {
-      if (2 * i < existing) first = values + 2 * i * head_dim;
-      if (2 * i + 1 < existing) second = values + (2 * i + 1) * head_dim;
-    });
+  /// The first `seen` values of a block of the cache, zeros behind them.
+  void copy_seen(const Word* values, int seen, Word* to) const {
+    for (std::int64_t i = 0; i < kTile / 2; ++i, values += head_dim, to += acc_stride) {
+      std::int64_t h = 0;
+      if (2 * i < seen)
+        for (const Word mask = 2 * i + 1 < seen ? ~Word{0} : Word{0xffff}; h < head_dim; ++h) {
+          Word pair;
+          __builtin_memcpy(&pair, values + h, sizeof(pair));
+          to[h] = pair & mask;
+        }
+      fill(to + h, acc_stride - h, Word{0});
+    }
   }
 
   /// The rows of one token, with the values that it sees.

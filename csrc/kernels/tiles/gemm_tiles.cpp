@@ -16,9 +16,14 @@ std::int64_t terms_of_block(std::int64_t K, std::int64_t k0) { return smaller(kG
 /// out[16] = pairs of the first n elements of two rows; absent rows and elements are zero.
 [[gnu::always_inline]] inline void interleave(const bfloat16* first, std::int64_t ld, std::int64_t rows, int n,
                                               std::uint32_t* out) {
-#if defined(NRL_HARDWARE_TILES)
-  if (rows > 0 && n > 0)
-    return store(reinterpret_cast<float*>(out), Terms<bfloat16>::across(first, ld, rows > 1 ? 2 : 1, n));
+#if defined(__AVX512BW__)
+  if (rows > 0 && n > 0) {
+    const auto mask = static_cast<__mmask16>(first_lanes(n));
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, first));
+    const __m512i high =
+        rows > 1 ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, first + ld)) : _mm512_setzero_si512();
+    return _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
 #endif
   for (int j = 0; j < kTilePairs; ++j) {
     const std::uint32_t low = rows > 0 && j < n ? first[j].bits : 0, high = rows > 1 && j < n ? first[ld + j].bits : 0;
@@ -57,7 +62,7 @@ void turn_step(const bfloat16* a, std::int64_t ld, std::int64_t terms, int colum
 /// are joined four columns at a time, as the processor does within a quarter of a register: first columns 0 to 3, 8 to
 /// 11, ..., then the others.
 void turn_wide_step(const bfloat16* a, std::int64_t ld, std::uint32_t* out, std::int64_t group) {
-#if defined(NRL_HARDWARE_TILES)
+#if defined(__AVX512BW__)
   alignas(64) float square[2][kTilePairs][kTileRows];
   for (int pair = 0; pair < kTilePairs; ++pair) {
     const __m512i first = _mm512_loadu_si512(a + 2 * pair * ld), second = _mm512_loadu_si512(a + (2 * pair + 1) * ld);

@@ -1,6 +1,5 @@
 // The forward products of bfloat16 where tiles form the sums (tile_products.h).
 #include "kernels/cpu/linear_store.h"
-#include "kernels/packed_weights.h"
 #include "kernels/tiles/tile_products.h"
 #include "kernels/tiles/wide_tiles.h"
 
@@ -61,7 +60,6 @@ void linear_pack_weights_bf16(const bfloat16* w, std::int64_t ldw, std::int64_t 
   for (std::int64_t n = 0; n < kLinearTileN; n += kTileRows, to += packed_group_words(K))
     pack_group(w + (n < rows ? n * ldw : 0), ldw, rows - n, K, to);
 }
-std::int64_t packed_weights_rows() { return 0; }  // w is read as tiles
 
 std::int64_t linear_strip_floats_bf16(std::int64_t, std::int64_t K, std::int64_t tile_n) {
   return tile_n * tile_steps(K) * kTilePairs;

@@ -15,20 +15,24 @@ class SoftwareTiles {
  public:
   static constexpr SumOrder kOrder = SumOrder::tiles;
 
+  /// As AmxTiles: of so many rows in sums and operands A.
+  explicit SoftwareTiles(int rows = kTileRows) : rows_(rows) {}
+  int rows() const { return rows_; }
+
   template <int kTile>
   void zero() {
     for (auto& row : tile_[kTile])
       for (auto& word : row) word = 0;
   }
-  /// 16 rows of 64 bytes, `stride` bytes apart.
+  /// Rows of 64 bytes, `stride` bytes apart.
   template <int kTile>
   void load(const void* from, std::int64_t stride) {
-    for (int i = 0; i < kTileRows; ++i)
+    for (int i = 0; i < rows_of(kTile); ++i)
       __builtin_memcpy(tile_[kTile][i], static_cast<const char*>(from) + i * stride, kTileBytes);
   }
   template <int kTile>
   void store(void* to, std::int64_t stride) const {
-    for (int i = 0; i < kTileRows; ++i)
+    for (int i = 0; i < rows_of(kTile); ++i)
       __builtin_memcpy(static_cast<char*>(to) + i * stride, tile_[kTile][i], kTileBytes);
   }
   /// c += a · b, for one step of terms.
@@ -40,7 +44,7 @@ class SoftwareTiles {
         low[p][j] = operand(tile_[kB][p][j] << 16);
         high[p][j] = operand(tile_[kB][p][j] & 0xffff0000u);
       }
-    for (int i = 0; i < kTileRows; ++i) {
+    for (int i = 0; i < rows_; ++i) {
       float even[kTilePairs] = {}, odd[kTilePairs] = {};
       for (int p = 0; p < kTilePairs; ++p) {
         const float first = operand(tile_[kA][i][p] << 16), second = operand(tile_[kA][i][p] & 0xffff0000u);
@@ -57,6 +61,7 @@ class SoftwareTiles {
   }
 
  private:
+  int rows_of(int tile) const { return tile < kOperandB ? rows_ : kTileRows; }
   /// A denormal becomes a zero of its sign.
   static float flushed(float x) {
     const auto bits = __builtin_bit_cast(std::uint32_t, x);
@@ -64,6 +69,7 @@ class SoftwareTiles {
   }
   static float operand(std::uint32_t bits) { return flushed(__builtin_bit_cast(float, bits)); }
 
+  int rows_;
   alignas(64) std::uint32_t tile_[8][kTileRows][kTilePairs];
 };
 

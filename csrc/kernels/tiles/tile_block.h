@@ -93,7 +93,7 @@ inline void tile_product(Tiles& tiles, OperandRows a, std::int64_t a_next, std::
 /// put(j, word j of each of 16 rows), for 16 words: a square of words, turned. Rows are those at[i].
 template <class Put>
 [[gnu::always_inline]] inline void turn_words(const float* const (&at)[kTileRows], const Put& put) {
-#if defined(NRL_HARDWARE_TILES)
+#if defined(__AVX512F__)
   for (int q = 0; q < kTilePairs; q += Turned<float>::kTerms) {
     const Turned<float> turned(at, q);
     for (int u = 0; u < Turned<float>::kTerms; ++u) store(reinterpret_cast<float*>(put(q + u)), turned.column[u]);

@@ -23,6 +23,7 @@ TEST(KernelVariants, AVariantWithAllOfItsFeaturesIsTaken) {
   EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kPairs), "avx512_bf16");
   EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kPairs | kAmxTiles), "amx");
   EXPECT_STREQ(chosen(kAvx2 | kSoftwareTiles), "software_tiles");
+  EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kSoftwareTiles), "software_tiles");
 }
 
 TEST(KernelVariants, AFeatureAloneIsNotEnough) {
@@ -30,6 +31,15 @@ TEST(KernelVariants, AFeatureAloneIsNotEnough) {
   EXPECT_STREQ(chosen(kAvx2 | kPairs), "avx2");
   EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kAmxTiles), "avx512");
   EXPECT_STREQ(chosen(kSoftwareTiles), "base");
+}
+
+TEST(KernelVariants, TilesInSoftwareTakeTheVectorsThatThereAre) {
+  const auto of = [](unsigned features) {
+    return select_variant<const char>(
+        {{needs::software_tiles_avx512, "AVX-512"}, {needs::software_tiles, "AVX2"}, {needs::base, "base"}}, features);
+  };
+  EXPECT_STREQ(of(kAvx2 | kAvx512 | kSoftwareTiles), "AVX-512");
+  EXPECT_STREQ(of(kAvx2 | kSoftwareTiles), "AVX2");
 }
 
 TEST(KernelVariants, AKernelListsOnlyWhatItHas) {

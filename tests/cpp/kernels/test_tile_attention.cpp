@@ -38,6 +38,7 @@ std::vector<AttentionKernels> kernels_of_this_machine() {
         from::attention_backward_reduce                                                                      \
   }
   if (has_software_tiles()) all.push_back(NRL_KERNELS(software_tiles));
+  if (has_software_tiles_avx512()) all.push_back(NRL_KERNELS(software_tiles_avx512));
   if (has_amx_tiles()) all.push_back(NRL_KERNELS(amx));
 #undef NRL_KERNELS
 #endif
@@ -209,7 +210,8 @@ std::vector<bfloat16> through_the_cache(const AttentionKernels& with, const Batc
 struct HeadShape {
   std::int64_t N, K, H;
 };
-const HeadShape kShapes[] = {{3, 1, 64}, {4, 2, 24}, {2, 2, 8}, {20, 1, 16}, {5, 1, 80}, {1, 1, 256}};
+const HeadShape kShapes[] = {{3, 1, 64}, {6, 3, 32},  {8, 2, 96}, {4, 2, 24},
+                             {2, 2, 8},  {20, 1, 16}, {5, 1, 80}, {1, 1, 256}};
 
 }  // namespace
 

@@ -11,6 +11,7 @@
 #include "kernels/aligned_room.h"
 #include "kernels/gemm.h"
 #include "kernels/linear.h"
+#include "kernels/packed_weights.h"
 #include "kernels/tile_rules.h"
 
 namespace nemo_rl::kernels {
@@ -41,6 +42,10 @@ struct TileKernels {
   GemmPack<bfloat16>* gemm_pack;
   Gemm<bfloat16, float>* gemm;
   GemmRows* gemm_rows;
+  PackedWeightsRows* packed_rows;
+  PackedWeightsRowsPack* packed_pack_rows;
+  PackedWeightsForward<float>* packed_forward;
+  PackedWeightsSwiglu* packed_swiglu;
 };
 
 std::vector<TileKernels> kernels_of_this_machine() {
@@ -51,9 +56,12 @@ std::vector<TileKernels> kernels_of_this_machine() {
     name, variant::linear_pack_bf16, variant::linear_forward_bf16_f32, variant::linear_swiglu_bf16,       \
         variant::linear_strip_floats_bf16, variant::linear_wide_bf16, variant::linear_pack_weights_bf16,  \
         variant::linear_forward_wide_bf16_f32, variant::linear_swiglu_wide_bf16, variant::gemm_pack_bf16, \
-        variant::gemm_bf16_f32, variant::gemm_rows_bf16                                                   \
+        variant::gemm_bf16_f32, variant::gemm_rows_bf16, variant::packed_weights_rows,                    \
+        variant::packed_weights_pack_rows, variant::packed_weights_forward_bf16_f32,                      \
+        variant::packed_weights_swiglu_bf16                                                               \
   }
   if (has_software_tiles()) all.push_back(NRL_TILE_KERNELS(software_tiles, "software"));
+  if (has_software_tiles_avx512()) all.push_back(NRL_TILE_KERNELS(software_tiles_avx512, "software, AVX-512"));
   if (has_amx_tiles()) all.push_back(NRL_TILE_KERNELS(amx, "amx"));
 #endif
   return all;
@@ -205,6 +213,72 @@ TEST(TileProducts, TheGatedProductHasTheSameSums) {
       }
   }
 }
+
+#if defined(__x86_64__)
+namespace {
+
+/// w in twelve bits; of gated, strips of gates and of ups in turn.
+struct PackedCopy {
+  Room strips, patches;
+  PackedMatrix matrix;
+  PackedCopy(const std::vector<bfloat16>& w, std::int64_t N, std::int64_t K, bool gated)
+      : strips(N / kPackedStrip * packed_strip_bytes(K) + kPackedAheadBytes + 192),
+        patches(N / kPackedStrip * packed_patches(K) * static_cast<std::int64_t>(sizeof(PackedPatch))),
+        matrix{static_cast<std::byte*>(strips.get()), static_cast<PackedPatch*>(patches.get()), K} {
+    for (std::int64_t s = 0; s < N / kPackedStrip; ++s) {
+      const std::int64_t row = gated ? s / 2 * kPackedStrip + s % 2 * (N / 2) : s * kPackedStrip;
+      EXPECT_TRUE(avx512::packed_weights_pack(w.data() + row * K, K, matrix, s));
+    }
+  }
+};
+
+/// Weights of a model, here and there one whose exponent lies far below the others', a zero or a denormal.
+std::vector<bfloat16> weights_with_patches(std::int64_t count, unsigned seed) {
+  auto w = drawn(count, Values::normal, seed);
+  for (std::size_t i = 7; i < w.size(); i += 307) w[i] = bfloat16(static_cast<float>(w[i]) * 1e-9f);
+  for (std::size_t i = 3; i < w.size(); i += 509) w[i].bits = static_cast<std::uint16_t>(i / 509 % 5);
+  return w;
+}
+
+}  // namespace
+
+TEST(TileProducts, WeightsInTwelveBitsHaveTheBitsOfTheRules) {
+  for (const auto& with : kernels_of_this_machine())
+    for (std::int64_t M = 1; M <= with.packed_rows(); ++M)
+      for (const std::int64_t K : {8, 32, 72, 576})
+        for (const Values values : {Values::normal, Values::spread, Values::any_bits}) {
+          constexpr std::int64_t N = 64;
+          const auto x = drawn(M * K, values, 13), w = weights_with_patches(N * K, 14);
+          const PackedCopy copy(w, N, K, false);
+          Room rows(linear_packed_bytes(M, K, 2));
+          const LinearInput<bfloat16> input{x.data(), K, M, K, rows.get()};
+          with.packed_pack_rows(input);
+          std::vector<float> y(static_cast<std::size_t>(M * N), NAN);
+          with.packed_forward({input, nullptr, 0, nullptr, y.data(), N, N, false}, copy.matrix, 0, N / kPackedStrip);
+          for (std::int64_t i = 0; i < M * N; ++i)
+            expect_bits(y[static_cast<std::size_t>(i)], by_the_rules(x, i / N, w, i % N, K), with.name, i);
+        }
+}
+
+TEST(TileProducts, TheGatedProductOfTwelveBitsHasTheSameBits) {
+  constexpr std::int64_t I = 96, K = 104;
+  const auto w = weights_with_patches(2 * I * K, 15);
+  for (const auto& with : kernels_of_this_machine())
+    for (std::int64_t M = 1; M <= with.packed_rows(); ++M) {
+      const auto x = drawn(M * K, Values::normal, 16);
+      const PackedCopy copy(w, 2 * I, K, true);
+      Room rows(linear_packed_bytes(M, K, 2)), room(with.strip_floats(M, K, kSwigluTileN) * 4);
+      LinearInput<bfloat16> input{x.data(), K, M, K, rows.get(), static_cast<float*>(room.get())};
+      std::vector<bfloat16> packed(static_cast<std::size_t>(M * I)), act(packed.size());
+      with.packed_pack_rows(input);
+      with.packed_swiglu({input, nullptr, 0, nullptr, nullptr, packed.data(), I}, copy.matrix, 0, I / kPackedStrip);
+      with.pack(input, 0, 1);
+      with.swiglu({input, w.data(), K, nullptr, nullptr, act.data(), I}, 0,
+                  LinearTiles(M, 2 * I, K, kSwigluTileN).count(), false);
+      ASSERT_EQ(std::memcmp(packed.data(), act.data(), act.size() * sizeof(bfloat16)), 0) << with.name << " " << M;
+    }
+}
+#endif
 
 TEST(TileProducts, BackwardProductsHaveTheBitsOfTheRules) {
   struct Shape {

@@ -43,6 +43,15 @@ inline bool has_software_tiles() {
   return false;
 #endif
 }
+/// The same with the vectors of AMX's kernels.
+inline bool has_software_tiles_avx512() {
+#if defined(__x86_64__)
+  return has_software_tiles() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
 inline bool has_amx_tiles() {
 #if defined(__x86_64__)
   __builtin_cpu_init();

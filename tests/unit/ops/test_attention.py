@@ -51,14 +51,21 @@ class Cache:
 
     def __init__(self, shape, dtype, blocks, seed):
         n, k, h = shape
-        self.heads = heads_of(shape)
+        self.heads, self.head_dim = heads_of(shape), h
         self.storage = torch.full((blocks, k, 2, h * TILE), math.nan, dtype=dtype)
-        self.keys = self.storage[:, :, 0].unflatten(-1, (h, TILE))
+        self.in_pairs = dtype == torch.bfloat16 and C.cpu_capability() in ("amx", "software_tiles")
         self.free = list(range(blocks))
         random.Random(seed).shuffle(self.free)
 
     def table(self, length):
         return [self.free.pop() for _ in range(-(-length // TILE))]
+
+    def keys(self, block):
+        """[K, H, TILE] of a block, which holds rows of a head's terms or, where tiles multiply, pairs of them."""
+        tiles, h = self.storage[block, :, 0], self.head_dim
+        if self.in_pairs:
+            return tiles.unflatten(-1, (h // 2, TILE, 2)).transpose(-1, -2).flatten(-3, -2)
+        return tiles.unflatten(-1, (h, TILE))
 
     def run(self, qkv, slices):
         return C.attention_paged(qkv, slices, self.heads, self.storage)
@@ -239,7 +246,8 @@ def test_copied_block_serves_a_second_sequence(dtype):
     cache.run(qkv[:prompt], [(0, prompt, 0, first)])
     second = [first[0], *cache.table(prompt + more - TILE)]
     C.kv_cache_copy(cache.storage, first[1], second[1], prompt - TILE)
-    assert cache.keys[second[1], :, :, prompt - TILE :].isnan().all()
+    assert cache.keys(second[1])[..., : prompt - TILE].equal(cache.keys(first[1])[..., : prompt - TILE])
+    assert cache.keys(second[1])[..., prompt - TILE :].isnan().all()
     got = cache.run(qkv[prompt:], [(0, more, prompt, first), (more, more, prompt, second)])
     want, _ = C.attention_forward(
         qkv, [(0, prompt, 0, 0), (prompt, more, 0, prompt), (prompt + more, more, 0, prompt)], heads

@@ -4,6 +4,7 @@
 #                        sanitized; what is bound to torch (runtime, ops, distributed, refit, model, trainer) is taken from an ordinary build (NEMO_RL_ORDINARY_BUILD)
 #   fuzz_<target>        tests/fuzz/fuzz_<target>.cpp
 set(NEMO_RL_ORDINARY_BUILD "" CACHE PATH "build folder whose objects of runtime, ops, distributed, refit, model and trainer are taken")
+set(NEMO_KERNELS_ELSEWHERE "" CACHE STRING "variants of the kernels that this machine cannot run: taken from there, too")
 set(NEMO_KERNEL_OPTIMIZATION -O1 CACHE STRING "of the CPU kernels")     # NRL_SANITIZED keeps that to seconds a file
 set(_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
 set(CMAKE_BUILD_TYPE "")
@@ -31,6 +32,7 @@ if(GTest_FOUND AND NEMO_RL_ORDINARY_BUILD)
   add_executable(sanitized_tests ${_tests} ${_core_sources} ${_objects} ${NEMO_KERNEL_OBJECTS} $<TARGET_OBJECTS:nemo_rl_nccl_emulation>)
   target_include_directories(sanitized_tests PRIVATE csrc tests/cpp tests tests/nccl_emulation)
   set_target_properties(sanitized_tests PROPERTIES BUILD_RPATH "${T}/lib")
+  nemo_precompile(sanitized_tests <gtest/gtest.h> <ATen/ATen.h>)
   target_link_libraries(sanitized_tests PRIVATE checked_config nemo::torch "${T}/lib/libgomp.so.1" GTest::gtest_main)
 endif()
 

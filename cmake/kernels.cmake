@@ -8,7 +8,13 @@ file(GLOB NEMO_TILE_KERNELS CONFIGURE_DEPENDS csrc/kernels/tiles/*.cpp)
 # GCC 12 looks for the last store to each lane of the loss's many vectors: half the time of that file, at no gain
 set_source_files_properties(csrc/kernels/cpu/clipped_pg_loss.cpp PROPERTIES
   COMPILE_OPTIONS "$<$<CXX_COMPILER_ID:GNU>:--param=sccvn-max-alias-queries-per-access=30>")
+# of a build that lacks NEMO_KERNELS_ELSEWHERE's variants, their objects of another build (cmake/checks.cmake)
 function(nemo_kernel_objects name sources)
+  if(name IN_LIST NEMO_KERNELS_ELSEWHERE)
+    file(GLOB_RECURSE _found "${NEMO_RL_ORDINARY_BUILD}/CMakeFiles/nemo_kernels_${name}.dir/*.o")
+    set(NEMO_KERNEL_OBJECTS ${NEMO_KERNEL_OBJECTS} ${_found} PARENT_SCOPE)
+    return()
+  endif()
   add_library(nemo_kernels_${name} OBJECT ${sources})
   target_include_directories(nemo_kernels_${name} PRIVATE csrc)
   target_compile_definitions(nemo_kernels_${name} PRIVATE NRL_CAPABILITY=${name})

@@ -4,7 +4,7 @@
 //
 //   rows of x, forward    way                                      figure
 //   1 to 8                rows of w in the lanes                   kLinearFewRows
-//   1 to 12, or 2         w in twelve bits, after 16 such steps    kPackedMostRows, kPackedMostRowsSingle,
+//   1 to 12, 16, or 4     w in twelve bits, after 16 such steps    kPackedMostRows, kPackedMostRowsSingle,
 //                                                                  kPackedMostRowsTiles, kPackAfter
 //   up to 64              each thread packs x for itself           kLinearOwnRows
 //   from 96, 192 or 384   w packed too (AVX-512)                   kLinearWideRows times linear_wide_chunks
@@ -46,10 +46,10 @@ constexpr std::int64_t linear_wide_chunks(bool widens, std::int64_t words) {
 
 // ---------------------------------------------------------------- weights in twelve bits (kernels/packed_weights.h)
 
-inline constexpr std::int64_t kPackedMostRows = 12;  ///< of x, where pairs are multiplied: their sums fit in registers
-inline constexpr std::int64_t kPackedMostRowsSingle = 2;  ///< where pairs are taken apart: more rows have work enough
-inline constexpr std::int64_t kPackedMostRowsTiles = 4;   ///< where tiles multiply: more rows have work enough
-inline constexpr std::int64_t kPackedAheadBytes = 2048;   ///< asked for ahead: about as long as memory takes
+inline constexpr std::int64_t kPackedMostRows = 12;        ///< of x: their sums with a strip fit in registers
+inline constexpr std::int64_t kPackedMostRowsSingle = 16;  ///< where pairs are taken apart: half a strip at a time
+inline constexpr std::int64_t kPackedMostRowsTiles = 4;    ///< where tiles multiply: more rows have work enough
+inline constexpr std::int64_t kPackedAheadBytes = 2048;    ///< asked for ahead: about as long as memory takes
 inline constexpr std::int64_t kPackAfter = 16;  ///< steps of few rows, by which reading the weights as they lie has
                                                 ///< lost about the time that the copy costs
 

@@ -9,8 +9,6 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 #if defined(__AVX512BW__)
-inline constexpr bool kHasPackedWeights = true;
-
 struct PackedBlock {
   static constexpr std::int64_t kBytes = 192, kTerms = 4;
   __m512i words[4];
@@ -125,21 +123,24 @@ struct StripRows {
 };
 
 /// out[r][width] = sums of a strip's rows with kRows rows of packed x: the operations of few_rows_tile, in its order.
-template <int kRows>
+/// kHalves halves of the strip, from kFirst on.
+template <int kRows, int kFirst, int kHalves>
 [[gnu::noinline]] void packed_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip,
                                     std::int64_t width, float* out) {
   using X = Terms<bfloat16>;
   PackedBlocks from(packed, strip);
   const std::int64_t blocks = p.K / PackedBlock::kTerms;
   StripRows<(kRows > kLinearFewRows)> x(p);
-  X::V sums[kRows][2];
-  for (auto& row : sums) row[0] = row[1] = X::V{};
+  X::V sums[kRows][kHalves];
+  for (auto& row : sums)
+    for (auto& half : row) half = X::V{};
   const auto multiply = [&](const PackedBlock& block) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int word = 0; word < 2; ++word) {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r)
-        for (int half = 0; half < 2; ++half) sums[r][half] = x.add(block.words[2 * word + half], r, sums[r][half]);
+        for (int half = 0; half < kHalves; ++half)
+          sums[r][half] = x.add(block.words[2 * word + kFirst + half], r, sums[r][half]);
       for (int i = 0; i < X::kPerColumn; ++i) x.next_word();
     }
   };
@@ -149,21 +150,28 @@ template <int kRows>
     multiply(from.next_patched());
   }
   for (int r = 0; r < kRows; ++r)
-    for (int half = 0; half < 2; ++half) store(out + r * width + 16 * half, sums[r][half]);
+    for (int half = 0; half < kHalves; ++half) store(out + r * width + kLanes * (kFirst + half), sums[r][half]);
 }
 
-/// The sums of up to kPackedMostRows rows of x by Terms<bfloat16>.
+/// The sums of up to kMost rows of x by Terms<bfloat16>. Numbers of rows above kLinearFewRows share code, because those
+/// rows lie side by side in one panel, whose absent rows are zero.
 struct PackedChains {
   static constexpr SumOrder kOrder = Terms<bfloat16>::kOrder;
-  static constexpr int kMost = static_cast<int>(kPackedMostRows), kFew = static_cast<int>(kLinearFewRows);
-  static_assert(kMost > kFew &&
-                kMost <= Terms<bfloat16>::V::kLanes);  // side by side in one panel, whose absent rows are zero
-  static constexpr int kKinds = kFew + 1;              ///< of numbers of rows that have code of their own
-  static constexpr int rows_of(int kind) { return kind > kFew ? kMost : kind; }
+  static constexpr int kFew = static_cast<int>(kLinearFewRows), kSome = static_cast<int>(kPackedMostRows),
+                       kMost = static_cast<int>(Terms<bfloat16>::kPerWord > 1 ? kSome : kPackedMostRowsSingle);
+  static_assert(kFew < kSome && kSome <= kMost && kMost <= Terms<bfloat16>::V::kLanes);
+  static constexpr int kKinds = kFew + (kMost > kSome ? 2 : 1);  ///< of numbers of rows that have code of their own
+  static constexpr int kind_of(int rows) { return rows <= kFew ? rows : rows <= kSome ? kFew + 1 : kKinds; }
+  static constexpr int rows_of(int kind) { return kind <= kFew ? kind : kind == kFew + 1 ? kSome : kMost; }
   template <int kRows>
   static void strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t number, std::int64_t width,
                     float* out) {
-    packed_strip<kRows>(p, packed, number, width, out);
+    if constexpr (kRows <= kSome) {
+      packed_strip<kRows, 0, 2>(p, packed, number, width, out);
+    } else {  // the sums of one half fit in registers; the strip is still near when it is read again
+      packed_strip<kRows, 0, 1>(p, packed, number, width, out);
+      packed_strip<kRows, 1, 1>(p, packed, number, width, out);
+    }
   }
 };
 
@@ -172,8 +180,7 @@ template <class Chains, int kStrips, class StoreOf>
 void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t begin, std::int64_t end,
                        const StoreOf& store_of) {
   constexpr std::int64_t kWidth = kStrips * kPackedStrip;
-  constexpr int kKinds = Chains::kKinds;
-  with_constant<kKinds>(static_cast<int>(smaller<std::int64_t>(p.M, kKinds)), [&](auto kind) {
+  with_constant<Chains::kKinds>(Chains::kind_of(static_cast<int>(p.M)), [&](auto kind) {
     constexpr int kRows = Chains::rows_of(kind());
     alignas(64) float sums[kRows * kWidth];
     for (std::int64_t tile = begin; tile < end; ++tile) {
@@ -185,9 +192,9 @@ void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packe
   });
 }
 #else
-inline constexpr bool kHasPackedWeights = false;
-
-struct PackedChains {};
+struct PackedChains {
+  static constexpr int kMost = 0;
+};
 /// Never called: packed_weights_rows says so.
 template <class Chains, int kStrips, class StoreOf>
 void run_packed_strips(const LinearInput<bfloat16>&, const PackedMatrix&, std::int64_t, std::int64_t, const StoreOf&) {}

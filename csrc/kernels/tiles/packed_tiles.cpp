@@ -76,6 +76,7 @@ template <int kRows>
 struct PackedSteps {
   static constexpr SumOrder kOrder = Tiles::kOrder;
   static constexpr int kKinds = static_cast<int>(kPackedMostRowsTiles);
+  static constexpr int kind_of(int rows) { return rows; }
   static constexpr int rows_of(int kind) { return kind; }
   template <int kRows>
   static void strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t number, std::int64_t width,

@@ -48,7 +48,7 @@ def test_the_product_has_the_same_bits(rows, N, K):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 12, 13])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 12, 13, 16, 17])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gated_product_has_the_same_bits(rows, bias):
     I, K = 160, 200  # noqa: E741

@@ -9,6 +9,14 @@ import pytest
 from nemo_rl_cpp.interrupts import GracefulStop
 
 
+@pytest.fixture(autouse=True)
+def a_terminal_that_may_close():
+    """The tests themselves may run under nohup, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_the_first_ctrl_c_only_asks():
     said = []
     before = signal.getsignal(signal.SIGINT)

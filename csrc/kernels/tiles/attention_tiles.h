@@ -51,24 +51,15 @@ inline void pack_terms(const SegmentRows<bfloat16>& rows, std::int64_t t, std::i
   fill(to + used, key_tile_words(head_dim) - used, std::uint32_t{0});
 }
 
-/// Packs a tile of rows as what weights multiply: pair(i, first, second) gives rows 2i and 2i + 1, or nullptr.
-template <class Pair>
-void pack_rows_in_pairs(std::int64_t head_dim, std::uint32_t* to, const Pair& pair) {
-  const std::int64_t width = tile_width(head_dim);
-  for (std::int64_t i = 0; i < kTile / 2; ++i, to += width) {
-    const bfloat16 *first = nullptr, *second = nullptr;
-    pair(i, first, second);
-    join_pairs(first, second, head_dim, to);
-    fill(to + head_dim, width - head_dim, std::uint32_t{0});
-  }
-}
+/// Packs a tile of rows as what weights multiply.
 inline void pack_keys_in_pairs(const SegmentRows<bfloat16>& rows, std::int64_t t, std::int64_t head_dim,
                                std::uint32_t* to) {
-  pack_rows_in_pairs(head_dim, to, [&](std::int64_t i, const bfloat16*& first, const bfloat16*& second) {
-    const std::int64_t position = t * kTile + 2 * i;
-    if (position < rows.length) first = rows.row(position);
-    if (position + 1 < rows.length) second = rows.row(position + 1);
-  });
+  const std::int64_t width = tile_width(head_dim);
+  const auto row = [&](std::int64_t position) { return position < rows.length ? rows.row(position) : nullptr; };
+  for (std::int64_t i = 0; i < kTile; i += 2, to += width) {
+    join_pairs(row(t * kTile + i), row(t * kTile + i + 1), head_dim, to);
+    fill(to + head_dim, width - head_dim, std::uint32_t{0});
+  }
 }
 
 /// Query rows, token by token, and their running state. Behind the last row lies room up to a tile of the unit's rows.

@@ -153,24 +153,99 @@ template <int kRows, int kFirst, int kHalves>
     for (int half = 0; half < kHalves; ++half) store(out + r * width + kLanes * (kFirst + half), sums[r][half]);
 }
 
+/// The strip's next terms, from block `first` to `last`, as float32: out[term][32].
+[[gnu::noinline]] inline void unpack_terms(PackedBlocks& from, std::int64_t first, std::int64_t last, float* out) {
+  for (std::int64_t b = first; b < last; ++b) {
+    const PackedBlock block = b == from.patched() ? from.next_patched() : from.next();
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      float* const even = out + i / 2 * 2 * kPackedStrip + i % 2 * kLanes;
+      store(even, lanes_of(_mm512_slli_epi32(block.words[i], 16)));
+      store(even + kPackedStrip, lanes_of(_mm512_and_si512(block.words[i], _mm512_set1_epi32(-0x10000))));
+    }
+    out += PackedBlock::kTerms * kPackedStrip;
+  }
+}
+
+/// sums[r][32] = or += `terms` terms of kRows rows of x, side by side at x and x_step apart, times w[term][32].
+template <int kRows>
+[[gnu::noinline]] void unpacked_rows(const float* x, std::int64_t x_step, const float* w, std::int64_t terms,
+                                     bool goes_on, float* sums) {
+  using V = ShortVec<float>;
+  V low[kRows], high[kRows];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    low[r] = goes_on ? load<V>(sums + r * kPackedStrip) : V{};
+    high[r] = goes_on ? load<V>(sums + r * kPackedStrip + kLanes) : V{};
+  }
+  for (std::int64_t k = 0; k < terms; ++k, x += x_step, w += kPackedStrip) {
+    const V first = load<V>(w), second = load<V>(w + kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const V each(x[r]);
+      low[r] = mul_add(each, first, low[r]);
+      high[r] = mul_add(each, second, high[r]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    store(sums + r * kPackedStrip, low[r]);
+    store(sums + r * kPackedStrip + kLanes, high[r]);
+  }
+}
+
+/// Where pairs are taken apart, many rows share that work: some of a strip's terms at a time become float32, and go to
+/// the rows in groups of kGroup, whose sums fit in registers. The chains are those of packed_strip.
+template <std::int64_t kGroup, std::int64_t kMostRows>
+void unpacked_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip, std::int64_t width,
+                    float* out) {
+  alignas(64) float w[kPackedUnpackedTerms * kPackedStrip], sums[kMostRows * kPackedStrip];
+  PackedBlocks from(packed, strip);
+  const std::int64_t x_step = (p.M + kLanes - 1) / kLanes * kLanes;
+  for (std::int64_t k = 0; k < p.K; k += kPackedUnpackedTerms) {
+    const std::int64_t terms = smaller(p.K - k, kPackedUnpackedTerms);
+    unpack_terms(from, k / PackedBlock::kTerms, (k + terms) / PackedBlock::kTerms, w);
+    const float* const x = static_cast<const float*>(p.packed) + k * x_step;
+    std::int64_t fours = (p.M + 3) / 4, m = 0;
+    for (std::int64_t groups = (4 * fours + kGroup - 1) / kGroup; groups > 0; --groups) {  // of nearly one size
+      const std::int64_t taken = (fours + groups - 1) / groups;
+      with_constant<kGroup / 4>(static_cast<int>(taken), [&](auto n) {
+        unpacked_rows<4 * n()>(x + m, x_step, w, terms, k > 0, sums + m * kPackedStrip);
+      });
+      fours -= taken, m += 4 * taken;
+    }
+  }
+  for (std::int64_t m = 0; m < p.M; ++m)
+    for (std::int64_t j = 0; j < kPackedStrip; j += kLanes)
+      store(out + m * width + j, load<ShortVec<float>>(sums + m * kPackedStrip + j));
+}
+
 /// The sums of up to kMost rows of x by Terms<bfloat16>. Numbers of rows above kLinearFewRows share code, because those
 /// rows lie side by side in one panel, whose absent rows are zero.
 struct PackedChains {
   static constexpr SumOrder kOrder = Terms<bfloat16>::kOrder;
+  static constexpr bool kSingle = Terms<bfloat16>::kPerWord == 1;
   static constexpr int kFew = static_cast<int>(kLinearFewRows), kSome = static_cast<int>(kPackedMostRows),
-                       kMost = static_cast<int>(Terms<bfloat16>::kPerWord > 1 ? kSome : kPackedMostRowsSingle);
-  static_assert(kFew < kSome && kSome <= kMost && kMost <= Terms<bfloat16>::V::kLanes);
-  static constexpr int kKinds = kFew + (kMost > kSome ? 2 : 1);  ///< of numbers of rows that have code of their own
-  static constexpr int kind_of(int rows) { return rows <= kFew ? rows : rows <= kSome ? kFew + 1 : kKinds; }
-  static constexpr int rows_of(int kind) { return kind <= kFew ? kind : kind == kFew + 1 ? kSome : kMost; }
+                       kMore = static_cast<int>(kPackedMostRowsHalves),
+                       kMost = static_cast<int>(kSingle ? kPackedMostRowsSingle : kSome);
+  static_assert(kFew < kSome && kSome < kMore && kMore <= Terms<bfloat16>::V::kLanes && kMost <= kLinearTileM);
+  static constexpr int kKinds = kFew + (kSingle ? 3 : 1);  ///< of numbers of rows that have code of their own
+  static constexpr int kind_of(int rows) {
+    return rows <= kFew ? rows : rows <= kSome ? kFew + 1 : rows <= kMore ? kFew + 2 : kKinds;
+  }
+  static constexpr int rows_of(int kind) {
+    return kind <= kFew ? kind : kind == kFew + 1 ? kSome : kind < kKinds ? kMore : kMost;
+  }
   template <int kRows>
   static void strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t number, std::int64_t width,
                     float* out) {
     if constexpr (kRows <= kSome) {
       packed_strip<kRows, 0, 2>(p, packed, number, width, out);
-    } else {  // the sums of one half fit in registers; the strip is still near when it is read again
+    } else if constexpr (kRows <= kMore) {  // the sums of one half fit; the strip is still near when it is read again
       packed_strip<kRows, 0, 1>(p, packed, number, width, out);
       packed_strip<kRows, 1, 1>(p, packed, number, width, out);
+    } else {
+      unpacked_strip<kSome, kMost>(p, packed, number, width, out);
     }
   }
 };

@@ -46,7 +46,7 @@ class GenerationConfig(Section):
     prefill_chunk_tokens: Positive = key(2048, "prompt tokens that the model computes at once; fewer save memory")
     packed_weights: Literal["off", "on", "auto"] = key(
         "auto",
-        "on: steps of few texts (up to 12; 16 without bfloat16 instructions, 4 with AMX) read a copy of bfloat16 weights in 12 bits each, the same bits "
+        "on: steps of few texts (up to 12; 64 without bfloat16 instructions, 4 with AMX) read a copy of bfloat16 weights in 12 bits each, the same bits "
         "(CPU with AVX-512; 1.5 bytes a parameter); auto: once 16 such steps have run since the weights changed; off: never",
     )
     vllm_cfg: VllmConfig = section(VllmConfig, "vLLM's settings; of these max_model_len and enforce_eager are read")

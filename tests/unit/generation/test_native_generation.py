@@ -121,8 +121,9 @@ def test_weights_are_packed_when_steps_of_few_texts_have_paid_for_it():
         for expected in when:  # 12 steps each
             generation.generate(inputs)
             assert (model.packed_bytes > 0) == expected, packed
-    many, model = prompts([5] * 20), wide_model()
-    generation_of(model, "on", max_batch_size=20).generate(many)
+    texts = C.PackedWeights.most_rows() + 8
+    many, model = prompts([5] * texts), wide_model()
+    generation_of(model, "on", max_batch_size=texts).generate(many)
     assert model.packed_bytes == 0  # no step was of few
 
 

@@ -28,7 +28,7 @@ def pack(w, gated=False):
     return packed
 
 
-@pytest.mark.parametrize("rows", range(1, 15))
+@pytest.mark.parametrize("rows", [*range(1, 15), 16, 17, 20, 31, 48, 49, 61, 64, 65])
 @pytest.mark.parametrize("N,K", [(32, 8), (96, 72), (640, 576), (64, 1032)])
 def test_the_product_has_the_same_bits(rows, N, K):
     x, w, bias, h = normal(rows, K), normal(N, K, seed=1, scale=0.1), normal(N, seed=2), torch.randn(rows, N)
@@ -48,7 +48,7 @@ def test_the_product_has_the_same_bits(rows, N, K):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 12, 13, 16, 17])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 12, 13, 16, 17, 40, 63, 64, 65])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gated_product_has_the_same_bits(rows, bias):
     I, K = 160, 200  # noqa: E741
@@ -103,13 +103,13 @@ def test_weights_of_any_kind_come_back_as_they_are(kind, fits):
     w = special(kind)
     packed, one = pack(w), torch.eye(64).bfloat16()
     assert packed.holds(w) == fits
-    for k in range(0, 64, ROWS):
-        x = one[k : k + ROWS]
+    for k, rows in [(k, n) for n in (4, 12, 16, 64) if n <= ROWS for k in range(0, 64, n)]:
+        x = one[k : k + rows]
         got, expected = forward(x, w, dtype=torch.float32, packed=packed), forward(x, w, dtype=torch.float32)
         assert torch.equal(got, expected)
         values = got.view(torch.float32)
         assert (
-            torch.equal(values, w.T[k : k + ROWS].float()) or kind == "subnormals"
+            torch.equal(values, w.T[k : k + rows].float()) or kind == "subnormals"
         )  # which some processors take for zero
 
 

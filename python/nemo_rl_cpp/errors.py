@@ -84,13 +84,18 @@ def keep_out_of_files(texts: Mapping[str, str]) -> None:
 
 
 def _is_ours(file: str) -> bool:
-    return os.path.realpath(file).startswith(str(PACKAGE) + os.sep)
+    return _real(file).startswith(str(PACKAGE) + os.sep)
+
+
+def _real(file: str) -> str:
+    """Return the real path of a source file; the name itself of what is no file, as `<string>`: the working folder may be gone."""
+    return os.path.realpath(file) if os.path.isabs(file) else file
 
 
 def _is_library(file: str) -> bool:
     if file.startswith("<frozen") or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return True
-    return os.path.realpath(file).startswith(tuple(f"{path}{os.sep}" for path in _LIBRARIES))
+    return _real(file).startswith(tuple(f"{path}{os.sep}" for path in _LIBRARIES))
 
 
 def _places(error: BaseException) -> list[Place]:

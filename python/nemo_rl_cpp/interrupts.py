@@ -205,8 +205,8 @@ class GracefulStop:
 
     A second one raises KeyboardInterrupt where the program is for SIGINT, else SystemExit(128 + its number); when the block has
     not ended some seconds later, because a call does not return or the exception was caught, the process ends with that
-    status. A third signal kills it. Code that changes what SIGINT or SIGTERM do (a reward function's library) is undone, and
-    said, when the loop next looks. SIGHUP and SIGUSR1 stay ignored where they are (as by nohup). Handlers are restored on exit.
+    status. A third signal kills it. Code that changes what SIGINT or SIGTERM do (a reward function's library) is undone, with a
+    warning, after its call or when the loop next looks. SIGHUP and SIGUSR1 stay ignored where they are (as by nohup). Handlers are restored on exit.
     Outside the main thread, where Python allows no handlers, it does nothing.
     """
 
@@ -226,11 +226,13 @@ class GracefulStop:
     @property
     def requested(self) -> bool:
         """Whether the run was asked to end."""
-        if self._previous and self._count < 2 and _in_main_thread():
-            self._put_back()
+        self.put_back()
         return self.reason is not None
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """Restore and report handlers that code which the run called has changed."""
+        if not self._previous or self._count >= 2 or not _in_main_thread():
+            return
         changed = [number for number in self._previous if signal.getsignal(number) != self._handle]
         for number in changed:
             signal.signal(number, self._handle)
@@ -312,6 +314,12 @@ class _Watch:
 
 
 _entered: list[GracefulStop] = []
+
+
+def restore_signal_handlers() -> None:
+    """Restore the handlers of the signals that end a run, after code that may have changed them."""
+    for stop in _entered:
+        stop.put_back()
 
 
 def _after_fork() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable
 from nemo_rl_cpp.errors import one_sentence, user_code
+from nemo_rl_cpp.user_code import call_user
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun
@@ -121,7 +122,7 @@ def _tell(callback: Callback, method: str, event: RunEvent) -> None:
     function = getattr(callback, method, None)
     if function is not None:
         with user_code(f"callback {type(callback).__name__}.{method}"):
-            function(event)
+            call_user(function, event)
 
 
 def _last(run: TrainingRun) -> Metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.checkpointing import check_metric_name, check_weights, metric_of, publish, save_if_due
@@ -12,10 +13,11 @@ from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.validation import ValidationResult, mean_word, reached_target
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
-from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
+from nemo_rl_cpp.errors import in_user_code, one_sentence, short_path, tracebacks_go_to
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.telemetry.memory import startup_objects_frozen
 from nemo_rl_cpp.telemetry.performance import Devices, performance_metrics
+from nemo_rl_cpp.user_code import serve
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun
@@ -183,7 +185,7 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
         services.report.start()
     try:
         with services.stop, startup_objects_frozen():
-            loop(run)
+            serve(partial(loop, run))
         status = ended_as(run)
         published = publish(run) if status == "finished" else {}
         services.callbacks.end(run, status)
@@ -245,11 +247,11 @@ def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]
     if services.saves and state.step:
         latest = services.checkpoints.checkpoint_dir / f"step_{state.step}"
         if latest.is_dir():
-            table["checkpoint"] = f"{latest} (model: {latest / 'policy' / 'weights'})"
+            table["checkpoint"] = f"{short_path(latest)} (model: {short_path(latest / 'policy' / 'weights')})"
     if services.logger is not None:
-        table["logs"] = str(services.logger.log_dir)
+        table["logs"] = short_path(services.logger.log_dir)
     if services.report is not None:
-        table["report"] = str(services.report.path)
+        table["report"] = short_path(services.report.path)
     return table
 
 

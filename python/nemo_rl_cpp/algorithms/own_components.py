@@ -21,6 +21,7 @@ from nemo_rl_cpp.config.ppo import GAEConfig
 from nemo_rl_cpp.dotted_names import GivenObject, import_object, is_dotted, search_for_modules
 from nemo_rl_cpp.errors import user_code
 from nemo_rl_cpp.preflight.components import ESTIMATORS, LOSS, check_component, make_component
+from nemo_rl_cpp.user_code import call_user
 
 Estimator = AdvantageEstimator | Callable[..., Tensor] | Mapping[str, object] | str | None
 """What may be given for an advantage estimator from Python."""
@@ -60,7 +61,7 @@ class OwnEstimator(AdvantageEstimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         with user_code(f"advantage estimator {self.name}"):
-            given = self._made.call(prompt_ids=prompt_ids, rewards=rewards, mask=mask, **batch)
+            given = call_user(self._made.call, prompt_ids=prompt_ids, rewards=rewards, mask=mask, **batch)
         if not self._gives_returns:
             return self._checked(given, "advantages", mask)
         advantages, returns = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
@@ -112,8 +113,12 @@ class OwnLoss(LossFunction):
         self, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor, **inputs: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         with user_code(f"loss {self.name}"):
-            given = self._made.call(
-                data=data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks, **inputs
+            given = call_user(
+                self._made.call,
+                data=data,
+                global_valid_seqs=global_valid_seqs,
+                global_valid_toks=global_valid_toks,
+                **inputs,
             )
         loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not isinstance(metrics, Mapping):

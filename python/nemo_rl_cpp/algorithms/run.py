@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -40,6 +41,7 @@ from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
 from nemo_rl_cpp.telemetry.memory import PhaseMemory
 from nemo_rl_cpp.telemetry.starvation import StarvationWatch
 from nemo_rl_cpp.telemetry.timer import TimeoutChecker, Timer
+from nemo_rl_cpp.user_code import serve
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
 
@@ -214,7 +216,7 @@ class TrainingRun:
         """Validates the present weights. ValueError without validation data."""
         if self.validator is None:
             raise ValueError("there is no validation data: set data.validation")
-        return validate_now(self)
+        return serve(partial(validate_now, self))
 
     def evaluate(self, config: EvalMasterConfig) -> EvalResult:
         """Evaluates the present weights as the configuration of an evaluation says (`load_eval_config`): its data, environment,
@@ -222,7 +224,7 @@ class TrainingRun:
         from nemo_rl_cpp.evals.eval import evaluate_policy
 
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
-        return evaluate_policy(self.policy, self.tokenizer, config, longest)
+        return serve(partial(evaluate_policy, self.policy, self.tokenizer, config, longest))
 
     def close(self, patience: float | None = None) -> None:
         """Ends the environments', the cluster's and the engine's processes and gives logs and checkpoint folder free; may be called again. An environment that

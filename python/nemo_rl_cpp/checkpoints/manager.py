@@ -60,7 +60,7 @@ class CheckpointManager:
         if not section.checkpoint_dir:
             raise ValueError("checkpointing.checkpoint_dir is empty: give the folder that will hold the checkpoints")
         self.enabled = bool(section.enabled)
-        self.checkpoint_dir = Path(section.checkpoint_dir)
+        self.checkpoint_dir = Path(section.checkpoint_dir).absolute()  # the user's code may change the working folder
         self.metric_name = section.metric_name
         self.higher_is_better = bool(section.higher_is_better)
         self.save_period = int(section.save_period)

@@ -37,7 +37,7 @@ class CheckpointStore:
     (`acquire` to `release`), or for a whole run (`claim` to `close`)."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = root.absolute()
         self._lock: FolderLock | None = None
         self._claimed = self._made = self._saving = False
         self._verified: dict[tuple[Path, int], str | None] = {}
@@ -90,7 +90,7 @@ class CheckpointStore:
 
     def temporary(self, step: int) -> Path:
         """Absolute path of `tmp_step_N`."""
-        return self.root.absolute() / f"tmp_step_{step}"
+        return self.root / f"tmp_step_{step}"
 
     def make_temporary(self, step: int) -> Path:
         """Makes `tmp_step_N`, empty; what else has that name (no folder of ours: `recover` removes those) is set aside."""
@@ -213,7 +213,7 @@ class CheckpointStore:
         if not self.root.is_dir():
             return []
         order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
-        found = ((_FOLDER.fullmatch(path.name), path) for path in self.root.absolute().iterdir())
+        found = ((_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir())
         listed = [(match[1], int(match[2]), path) for match, path in found if match and path.is_dir()]
         return sorted(listed, key=lambda entry: (order[entry[0]], entry[1]))
 

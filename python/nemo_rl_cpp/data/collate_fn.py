@@ -14,7 +14,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     return BatchedDataDict(
         message_log=[datum["message_log"] for datum in data_batch],
         length=length,
-        loss_multiplier=torch.tensor([datum["loss_multiplier"] for datum in data_batch]),
+        loss_multiplier=torch.tensor([float(datum["loss_multiplier"]) for datum in data_batch], dtype=torch.float32),
         extra_env_info=[datum["extra_env_info"] for datum in data_batch],
         task_name=[datum.get("task_name") for datum in data_batch],
         idx=[datum["idx"] for datum in data_batch],

@@ -12,6 +12,7 @@ from nemo_rl_cpp.data.config_access import get_field
 from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
 from nemo_rl_cpp.data.random_order import permutation
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.user_code import call_user
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.data import DataConfig
@@ -161,7 +162,7 @@ class MultipleDataloaderWrapper:
 
     def __next__(self) -> BatchedDataDict:
         if self._custom is not None:
-            batch, self.data_iterators = self._custom(self.data_iterators, self.dataloaders, **self.records)
+            batch, self.data_iterators = call_user(self._custom, self.data_iterators, self.dataloaders, **self.records)
         else:
             batch = self._in_turn()
         size = batch.size if hasattr(batch, "size") else len(next(iter(batch.values())))

@@ -15,6 +15,7 @@ from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, Environmen
 from nemo_rl_cpp.environments.loading import import_object
 from nemo_rl_cpp.environments.reward_values import finite_number
 from nemo_rl_cpp.errors import one_sentence, user_code
+from nemo_rl_cpp.user_code import call_user
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -102,8 +103,8 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
         """Makes one rollout."""
 
     def run_rollouts(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
-        """Makes all rollouts, `max_concurrency` at a time."""
-        results = asyncio.run(self._all(tasks))
+        """Make all rollouts, `max_concurrency` at a time."""
+        results = call_user(self._all, tasks)
         for result in results:
             for name, value in result.metrics.items():
                 self._measured.setdefault(name, []).append(float(value))
@@ -158,8 +159,12 @@ AgentFunction = Callable[[AgentTask], "Awaitable[float | AgentResult] | float | 
 
 
 class AgentFunctionEnvironment(AgentEnvironment):
-    """Rollouts by a function of the user's, `env.agent.function`: it takes an `AgentTask`, asks the policy with a client of its
-    own, and returns the reward. It may be `async`; one that is not runs in a thread of its own."""
+    """Make rollouts by the user's function `env.agent.function`: it takes an `AgentTask`, asks the policy with a client, and
+    returns the reward.
+
+    Async functions run together on the run's event loop (`user_code.py`). A plain function blocks its thread, so each call has
+    a thread; with `max_concurrency` 1 it runs where the user's code runs, and may use signals.
+    """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         from nemo_rl_cpp.config.env import AgentEnvConfig
@@ -177,7 +182,8 @@ class AgentFunctionEnvironment(AgentEnvironment):
             if inspect.iscoroutinefunction(self._function):
                 given = await self._function(task)
             else:
-                given = await _in_thread(self._function, task)
+                alone = self._max_concurrency == 1
+                given = call_user(self._function, task) if alone else await _in_thread(self._function, task)
                 if inspect.isawaitable(given):
                     given = await given
         except Exception:  # not the end of the rollout's time, which is no error of the user's code

@@ -1,8 +1,9 @@
 """`Class.remote(...)`: an object whose methods can also be called as `method.remote(...)`.
 
 Where this program has started or joined Ray, the object lives in Ray actors (`ray_environment.py`), and `ray.get` waits for a
-result. Else it lives in this process: the calls of one object run one after another on a thread of its own, as an actor's do,
-so that several environments work at the same time. `nemo_rl_cpp.distributed.get` waits for either.
+result. Else it lives in this process: the calls of one object run one after another, as an actor's do. Those of the user's class
+run where the user's code runs (`user_code.py`). An environment of this package has a thread, so that several work at the same
+time. `nemo_rl_cpp.distributed.get` waits for either.
 """
 
 import queue
@@ -16,6 +17,7 @@ from nemo_rl_cpp.distributed.futures import Future, get
 from nemo_rl_cpp.distributed.ray_session import ray_in_use
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.environments.ray_environment import RayEnvironment, ray_environment
+from nemo_rl_cpp.user_code import call_user, is_users, runs_here
 
 DEADLINE_S = 1800.0  # of an answer of an actor that somebody else has made
 _END_SECONDS = 10.0  # for an environment to end its own processes
@@ -60,7 +62,10 @@ class LocalActor:
 
     def _submit(self, call: Callable[[], object]) -> Future:
         future = Future()
-        if threading.current_thread() is self._thread:  # an object that calls itself must not wait for itself
+        if is_users(type(self._instance)):
+            call = partial(call_user, call)
+        # an object that calls itself must not wait for itself, nor a thread for the calls that it makes itself
+        if threading.current_thread() is self._thread or runs_here():
             future.run(call)
             return future
         with self._lock:
@@ -119,9 +124,11 @@ class EnvironmentLostError(WorkerLostError):
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
-    """Starts `handle.method(...)`: a future or a reference of Ray's where the method has `.remote`, else the value itself."""
+    """Start `handle.method(...)`, and return a future or a reference of Ray's where the method has `.remote`, else the value."""
     function = getattr(handle, method)
-    return getattr(function, "remote", function)(*args, **kwargs)
+    if hasattr(function, "remote"):
+        return function.remote(*args, **kwargs)
+    return call_user(function, *args, **kwargs) if is_users(type(handle)) else function(*args, **kwargs)
 
 
 def answer_of(handle: object, result: object, name: str) -> Any:

@@ -11,9 +11,10 @@ from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.environments.loading import reward_function
-from nemo_rl_cpp.environments.reward_values import awaited, check_signature, distinct_names, rewards_of
+from nemo_rl_cpp.environments.reward_values import check_signature, distinct_names, rewards_of
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
 from nemo_rl_cpp.errors import user_code
+from nemo_rl_cpp.user_code import call_user
 
 RewardFunction = Callable[..., Sequence[float | None]]
 Columns = dict[str, list[object]]
@@ -92,7 +93,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         scored = [False] * len(metadata)
         parts: dict[str, torch.Tensor] = {}
         for i, (function, weight) in enumerate(zip(self._functions, self._weights)):
-            part = torch.zeros(len(metadata))
+            part = torch.zeros(len(metadata), dtype=torch.float32)
             for row, value in enumerate(_call(function, self._names[i], columns, len(metadata))):
                 if value is not None:
                     scored[row] = True
@@ -170,7 +171,7 @@ def _numbers(weights: object) -> list[float]:
 
 def _call(function: RewardFunction, name: str, columns: Columns, rows: int) -> list[float | None]:
     with user_code(f"reward function {name}", partial(_missing_column, columns)):
-        returned = awaited(function(**_asked_for(function, name, columns)))
+        returned = call_user(function, **_asked_for(function, name, columns))
     return rewards_of(name, returned, rows)
 
 

@@ -1,10 +1,8 @@
 """Names of reward functions, and checks of what they return."""
 
-import asyncio
 import inspect
 import math
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -48,31 +46,6 @@ def check_signature(function: Callable[..., object]) -> None:
         raise ValueError(
             f"reward function {name} takes {unnamed!r} by position only: it is called with keywords (completions=...)"
         )
-
-
-def awaited(returned: object) -> object:
-    """The result of what an async function returned; anything else as it is."""
-    if not inspect.isawaitable(returned):
-        return returned
-    results: list[tuple[object, BaseException | None]] = []
-
-    async def wait(what: Awaitable[object]) -> object:
-        return await what
-
-    def run() -> None:
-        try:
-            results.append((asyncio.run(wait(returned)), None))
-        except BaseException as error:  # noqa: BLE001 - it goes on to the caller
-            results.append((None, error))
-
-    # a thread of its own: a notebook's has an event loop already
-    thread = threading.Thread(target=run, name="reward function")
-    thread.start()
-    thread.join()
-    value, error = results[0]
-    if error is not None:
-        raise error
-    return value
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.sources import find_policy_weights
+from nemo_rl_cpp.user_code import serve
 
 
 @dataclass
@@ -47,7 +49,7 @@ class EvaluationRun:
 
     def evaluate(self) -> EvalResult:
         """Generates, scores and prints the table."""
-        return run_env_eval(self.generation, self.loader, self.environment, self.config)
+        return serve(partial(run_env_eval, self.generation, self.loader, self.environment, self.config))
 
     def close(self) -> None:
         """Ends the environment's processes; may be called again."""

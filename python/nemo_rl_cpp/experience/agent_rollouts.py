@@ -107,10 +107,11 @@ def _attach(
     names = dict.fromkeys(name for r in results if isinstance(r.reward, dict) for name in r.reward)
     for name in names:
         batch[f"reward/{name}"] = torch.tensor(
-            [r.reward.get(name, 0.0) if isinstance(r.reward, dict) else 0.0 for r in results]
+            [r.reward.get(name, 0.0) if isinstance(r.reward, dict) else 0.0 for r in results], dtype=torch.float32
         )
     batch["total_reward"] = torch.tensor(
-        [float(sum(r.reward.values())) if isinstance(r.reward, dict) else float(r.reward) for r in results]
+        [float(sum(r.reward.values())) if isinstance(r.reward, dict) else float(r.reward) for r in results],
+        dtype=torch.float32,
     )
     return [
         SampleStats(

@@ -129,7 +129,9 @@ class Conversations:
         if isinstance(rewards, WeightedParts):
             self.weights |= {name.removeprefix("reward/"): weight for name, weight in rewards.weights.items()}
         for name, values in components.items():
-            total = self.rewards.setdefault(name.removeprefix("reward/"), torch.zeros(len(self.stats)))
+            total = self.rewards.setdefault(
+                name.removeprefix("reward/"), torch.zeros(len(self.stats), dtype=torch.float32)
+            )
             total[self.active] += values
 
     def finish(self) -> DatumBatch:
@@ -141,7 +143,7 @@ class Conversations:
         self.batch["stop_strings"] = self.stop_strings
         self.batch |= {f"reward/{name}": values for name, values in self.rewards.items() if name}
         weighted = (values * self.weights.get(name, 1.0) for name, values in self.rewards.items())
-        self.batch["total_reward"] = sum(weighted, torch.zeros(len(self.stats)))
+        self.batch["total_reward"] = sum(weighted, torch.zeros(len(self.stats), dtype=torch.float32))
         self.batch["truncated"] = torch.tensor([stats.truncated for stats in self.stats], dtype=torch.bool)
         if self.masked:
             self.batch["mask_sample"] = torch.tensor([self.masked.get(row, False) for row in range(len(self.stats))])

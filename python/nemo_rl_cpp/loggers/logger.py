@@ -38,7 +38,7 @@ class Logger(LoggerInterface):
         if not section.log_dir:
             raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
         self.base_log_dir = str(section.log_dir)
-        self.log_dir = Path(section.log_dir)
+        self.log_dir = Path(section.log_dir).absolute()  # the user's code may change the working folder
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.loggers: list[LoggerBackend] = []
         self.wandb_logger: WandbLogger | None = None

@@ -60,7 +60,7 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
             observations=[{"role": "environment", "content": hint} for hint in hints],
             metadata=states,
             next_stop_strings=[self.stop_strings] * len(metadata),
-            rewards=torch.tensor(rewards),
+            rewards=torch.tensor(rewards, dtype=torch.float32),
             terminateds=torch.tensor(ended),
             answers=answers,
         )

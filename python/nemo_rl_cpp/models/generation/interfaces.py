@@ -106,7 +106,7 @@ class Responses:
         # masks select row after row, which is the ragged order
         output_ids[is_prompt] = prompts.tokens["input_ids"]
         output_ids[is_new] = self.token_ids
-        logprobs = torch.zeros(is_new.shape)
+        logprobs = torch.zeros(is_new.shape, dtype=torch.float32)
         logprobs[is_new] = self.logprobs
         return BatchedDataDict(
             output_ids=output_ids, generation_lengths=self.lengths, unpadded_sequence_lengths=total, logprobs=logprobs,

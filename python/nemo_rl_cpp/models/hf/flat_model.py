@@ -224,7 +224,9 @@ class ShardedModel:
         with torch.no_grad():
             return torch.cat(
                 [
-                    torch.zeros(p.to_local().numel()) if p.grad is None else p.grad.to_local().reshape(-1)
+                    torch.zeros(p.to_local().numel(), dtype=torch.float32)
+                    if p.grad is None
+                    else p.grad.to_local().reshape(-1)
                     for p in self._parameters
                 ]
             )

@@ -248,7 +248,7 @@ class ShardedTrainer(HfTrainer):
             if first == wish:
                 return
             if first == Wish.BACKWARD:
-                super().backward(torch.zeros(1 + int(self._kept[1].places.max())))
+                super().backward(torch.zeros(1 + int(self._kept[1].places.max()), dtype=torch.float32))
             else:
                 keep = first > Wish.SCORE
                 self._kept = None
@@ -287,5 +287,5 @@ class ShardedTrainer(HfTrainer):
     def _both_moments(self) -> tuple[Tensor, Tensor]:
         if self._moments is None:
             total = self.model.flat_layout.total
-            self._moments = torch.zeros(total), torch.zeros(total)
+            self._moments = (torch.zeros(total, dtype=torch.float32), torch.zeros(total, dtype=torch.float32))
         return self._moments

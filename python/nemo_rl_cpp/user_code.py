@@ -1,0 +1,296 @@
+"""Where the user's code runs: in the thread that began the run, on one event loop for the life of that thread.
+
+A reward function, an environment, an agent, a loss, an estimator, a callback or a data processor finds the Python that a script
+has. Signals work (`signal.alarm`, math-verify's time limits), and a client, lock or semaphore that was made once works at every
+step. For that `serve` moves the run into a thread of its own. The thread that began the run, the main thread of a program, makes
+the calls that the run asks for by `call_user`: functions one after the other, coroutines together.
+
+After each call the process is put back to the state in which the run began (`_ProcessState`). So what the user's code changes
+reaches neither the run's results nor its files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ctypes
+import inspect
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from nemo_rl_cpp.interrupts import GRACE_SECONDS, Ended, restore_signal_handlers
+
+_CANCEL_SECONDS = 1.0  # for coroutines of an interrupted run to end
+
+
+def call_user(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    """Call the user's `function` where the user's code runs, and return its result; an awaitable result is awaited.
+
+    Raises what the function raises. Outside a run (see `serve`) the present thread makes the call.
+    """
+    call = partial(function, *args, **kwargs)
+    serving = _serving[-1] if _serving else None
+    if serving is None or serving.is_here:
+        return _caller().run(call)
+    return serving.ask(call)
+
+
+def is_users(thing: object) -> bool:
+    """Return whether a function, or an object by its class, comes from outside this package."""
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.partition(".")[0] != __name__.partition(".")[0]
+
+
+def runs_here() -> bool:
+    """Return whether the present thread is the one that runs the user's code of a run."""
+    return bool(_serving) and _serving[-1].is_here
+
+
+def serve(work: Callable[[], object]) -> Any:
+    """Return `work()`, done in a thread of its own, while the present thread makes the calls of `call_user`.
+
+    Raises what `work` raises. A KeyboardInterrupt or SystemExit of a signal ends `work`, too. May be nested: a callback may
+    validate.
+    """
+    return _caller().serve(work)
+
+
+class _Caller:
+    """A thread that runs the user's code, and its event loop."""
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()
+        self._calls: deque[tuple[Future, Callable[[], object]]] = deque()
+        self._tasks: set[asyncio.Task] = set()
+        self._loop = asyncio.new_event_loop()
+        self._waits = False  # in `run_forever` for the next call
+        self._ended = False  # by a signal
+
+    @property
+    def is_here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def run(self, call: Callable[[], object]) -> object:
+        """Make a call in this thread, and wait for it."""
+        with _outside_event_loop(), _ProcessState():
+            result = self._called(call)
+            return self._loop.run_until_complete(_result_of(result)) if inspect.isawaitable(result) else result
+
+    def ask(self, call: Callable[[], object]) -> object:
+        """Have this thread make a call, from another one."""
+        grad = _grad_mode()
+        future = Future()
+        if self._ended:
+            raise KeyboardInterrupt
+        self._calls.append((future, call if grad is None else partial(_with_grad_mode, grad, call)))
+        self._wake()
+        return future.result()
+
+    def serve(self, work: Callable[[], object]) -> object:
+        done = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+                done.set_exception(error)
+            self._wake()
+
+        # a thread sees the caller's context variables, as a direct call would
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="run", daemon=True)
+        state = _ProcessState()
+        self._ended = False
+        _serving.append(self)
+        try:
+            with _outside_event_loop():
+                thread.start()
+                self._make_calls(done, state)
+        except BaseException:
+            self._end(thread)
+            raise
+        finally:
+            _serving.remove(self)
+        return done.result()
+
+    def _make_calls(self, done: Future, state: _ProcessState) -> None:
+        """Make calls until `done`. No event loop runs while a function does, which may want to run one itself."""
+        while True:
+            if self._calls:
+                self._begin(*self._calls.popleft(), state)
+            elif done.done():
+                return
+            else:
+                self._waits = True
+                try:
+                    self._loop.run_forever()
+                except SystemExit as error:  # `sys.exit` in a coroutine: its caller is told
+                    if isinstance(error, Ended):
+                        raise
+                finally:
+                    self._waits = False
+
+    def _begin(self, future: Future, call: Callable[[], object], state: _ProcessState) -> None:
+        try:
+            with state:
+                result = self._called(call)
+        except BaseException as error:
+            future.set_exception(error)
+            if isinstance(error, (KeyboardInterrupt, Ended)):
+                raise
+            return
+        if not inspect.isawaitable(result):
+            future.set_result(result)
+            return
+        task = self._loop.create_task(_finish(result, future, state))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _called(self, call: Callable[[], object]) -> object:
+        if self._loop.is_closed():
+            self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)  # asyncio.run in the user's code leaves none
+        return call()
+
+    def _wake(self) -> None:
+        with suppress(
+            RuntimeError
+        ):  # the user's code has closed the loop, so it is at work and looks for calls after it
+            self._loop.call_soon_threadsafe(self._stop_waiting)
+
+    def _stop_waiting(self) -> None:
+        if self._waits:  # else the user's code runs the loop
+            self._loop.stop()
+
+    def _end(self, thread: threading.Thread) -> None:
+        """End the run's thread and the coroutines after a signal."""
+        self._ended = True
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+        )
+        while self._calls:
+            self._calls.popleft()[0].set_exception(KeyboardInterrupt())
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks and not self._loop.is_running():
+            with _outside_event_loop():
+                self._loop.run_until_complete(asyncio.wait(set(self._tasks), timeout=_CANCEL_SECONDS))
+        thread.join(GRACE_SECONDS)
+
+
+_serving: list[_Caller] = []  # innermost last
+_of_thread = threading.local()
+
+
+def _caller() -> _Caller:
+    """Return the present thread's caller. Its loop lives as long as the thread, so that a client serves several runs."""
+    if not hasattr(_of_thread, "caller"):
+        _of_thread.caller = _Caller()
+    return _of_thread.caller
+
+
+async def _result_of(result: Awaitable[object]) -> object:
+    return await result
+
+
+async def _finish(result: Awaitable[object], future: Future, state: _ProcessState) -> None:
+    try:
+        with state:
+            value = await result
+    except BaseException as error:
+        future.set_exception(error)
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+    else:
+        future.set_result(value)
+
+
+@contextmanager
+def _outside_event_loop() -> Iterator[None]:
+    """Let this thread run an event loop although one is running, as a notebook's kernel has it: that one waits for us anyway."""
+    running = asyncio._get_running_loop()
+    if running is None:
+        yield
+        return
+    task = asyncio.current_task(running)
+    if task is not None:
+        asyncio.tasks._leave_task(running, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
+        asyncio.set_event_loop(running)
+        if task is not None:
+            asyncio.tasks._enter_task(running, task)
+
+
+def _grad_mode() -> bool | None:
+    torch = sys.modules.get("torch")
+    return torch.is_grad_enabled() if torch is not None and hasattr(torch, "is_grad_enabled") else None
+
+
+def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
+    """Make a call under the gradient mode of the thread that asked for it: a loss wants a graph."""
+    import torch
+
+    with torch.set_grad_enabled(enabled):
+        return call()
+
+
+class _ProcessState:
+    """What the user's code may change of the process, as it was when this object was made; put back on exit.
+
+    The working folder, the handlers of the signals that end a run, and torch's default dtype, gradient mode, thread count and
+    deterministic mode. Random generators need no care: every draw of a run has a generator of its own.
+    """
+
+    def __init__(self) -> None:
+        self._folder = _folder()
+        self._torch = _torch_state()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        if self._folder is not None and _folder() != self._folder:
+            with suppress(OSError):  # it was deleted
+                os.chdir(self._folder)
+        now = _torch_state()
+        for name, value in self._torch.items():
+            if now.get(name) != value:
+                _TORCH_STATE[name][1](sys.modules["torch"], value)
+        restore_signal_handlers()
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+_TORCH_STATE: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    "dtype": (lambda torch: torch.get_default_dtype(), lambda torch, value: torch.set_default_dtype(value)),
+    "grad": (lambda torch: torch.is_grad_enabled(), lambda torch, value: torch.set_grad_enabled(value)),
+    "threads": (lambda torch: torch.get_num_threads(), lambda torch, value: torch.set_num_threads(value)),
+    "device": (lambda torch: torch.get_default_device(), lambda torch, value: torch.set_default_device(value)),
+    "deterministic": (
+        lambda torch: torch.are_deterministic_algorithms_enabled(),
+        lambda torch, value: torch.use_deterministic_algorithms(value),
+    ),
+}
+"""name -> (read, write)."""
+
+
+def _torch_state() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_device"):  # not loaded, or being loaded
+        return {}
+    return {name: read(torch) for name, (read, _) in _TORCH_STATE.items()}

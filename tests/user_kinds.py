@@ -1,0 +1,165 @@
+"""Twelve kinds of code that users write, each of which gives the share of sevens in an answer: as reward functions, as an
+environment and as an agent."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from digit_agent import ask, client_of
+from nemo_rl_cpp.environments.agents import AgentResult
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+
+
+def sevens(text):
+    return text.count("7") / 3
+
+
+def plain(completions, **columns):
+    return [sevens(text) for text in completions]
+
+
+async def coroutine(completions, **columns):
+    await asyncio.sleep(0)
+    return plain(completions)
+
+
+class Callable:
+    def __call__(self, completions, **columns):
+        return plain(completions)
+
+
+class _Client:
+    """As clients of HTTP do, it belongs to the event loop that used it first."""
+
+    loop = None
+
+    async def post(self, text):
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert asyncio.get_running_loop() is self.loop, "bound to a different event loop"
+        await asyncio.sleep(0)
+        return sevens(text)
+
+
+CLIENT = _Client()
+SLOTS = asyncio.Semaphore(2)
+
+
+async def client_made_once(completions, **columns):
+    async def one(text):
+        async with SLOTS:
+            return await CLIENT.post(text)
+
+    return await asyncio.gather(*map(one, completions))
+
+
+class LockInConstructor:
+    def __init__(self):
+        self.lock = asyncio.Lock()
+
+    async def __call__(self, completions, **columns):
+        async def one(text):
+            async with self.lock:
+                await asyncio.sleep(0)
+                return sevens(text)
+
+        return await asyncio.gather(*map(one, completions))
+
+
+def signal_timeout(completions, **columns):
+    """As math-verify limits its time; what fails scores 0, as users write it."""
+    try:
+        before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 60)
+        try:
+            return plain(completions)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    except ValueError:
+        return [0.0] * len(completions)
+
+
+def runs_a_program(completions, **columns):
+    said = subprocess.run(["cat"], input="\n".join(completions), capture_output=True, text=True, check=True).stdout
+    return plain(said.split("\n"))
+
+
+def thread_pool(completions, **columns):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(sevens, completions))
+
+
+def changes_folder(completions, **columns):
+    os.chdir("/")
+    return plain(completions)
+
+
+def changes_torch(completions, **columns):
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.manual_seed(0)
+    return torch.tensor(plain(completions))
+
+
+def prints(completions, **columns):
+    print(len(completions), "answers")
+    return plain(completions)
+
+
+def slow(completions, **columns):
+    time.sleep(0.02)
+    return plain(completions)
+
+
+callable_object, lock_in_constructor = Callable(), LockInConstructor()
+KINDS = {
+    "plain": plain, "coroutine": coroutine, "callable_object": callable_object, "client_made_once": client_made_once,
+    "lock_in_constructor": lock_in_constructor, "signal_timeout": signal_timeout, "runs_a_program": runs_a_program,
+    "thread_pool": thread_pool, "changes_folder": changes_folder, "changes_torch": changes_torch, "prints": prints, "slow": slow,
+}  # fmt: skip
+
+
+async def by_kind(completions):
+    """{kind: its scores}"""
+    scores = {}
+    for name, function in KINDS.items():
+        given = function(completions=completions)
+        scores[name] = [float(value) for value in (await given if asyncio.iscoroutine(given) else given)]
+    return scores
+
+
+class Environment(EnvironmentInterface):
+    """The mean of all kinds, and each as a metric."""
+
+    def __init__(self, cfg):
+        self.scores = {name: [] for name in KINDS}
+
+    async def step(self, message_log_batch, metadata):
+        scores = await by_kind([log[-1]["content"] for log in message_log_batch])
+        for name, values in scores.items():
+            self.scores[name] += values
+        size = len(metadata)
+        rewards = torch.tensor([sum(row) / len(row) for row in zip(*scores.values())])
+        nothing = [{"role": "environment", "content": ""}] * size
+        return EnvironmentReturn(nothing, metadata, [None] * size, rewards, torch.ones(size), None)
+
+    def pop_metrics(self):
+        metrics = {f"rewards/{name}": sum(values) / len(values) for name, values in self.scores.items() if values}
+        self.scores = {name: [] for name in KINDS}
+        return metrics
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+
+async def agent(task):
+    """Asks for an answer and scores it by every kind."""
+    async with client_of(task) as client:
+        answer = await ask(task, client, task.messages[0]["content"], max_tokens=3)
+    scores = {f"rewards/{name}": values[0] for name, values in (await by_kind([answer["text"]])).items()}
+    return AgentResult(scores["rewards/plain"], metrics=scores)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from nemo_rl_cpp import errors
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.errors import UserCodeError, guarded, one_sentence, save_traceback, user_place
+from nemo_rl_cpp.errors import UserCodeError, guarded, one_sentence, save_traceback, user_code, user_place
 from nemo_rl_cpp.interrupts import Ended
 
 LOG = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]]
@@ -202,3 +202,13 @@ def test_debug_prints_the_traceback_too(capsys, monkeypatch, tmp_path):
     assert "Traceback (most recent call last)" in shown and shown.splitlines()[-1].startswith(
         "error: reward function missing"
     )
+
+
+def test_an_error_is_told_although_the_working_folder_is_gone(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ZeroDivisionError) as caught, user_code("reward function f"):
+        exec(compile("1 / 0", "<string>", "exec"))
+    assert "reward function f failed with ZeroDivisionError: division by zero" in one_sentence(caught.value)

@@ -117,6 +117,8 @@ def test_every_kind_has_its_reward_from_python(tmp_path, monkeypatch):
         rewards = rewards_of(result.history)
         assert all(values == rewards["plain"] for values in rewards.values()) and rewards["plain"][0] > 0
         assert result.log_dir.parent == tmp_path / "logs"
+    found = nemo_rl_cpp.evaluate(result, rows, dict(user_kinds.KINDS), temperature=1.0).metrics
+    assert {found[f"rewards/{name}"] for name in user_kinds.KINDS} == {found["rewards/plain"]} != {0.0}
 
 
 def test_losses_estimators_and_callbacks_run_in_the_main_thread(tmp_path):

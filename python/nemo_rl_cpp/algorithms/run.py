@@ -224,7 +224,7 @@ class TrainingRun:
         from nemo_rl_cpp.evals.eval import evaluate_policy
 
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
-        return serve(partial(evaluate_policy, self.policy, self.tokenizer, config, longest))
+        return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
     def close(self, patience: float | None = None) -> None:
         """Ends the environments', the cluster's and the engine's processes and gives logs and checkpoint folder free; may be called again. An environment that

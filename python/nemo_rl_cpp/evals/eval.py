@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,7 +48,7 @@ class EvaluationRun:
 
     def evaluate(self) -> EvalResult:
         """Generates, scores and prints the table."""
-        return serve(partial(run_env_eval, self.generation, self.loader, self.environment, self.config))
+        return run_env_eval(self.generation, self.loader, self.environment, self.config)
 
     def close(self) -> None:
         """Ends the environment's processes; may be called again."""
@@ -205,12 +204,15 @@ def measure(
     wanted = master_config.eval
     run = _Run(vllm_generation, env, master_config)
     start = time.perf_counter()
-    with generating(vllm_generation):
-        for batch in dataloader:
-            run.one(repeat_prompts(batch, wanted.num_tests_per_prompt, run.prompts, stream="eval"))
-            print(
-                f"{run.prompts} prompts, {len(run.rewards)} responses, {time.perf_counter() - start:.1f} s", flush=True
-            )
+
+    def work() -> None:
+        with generating(vllm_generation):
+            for batch in dataloader:
+                run.one(repeat_prompts(batch, wanted.num_tests_per_prompt, run.prompts, stream="eval"))
+                seconds = time.perf_counter() - start
+                print(f"{run.prompts} prompts, {len(run.rewards)} responses, {seconds:.1f} s", flush=True)
+
+    serve(work)
     return run.result(time.perf_counter() - start), run.samples
 
 

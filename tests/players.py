@@ -1,6 +1,7 @@
 """An object that lives in a worker: each method is one way of working together with the other ranks, or of failing."""
 
 import os
+import threading
 from functools import partial
 
 import pytest
@@ -40,6 +41,9 @@ class Player:
         if self.ranks.rank == rank:
             os.kill(os.getpid(), number)
         self.ranks.communicator.barrier(phase="test")
+
+    def surroundings(self, name):
+        return threading.current_thread() is threading.main_thread(), os.environ.get(name)
 
     def tell(self, count, on_told=None):
         for i in range(count):

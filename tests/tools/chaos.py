@@ -7,9 +7,10 @@
 
 Victims are rank 0, rank 1, the worker of an engine with weights of its own (with `--engines 0` there is none, and ranks generate), the
 run's own process ("driver"), and an actor of an environment ("environment": such runs have the executor ray and no engine of its own);
-each is killed (SIGKILL) or stopped (SIGSTOP; the driver for two seconds), in turns. Within the deadline the run must have ended with the
-name of the lost rank, or go on where the driver was only stopped or an environment was lost that may be asked again; no process may be left; and the run that is resumed after all of it must leave the same bits as an
-unbroken one. With `--side-by-side` the blows are dealt to so many chains, each with folders and an unbroken run of its own, since a run that waits for
+each is killed (SIGKILL) or stopped (SIGSTOP; the driver for two seconds), in turns. An environment is only killed: the run waits for a
+stopped one as long as for a slow one. Within the deadline the run must have ended with the name of the lost rank, or go on where the
+driver was only stopped or an environment was lost that may be asked again; no process may be left; and the run that is resumed after
+all of it must leave the same bits as an unbroken one. With `--side-by-side` the blows are dealt to so many chains, each with folders and an unbroken run of its own, since a run that waits for
 a deadline leaves the processors to another. Exit status 1 if anything fails.
 """
 
@@ -218,7 +219,9 @@ def main() -> int:
 def campaign(arguments: argparse.Namespace, victims: list[str], overrides: list[str]) -> int:
     """Strikes these victims of one kind of run; how much was wrong."""
     blows = [
-        (victim, signal.SIGSTOP if turn % 2 else signal.SIGKILL) for turn in range(arguments.each) for victim in victims
+        (victim, signal.SIGSTOP if turn % 2 and victim != "environment" else signal.SIGKILL)
+        for turn in range(arguments.each)
+        for victim in victims
     ]
     chains = [
         Chain(arguments.config, arguments.steps, overrides, number, arguments.seed)

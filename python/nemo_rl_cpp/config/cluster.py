@@ -44,7 +44,8 @@ class ClusterConfig(Section):
         "with executor ray: how often each Ray actor of an environment is started again after it was lost, and asked again, where the environment allows it (can_be_asked_again); others end the run",
     )
     communication_timeout_s: Annotated[float, Field(gt=0)] = key(
-        1800.0, "seconds that one message between worker processes may take, waiting for a slower one included"
+        1800.0,
+        "seconds that one message between worker processes may take, waiting for a slower one included; with executor ray also one answer of an environment",
     )
 
     @property

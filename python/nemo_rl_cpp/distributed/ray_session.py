@@ -3,7 +3,16 @@
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from types import ModuleType
+
+# Variables that actors do not take over from the run. The others are arguments of an actor, not of its `runtime_env`, which Ray writes
+# into its logs and onto command lines: keys of services are among them.
+_OF_A_MACHINE = {
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "SHLVL", "HOSTNAME", "PWD", "OLDPWD", "_", "TMPDIR", "VIRTUAL_ENV",
+    "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
+}  # fmt: skip
+_OF_A_PROCESS = ("RAY_", "SLURM_", "LD_")
 
 _lock = threading.Lock()
 _held = {"holders": 0, "ours": False}
@@ -62,9 +71,24 @@ def let_ray_go() -> None:
             ray_module().shutdown()
 
 
-def enter_folder(folder: str) -> None:
-    """Makes `folder`, the working folder of the run, an actor's own, so that relative paths mean the same there. On a node
-    without that folder it says so and stays where it is."""
+def surroundings() -> tuple[str, dict[str, str]]:
+    """Returns the working folder of this process, and its environment variables without those of its machine or process."""
+    return os.getcwd(), {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_A_MACHINE and not name.startswith(_OF_A_PROCESS)
+    }
+
+
+def enter(folder: str, variables: Mapping[str, str]) -> None:
+    """Gives an actor the `surroundings` of the run. What a `runtime_env` of Ray sets keeps its value.
+
+    A node without the folder prints a warning and keeps its own, in which relative paths lead elsewhere.
+    """
+    import ray
+
+    given = ray.get_runtime_context().runtime_env.get("env_vars", {})
+    os.environ.update({name: value for name, value in variables.items() if name not in given})
     try:
         os.chdir(folder)
     except OSError as error:

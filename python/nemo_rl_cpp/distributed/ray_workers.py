@@ -1,38 +1,55 @@
 """Workers as Ray actors, on one machine or on many: one actor a device, in a placement group."""
 
+from __future__ import annotations
+
 import contextlib
 import os
-import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.distributed.actor_watch import STARTED_BY, Clock, kill_stopped
 from nemo_rl_cpp.distributed.process_workers import meeting_place
-from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go
+from nemo_rl_cpp.distributed.ray_session import enter, hold_ray, let_ray_go, surroundings
 from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
 from nemo_rl_cpp.distributed.worker_objects import Answer, WorkerObjects, worker_environment
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 _SLICE = 0.5  # seconds of one wait
-_BEAT_SECONDS = 2.0  # between two questions whether an actor lives
-_PLACES_SECONDS = 60.0  # until a cluster has room for all workers, and then until all have started
+_BEAT_SECONDS = 1.0  # between two signs of life
+_PLACES_SECONDS = 60.0  # until a cluster has room for all workers
+_START_SECONDS = 300.0  # until all of them have started
 
 
 class ActorWorker:
-    """What runs in an actor. `beat` is answered beside a call that lasts."""
+    """What runs in an actor, call by call in the main thread of its process: a user's loss may set signals there."""
 
     def __init__(self) -> None:
         self._objects = WorkerObjects()
 
-    def place(self) -> Answer:
-        """(where other nodes reach this one, the number of its process)."""
-        import ray
+    def start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> Answer:
+        """Enters the run's `surroundings`, and gives signs of life to the store at `host` and `port` from then on.
 
-        return Answer((ray.util.get_node_ip_address(), os.getpid()))
+        Returns (where other nodes reach this one, the number of its process).
+        """
+        return self._objects.answer(lambda: self._start(surroundings, host, port, rank))
+
+    def _start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> tuple[str, int]:
+        enter(*surroundings)
+        import ray
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=_PLACES_SECONDS)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        threading.Thread(target=_beat, args=(store, rank), daemon=True).start()
+        return ray.util.get_node_ip_address(), os.getpid()
 
     def join(self, options: dict) -> Answer:
-        """See `WorkerObjects.join`; `folder` becomes the working folder."""
-        enter_folder(options.pop("folder"))
+        """See `WorkerObjects.join`."""
         silent = options.pop("silent")
         if options["rank"] > 0 or silent:
             sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
@@ -42,9 +59,16 @@ class ActorWorker:
         """See `WorkerObjects.call`."""
         return self._objects.call(target, method, payload)
 
-    def beat(self) -> int:
-        """The number of its process."""
-        return os.getpid()
+
+def _beat(store: TCPStore, rank: int) -> None:
+    while True:
+        with contextlib.suppress(RuntimeError):  # the run's process is stopped
+            store.add(_beats_of(rank), 1)
+        time.sleep(_BEAT_SECONDS)
+
+
+def _beats_of(rank: int) -> str:
+    return f"signs of life of rank {rank}"
 
 
 class RayWorkers(Workers):
@@ -72,7 +96,7 @@ class RayWorkers(Workers):
     ) -> None:  # fmt: skip
         self._silence, self._count, self._role = silence, count, role
         self._actors, self._calls, self._places = [], {}, None
-        self.pids, self._here = [], []  # numbers of all processes, and of those on this node
+        self.pids: list[int] = []
         self._ray = ray = hold_ray(max(count, all_workers or 0) * threads)
         self._holds_ray = True
         try:
@@ -83,33 +107,29 @@ class RayWorkers(Workers):
             self._store = meeting_place(host, deadline)
             meeting = {
                 "size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads, "backend": backend,
-                "folder": os.getcwd(),
             }  # fmt: skip
             places = self._all_started()
             addresses, self.pids = [address for address, _ in places], [pid for _, pid in places]
-            self._here = [pid for pid, address in zip(self.pids, addresses) if address == host]
             self.wait([
                 self._started(rank, "meeting the other ranks", actor.join.remote({"rank": rank, "address": addresses[rank], "silent": role != "rank", **meeting}))
                 for rank, actor in enumerate(self._actors)
             ])  # fmt: skip
         except BaseException:
-            kill_stopped()
             self.kill()
             raise
 
     def _all_started(self) -> list[tuple[str, int]]:
-        """Each actor's `place`. WorkerLostError, which names the first that has ended or does not answer."""
-        calls = [self._started(rank, "starting", actor.place.remote()) for rank, actor in enumerate(self._actors)]
-        self._ray.wait([self._calls[call] for call in calls], num_returns=len(calls), timeout=_PLACES_SECONDS)
+        """Each actor's answer to `start`. WorkerLostError, which names the first that has ended or does not answer."""
+        given = (surroundings(), self.host, self._store.port)
+        calls = [
+            self._started(rank, "starting", actor.start.remote(*given, rank)) for rank, actor in enumerate(self._actors)
+        ]
+        self._ray.wait([self._calls[call] for call in calls], num_returns=len(calls), timeout=_START_SECONDS)
+        silent = f"has not answered for {_START_SECONDS:.0f} s: it is stopped, or gets no processor"
         for call in calls:
             self._look_at(call)
             if not call.done():
-                call.set(
-                    None,
-                    self._lost(
-                        call, f"has not answered for {_PLACES_SECONDS:.0f} s: it is stopped, or gets no processor"
-                    ),
-                )
+                call.set(None, self._lost(call, silent))
         return values_of(calls, self)
 
     def _room(self, count: int, threads: int, gpus: int):
@@ -131,13 +151,13 @@ class RayWorkers(Workers):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return (
-            self._ray.remote(concurrency_groups={"beat": 1})(ActorWorker)
+            self._ray.remote(ActorWorker)
             .options(
                 num_cpus=threads,
                 num_gpus=gpus or None,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
-                runtime_env={"env_vars": {**worker_environment(threads), **STARTED_BY}},
+                runtime_env={"env_vars": worker_environment(threads)},
             )
             .remote()
         )
@@ -165,7 +185,7 @@ class RayWorkers(Workers):
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         """See `Workers.wait`."""
-        patience, beats = Patience(calls), _Beats(self._ray, self._actors, [call.rank for call in calls])
+        patience, beats = Patience(calls), _Beats(self._store, [call.rank for call in calls])
         while (waiting := [call for call in calls if not call.done()]) and not patience.is_over():
             self._ray.wait([self._calls[call] for call in waiting], num_returns=len(waiting), timeout=_SLICE)
             for call in waiting:
@@ -197,10 +217,7 @@ class RayWorkers(Workers):
             return
         for actor in self._actors:
             ray.kill(actor)
-        for pid in self._here:  # Ray asks a process to end; one that is stopped does not hear it
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._actors, self._here = [], []
+        self._actors = []
         if self._places is not None:
             ray.util.remove_placement_group(self._places)
             self._places = None
@@ -209,18 +226,19 @@ class RayWorkers(Workers):
 
 
 class _Beats:
-    """How long the actors have been silent, asked every few seconds."""
+    """Measures how long ranks have been silent, by the signs of life that `store` counts."""
 
-    def __init__(self, ray: ModuleType, actors: list, ranks: list[int]) -> None:
-        self._ray, self._actors, self._asked = ray, actors, {}
-        self._clock = Clock(ranks, 4 * _SLICE + _BEAT_SECONDS)
+    def __init__(self, store: TCPStore, ranks: list[int]) -> None:
+        self._store, self._counts, self._looked = store, {}, time.monotonic()
+        self._heard = dict.fromkeys(ranks, self._looked)
 
     def silence(self, rank: int) -> float:
-        """Seconds since the last sign of life; 0 where this process did not look for a while, since it was stopped."""
-        if (asked := self._asked.get(rank)) is not None and self._ray.wait([asked], timeout=0)[0]:
-            self._clock.heard(rank)
-            del self._asked[rank]
-        silent = self._clock.silence(rank)
-        if rank not in self._asked and silent > _BEAT_SECONDS:
-            self._asked[rank] = self._actors[rank].beat.options(concurrency_group="beat").remote()
-        return silent
+        """Returns the seconds since the last sign of life of a rank."""
+        now = time.monotonic()
+        if now - self._looked > 4 * _SLICE + _BEAT_SECONDS:  # this process was stopped, and the store with it
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked = now
+        count = self._store.add(_beats_of(rank), 0)
+        if count != self._counts.get(rank):
+            self._counts[rank], self._heard[rank] = count, now
+        return now - self._heard[rank]

@@ -32,12 +32,12 @@ class WorkerObjects:
 
     def join(self, threads: int, **meeting: object) -> Answer:
         """Meets the other ranks, see `ranks.connect`; this worker computes on so many threads."""
-        return self._answer(lambda: self._join(threads, meeting))
+        return self.answer(lambda: self._join(threads, meeting))
 
     def call(self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None) -> Answer:  # fmt: skip
         """Calls `method` of object `target` with a pickled (args, kwargs); `__create__` makes the object by a builder. `tell` gets
         what the call hands to its argument `event`. What is no method is read."""
-        return self._answer(lambda: self._call(target, method, payload, event, tell))
+        return self.answer(lambda: self._call(target, method, payload, event, tell))
 
     def _join(self, threads: int, meeting: dict) -> None:
         import torch
@@ -58,7 +58,8 @@ class WorkerObjects:
         return found(*args, **kwargs) if callable(found) else found
 
     @staticmethod
-    def _answer(make: Callable[[], object]) -> Answer:
+    def answer(make: Callable[[], object]) -> Answer:
+        """Calls `make`; what it raises is part of the answer."""
         try:
             return Answer(make())
         except BaseException as error:

@@ -3,11 +3,13 @@
 A handle looks like one of Ray's: `ray.get(env.step.remote(logs, metadata))`. Behind it are one or several actors. An environment
 whose answers follow from the conversation alone (`can_be_asked_again`) is started again when an actor is lost, by Ray, which then
 asks it again. What other environments know is lost with them: then the call raises, and so does every later one.
+
+An actor runs its calls in the main thread of its process, one after another, since a user's code may set signals there. So it has
+neither concurrency groups nor async methods, with which Ray would run them in other threads.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.actor_watch import START_SECONDS, STARTED_BY, ActorWatch, Beat
 from nemo_rl_cpp.distributed.futures import as_raised
-from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go, ray_in_use
+from nemo_rl_cpp.distributed.ray_session import enter, hold_ray, let_ray_go, ray_in_use, surroundings
 from nemo_rl_cpp.distributed.worker_objects import picklable, worker_environment
 from nemo_rl_cpp.errors import in_user_code
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 
-_CALLS_KEPT = 256  # calls since the last pop_metrics that can be made again; nobody who makes more asks for metrics
+START_SECONDS = 300.0  # until an actor has made its environment
 _END_SECONDS = 10.0  # for an environment to end its own processes
 
 
@@ -36,13 +37,11 @@ class ActorSettings:
     """How the actors of environments are kept.
 
     Attributes:
-        silence: seconds without a sign of life after which an actor counts as lost.
         deadline: seconds that one answer may take.
         restarts: how often an actor is started again.
         cpus: of a Ray that is started here.
     """
 
-    silence: float
     deadline: float
     restarts: int
     cpus: int = 1
@@ -51,52 +50,26 @@ class ActorSettings:
     def of(cls, cluster: ClusterConfig) -> ActorSettings:
         """From the section `cluster`."""
         cpus = cluster.processes * (cluster.cpus_per_worker or 1)
-        return cls(cluster.worker_timeout_s, cluster.communication_timeout_s, cluster.environment_restarts, cpus)
+        return cls(cluster.communication_timeout_s, cluster.environment_restarts, cpus)
 
 
 class EnvironmentActor:
-    """What runs in an actor: one environment, made when it is first asked for, so that a restarted actor is there at once, and is
-    missed at once where it is stopped. `make` is what makes it, pickled: the modules of the environment are imported then, too.
+    """What runs in an actor: one environment, made when it is first asked for, so that what its constructor raises is an answer.
+    `make` is what makes it, pickled: the modules of the environment are imported then, too."""
 
-    Its calls come with how many were made before them since the last `pop_metrics`. Where the numbers differ, this is not the
-    process that answered those calls: they are made again before metrics are given, so that counts are as if it had been.
-    """
-
-    def __init__(self, make: bytes, folder: str) -> None:
-        enter_folder(folder)
-        self._make, self._environment, self._calls = make, None, 0
-
-    def beat(self) -> Beat:
-        """A sign of life; answered beside a call that lasts."""
-        import ray
-
-        return Beat(os.getpid(), ray.get_runtime_context().get_node_id())
+    def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
+        enter(folder, variables)
+        self._make, self._environment = make, None
 
     def start(self) -> None:
         """Makes the environment, if it has not been made; raises what its constructor raises."""
         if self._environment is None:
             self._environment = _told(lambda: pickle.loads(self._make)())
 
-    def step(self, arguments: tuple[tuple, dict]) -> EnvironmentReturn:
-        """`step` of the environment with (args, kwargs)."""
-        self._calls += 1
-        return self.call("step", *arguments)
-
     def call(self, method: str, args: tuple, kwargs: Mapping[str, object]) -> object:
         """Any method of the environment."""
         self.start()
         return _told(lambda: getattr(self._environment, method)(*args, **kwargs))
-
-    def pop_metrics(self, steps: Sequence | None) -> dict[str, float]:
-        """The metrics since the last call; `steps`: the arguments of the calls that were made since, None if they are not known."""
-        if steps is not None and self._calls != len(steps):
-            import ray
-
-            self.end()
-            for arguments in steps:
-                self.step(ray.get(arguments, timeout=START_SECONDS))
-        self._calls = 0
-        return self.call("pop_metrics", (), {})
 
     def joined(self, *parts: EnvironmentReturn) -> EnvironmentReturn:
         """The answers to consecutive parts of a batch as one."""
@@ -178,10 +151,8 @@ class RayEnvironment:
     Rows of a batch are dealt to several actors in consecutive parts, as NeMo RL's environments deal them to their workers.
     """
 
-    def __init__(self, cls: type, actors: list, settings: ActorSettings, watch: ActorWatch | None = None) -> None:
-        self._cls, self._actors, self._settings, self._watch = cls, actors, settings, watch
-        self._steps: list[list] | None = [[] for _ in actors]
-        self._held = watch is not None
+    def __init__(self, cls: type, actors: list, settings: ActorSettings, held: bool = False) -> None:
+        self._cls, self._actors, self._settings, self._held = cls, actors, settings, held
 
     def __reduce__(self) -> tuple:
         return RayEnvironment, (self._cls, self._actors, self._settings)
@@ -200,16 +171,12 @@ class RayEnvironment:
         """Seconds that one answer may take."""
         return self._settings.deadline
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes of its actors, where this is the handle that made them."""
-        return [] if self._watch is None else self._watch.pids
-
     def _start(self, name: str, args: tuple, kwargs: dict[str, object]) -> object:
         if name == "step":
             return self._step(args, kwargs)
         if name == "pop_metrics":
-            return self._pop()
+            popped = [actor.call.remote(name, args, kwargs) for actor in self._actors]
+            return popped[0] if len(popped) == 1 else self._actors[0].added.remote(*popped)
         if name == "shutdown":
             ends = [actor.end.remote() for actor in self._actors]
             return ends[0] if len(ends) == 1 else self._actors[0].added.remote(*({} for _ in ends))
@@ -217,30 +184,14 @@ class RayEnvironment:
 
     def _step(self, args: tuple, kwargs: dict[str, object]) -> object:
         if len(self._actors) == 1:
-            return self._ask(0, args, kwargs)
+            return self._actors[0].call.remote("step", args, kwargs)
         (logs, infos), rest = args[:2], args[2:]
         size = max(1, -(-len(logs) // len(self._actors)))
         parts = [
-            self._ask(i, (logs[begin : begin + size], infos[begin : begin + size], *rest), kwargs)
-            for i, begin in enumerate(range(0, max(1, len(logs)), size))
+            actor.call.remote("step", (logs[begin : begin + size], infos[begin : begin + size], *rest), kwargs)
+            for actor, begin in zip(self._actors, range(0, max(1, len(logs)), size))
         ]
         return parts[0] if len(parts) == 1 else self._actors[0].joined.remote(*parts)
-
-    def _ask(self, i: int, args: tuple, kwargs: dict[str, object]) -> object:
-        import ray
-
-        arguments = ray.put((args, kwargs))
-        if self._steps is not None:
-            self._steps[i].append(arguments)
-            if len(self._steps[i]) > _CALLS_KEPT:
-                self._steps = None
-        return self._actors[i].step.remote(arguments)
-
-    def _pop(self) -> object:
-        steps = self._steps if self._steps is not None and self._cls.can_be_asked_again else [None] * len(self._actors)
-        self._steps = [[] for _ in self._actors]
-        popped = [actor.pop_metrics.remote(made) for actor, made in zip(self._actors, steps)]
-        return popped[0] if len(popped) == 1 else self._actors[0].added.remote(*popped)
 
     def close(self, patience: float | None = None) -> None:
         """Ends the environment's processes and its actors, and Ray where nobody else holds it. May be called again."""
@@ -254,7 +205,7 @@ class RayEnvironment:
                 ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS if patience is None else patience)
         finally:
             if ray is not None:
-                self._watch.end_all()
+                _end_all(ray, self._actors)
             let_ray_go()
 
 
@@ -267,7 +218,6 @@ def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings:
     settings = ActorSettings.of(ClusterConfig()) if settings is None else settings
     ray = hold_ray(settings.cpus)
     actors: list = []
-    watch = None
     try:
         again = bool(cls.can_be_asked_again)
         count, args = _dealt(cls, args, int(ray.cluster_resources().get("CPU", 1)))
@@ -276,20 +226,24 @@ def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings:
             "max_restarts": settings.restarts if again else 0,
             # restarts are what is counted: of a node that dies, Ray tries a call several times before it starts the actor elsewhere
             "max_task_retries": -1 if again else 0,
-            "runtime_env": {"env_vars": worker_environment(1) | STARTED_BY},
+            "runtime_env": {"env_vars": worker_environment(1)},
             "scheduling_strategy": "SPREAD" if count > 1 else "DEFAULT",
         }
-        kind = ray.remote(concurrency_groups={"beat": 1})(EnvironmentActor)
+        kind = ray.remote(EnvironmentActor)
         make = ray.cloudpickle.dumps(_Maker(cls, args, kwargs))
-        actors = [kind.options(**_with(made, options or {}, i, count)).remote(make, os.getcwd()) for i in range(count)]
-        watch = ActorWatch(ray, actors, settings.silence)
+        for i in range(count):
+            actors.append(kind.options(**_with(made, options or {}, i, count)).remote(make, *surroundings()))
         _await_start(ray, actors, cls)
-        return RayEnvironment(cls, actors, settings, watch)
+        return RayEnvironment(cls, actors, settings, held=True)
     except BaseException as error:
-        if watch is not None:
-            watch.end_all()
+        _end_all(ray, actors)
         let_ray_go()
         raise as_raised(error) from None
+
+
+def _end_all(ray: ModuleType, actors: list) -> None:
+    for actor in actors:
+        ray.kill(actor)
 
 
 def _await_start(ray: ModuleType, actors: list, cls: type) -> None:

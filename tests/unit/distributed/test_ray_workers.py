@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import ray_session, ray_workers
-from nemo_rl_cpp.distributed.actor_watch import started_here
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
@@ -34,10 +33,12 @@ def cluster():
     made.shutdown()
 
 
-def test_calls_and_results(cluster):
+def test_calls_and_results(cluster, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "a key")  # set after Ray was started
     group = RayWorkerGroup(cluster, partial(make, 10))
     assert group.call_all("number", 5) == [15, 16]
     assert group.call_all("total") == [3.0, 3.0]
+    assert group.call_all("surroundings", "JUDGE_KEY") == [(True, "a key")] * 2
     whole, nothing = group.call_all("shards", 3)
     assert whole.tolist() == [0, 1, 2, 3, 4, 5] and nothing is None
     with pytest.raises(ValueError, match="rank 1 does not like this") as caught:
@@ -68,20 +69,22 @@ def test_a_lost_actor_is_named_and_none_is_left(cluster, number, said):
     [(signal.SIGKILL, r"rank 0 of 2 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 2 has not answered for 12 s: it is stopped")],
     ids=["killed", "stopped"],
 )  # fmt: skip
-def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeypatch, number, said):
+def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeypatch, tmp_path, number, said):
     class Lost(ray_workers.ActorWorker):
         def __init__(self):
+            (tmp_path / str(os.getpid())).touch()
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(ray_workers, "_PLACES_SECONDS", 12.0)
+    monkeypatch.setattr(ray_workers, "_START_SECONDS", 12.0)
     monkeypatch.setattr(ray_workers, "ActorWorker", Lost)
     cluster = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1))
     with pytest.raises(WorkerLostError, match=said):
         RayWorkerGroup(cluster, partial(make, 0))
     deadline = time.monotonic() + 10
-    while any(map(alive, started_here())) and time.monotonic() < deadline:
+    pids = [int(file.name) for file in tmp_path.iterdir()]
+    while any(map(alive, pids)) and time.monotonic() < deadline:
         ray.wait([ray.put(0)], timeout=0.1)
-    assert not any(map(alive, started_here()))
+    assert pids and not any(map(alive, pids))
 
 
 def test_a_cluster_without_room_is_refused(monkeypatch):

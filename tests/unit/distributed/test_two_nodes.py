@@ -48,7 +48,7 @@ def test_a_node_dies(monkeypatch):
         )
         group = RayWorkerGroup(cluster, partial(make, 0))  # one worker of one CPU fits each node
         assert group.call_all("total") == [3.0, 3.0]
-        settings = ActorSettings(silence=5.0, deadline=120.0, restarts=2)
+        settings = ActorSettings(deadline=120.0, restarts=2)
         env = ray_environment(
             MathEnvironment, ({"verifier_type": "english_multichoice", "num_workers": 2},), {}, settings
         )

@@ -3,7 +3,9 @@
 import os
 import pickle
 import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +21,12 @@ from nemo_rl_cpp.environments.math_environment import MathEnvironment
 from nemo_rl_cpp.environments.ray_environment import ActorSettings, RayEnvironment, joined, ray_environment
 from nemo_rl_cpp.environments.remote import EnvironmentLostError, LocalActor, answer_of
 from nemo_rl_cpp.environments.reverse_digits_environment import ReverseDigitsEnvironment
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.experience.rollout_metrics import environment_metrics
 from nemo_rl_cpp.experience.turns import calculate_rewards
-from processes import alive, wait_until_gone
+from processes import wait_until_gone
 
-SETTINGS = ActorSettings(silence=3.0, deadline=120.0, restarts=2)
+SETTINGS = ActorSettings(deadline=120.0, restarts=2)
 LOGS = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"\\boxed{{{i}}}"}] for i in range(7)]
 TRUTHS = [{"ground_truth": str(i if i % 3 else 99)} for i in range(7)]
 
@@ -34,12 +37,34 @@ def same(first: EnvironmentReturn, second: EnvironmentReturn) -> bool:
 
 
 class WhereItRuns(ReverseDigitsEnvironment):
-    """Says in which folder and process it is."""
+    """Says in which folder, process and thread it is, and reads environment variables."""
 
     can_be_asked_again = False
 
     def where(self):
         return os.getcwd(), os.getpid()
+
+    def is_in_main_thread(self):
+        return threading.current_thread() is threading.main_thread()
+
+    def variables(self, *names):
+        return [os.environ.get(name) for name in names]
+
+
+def signals_itself(prompts, completions, **columns):
+    """A reward function that stops its own work by a signal, as verifiers do that have a time limit."""
+    heard = []
+    signal.signal(signal.SIGALRM, lambda *_: heard.append(1.0))
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    while not heard:
+        pass
+    return heard * len(completions)
+
+
+def judged_by_math_verify(prompts, completions, **columns):
+    from math_verify import parse, verify
+
+    return [float(verify(parse(text), parse(text))) for text in completions]  # each with a time limit by signal.alarm
 
 
 def test_without_ray_the_same_call_stays_in_this_process():
@@ -80,11 +105,14 @@ def ray():
     module.shutdown()
 
 
-def wait_for_new_pids(env, old):
-    end = time.monotonic() + 120
-    while (set(env.pids) & set(old) or len(env.pids) < len(old)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return env.pids
+def pids_of(ray, env):
+    """The processes of its actors; waits for those that are being started again."""
+    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in env._actors], timeout=120)
+
+
+def end_all(pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -98,34 +126,67 @@ def test_code_written_for_nemo_rl(ray):
     env = MathEnvironment.options(num_cpus=0, runtime_env={"env_vars": {"SEEN": "1"}}).remote({"num_workers": 2})
     assert isinstance(env, RayEnvironment) and env.scores_rows_alone is True and not hasattr(env, "nonsense")
     assert same(ray.get(env.step.remote(LOGS, TRUTHS, return_extracted_answer=True)), wanted)
-    first = wait_for_new_pids(env, [0, 0])
+    first = pids_of(ray, env)
     assert len(set(first)) == 2 and ray.get(env.pop_metrics.remote()) == metrics
     with pytest.raises(KeyError) as caught:
         get(env.step.remote(LOGS, [{}] * 7))
     assert "math_environment.py" in caught.value.__notes__[0]
     ray.get(env.pop_metrics.remote())
-    for pid in first:
-        os.kill(pid, signal.SIGKILL)
+    end_all(first)
     assert same(ray.get(env.step.remote(LOGS, TRUTHS, return_extracted_answer=True)), wanted)
     assert ray.get(env.pop_metrics.remote()) == metrics
-    pids = wait_for_new_pids(env, first)
+    pids = pids_of(ray, env)
+    assert not set(pids) & set(first)
     env.close()
     assert not wait_until_gone(pids)
 
 
 @pytest.mark.slow
-def test_a_stopped_actor_is_replaced_and_its_counts_are_not_lost(ray):
-    """The restarted process is given the earlier calls of the step again, so the metrics are those of an unbroken one."""
+def test_an_actor_that_is_killed_answers_again_and_counts_anew(ray):
     env = ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
     logs = [[{"role": "assistant", "content": text}] for text in ("12", "1", "21", "12")]
     infos = [{"ground_truth": "12"}] * 4
     batch = {"message_log": logs, "extra_env_info": infos, "task_name": ["digits"] * 4}
     assert calculate_rewards(batch, {"digits": env}).rewards.tolist() == [1.0, 0.5, 0.0, 1.0]
-    pid = wait_for_new_pids(env, [0])[0]
-    os.kill(pid, signal.SIGSTOP)
-    assert answer_of(env, env.step.remote(logs[:1], infos[:1]), "digits").rewards.tolist() == [1.0]
-    assert not alive(pid) and environment_metrics({"digits": env}) == {"exactly_right": 3 / 5}
+    end_all(pids_of(ray, env))
+    assert answer_of(env, env.step.remote(logs[1:3], infos[1:3]), "digits").rewards.tolist() == [0.5, 0.0]
+    assert environment_metrics({"digits": env}) == {"exactly_right": 0.0}
     env.close()
+
+
+@pytest.mark.slow
+def test_the_run_s_variables_reach_an_actor_of_a_ray_that_was_there_before(ray, monkeypatch):
+    given = {
+        "JUDGE_KEY": "a secret key = 7\u00e4",
+        "EMPTY": "",
+        "OMP_NUM_THREADS": "7",
+        "HOSTNAME": "not here",
+        "SLURM_PROCID": "3",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    options = {"runtime_env": {"env_vars": {"EMPTY": "of the actor"}}}
+    env = ray_environment(WhereItRuns, ({},), {}, SETTINGS, options)
+    judge, empty, threads, host, process = env.variables(*given)
+    assert (judge, empty, threads) == (given["JUDGE_KEY"], "of the actor", "1")
+    assert host != "not here" and process is None
+    env.close()
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    texts = [file.read_text(errors="replace") for file in logs.rglob("*") if file.is_file()]
+    assert any("OMP_NUM_THREADS" in text for text in texts)  # Ray logs what is in a runtime_env
+    assert not any("a secret key" in text for text in texts)
+
+
+@pytest.mark.slow
+def test_an_environment_runs_in_the_main_thread_of_its_actor(ray):
+    functions = [f"{__name__}.signals_itself", f"{__name__}.judged_by_math_verify"]
+    rewards = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
+    where = ray_environment(WhereItRuns, ({},), {}, SETTINGS)
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"${i}$"}] for i in range(3)]
+    assert rewards.step(logs, [{}] * 3).rewards.tolist() == [2.0] * 3
+    assert where.is_in_main_thread()
+    for env in (rewards, where):
+        env.close()
 
 
 @pytest.mark.slow
@@ -147,23 +208,6 @@ def test_one_that_may_not_be_asked_again_ends_the_run_by_its_name(ray, tmp_path,
     env.close()
 
 
-class StopsOnce(ReverseDigitsEnvironment):
-    """Its process is stopped while it is made for the first time."""
-
-    def __init__(self, settings):
-        super().__init__({})
-        if not os.path.exists(settings["made"]):
-            open(settings["made"], "w").close()
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@pytest.mark.slow
-def test_an_actor_that_is_stopped_while_it_starts_is_replaced(ray, tmp_path):
-    env = ray_environment(StopsOnce, ({"made": str(tmp_path / "made")},), {}, SETTINGS)
-    assert (tmp_path / "made").exists() and env.pop_metrics() is not None
-    env.close()
-
-
 @pytest.mark.slow
 def test_an_actor_that_does_not_start_ends_the_run_by_its_name(ray, monkeypatch):
     monkeypatch.setattr(rooms, "START_SECONDS", 0.0)  # as if its process were stopped
@@ -177,4 +221,4 @@ def test_settings_come_from_the_cluster():
     cluster = ClusterConfig(
         executor="ray", gpus_per_node=2, cpus_per_worker=3, worker_timeout_s=5.0, environment_restarts=1
     )
-    assert ActorSettings.of(cluster) == ActorSettings(5.0, 1800.0, 1, 6)
+    assert ActorSettings.of(cluster) == ActorSettings(1800.0, 1, 6)

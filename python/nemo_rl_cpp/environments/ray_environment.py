@@ -24,6 +24,7 @@ from nemo_rl_cpp.distributed.futures import as_raised
 from nemo_rl_cpp.distributed.ray_session import enter, hold_ray, let_ray_go, ray_in_use, surroundings
 from nemo_rl_cpp.distributed.worker_objects import picklable, worker_environment
 from nemo_rl_cpp.errors import in_user_code
+from nemo_rl_cpp.user_code import call_user
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
@@ -89,10 +90,10 @@ class EnvironmentActor:
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """What the call gives. An exception leaves the process with the sentence about the user's code, whose place is known here
-    alone, and its traceback."""
+    """Return the result of a call of the user's code. An exception leaves the process with the sentence about that code, whose
+    place is known here alone, and its traceback."""
     try:
-        return call()
+        return call_user(call)
     except BaseException as error:
         sentence = in_user_code(error)
         # an actor that SystemExit leaves would end

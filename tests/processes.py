@@ -17,14 +17,9 @@ def processes_inside() -> set[str]:
     return found
 
 
-def left_over() -> set[str]:
+def left_over() -> list[str]:
     """Those that stay: programs of other tests at the same time end within seconds."""
-    left = processes_inside()
-    for _ in range(2000):
-        if not left:
-            break
-        left &= processes_inside()
-    return left
+    return wait_until_gone(processes_inside(), 30.0)
 
 
 def children_of(pid: int) -> list[str]:

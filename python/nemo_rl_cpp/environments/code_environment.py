@@ -45,7 +45,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
         self._limits = Limits(
             time_s=cfg.time_limit_s,
             memory_mb=cfg.memory_mb,
-            processes=cfg.max_processes,
+            threads=cfg.max_processes,
             output_kb=cfg.max_output_kb,
             folder_mb=cfg.folder_mb,
         )

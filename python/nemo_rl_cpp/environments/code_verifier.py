@@ -57,10 +57,9 @@ def reason_of(result: TestResult, limits: Limits) -> str:
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")
     refused = _NO_PROCESS.search(errors) or _NO_PROCESS.search(result.detail)
-    if outcome.stopped in (None, "time_limit") and refused:
-        return f"process_limit: {limits.processes}"
-    if outcome.stopped == "time_limit" and outcome.most_processes >= limits.processes:
-        return f"process_limit: {limits.processes}"
+    crowded = outcome.stopped == "time_limit" and outcome.most_threads >= limits.threads
+    if crowded or (refused and outcome.stopped in (None, "time_limit")):
+        return f"process_limit: one process, {limits.threads} threads"
     if outcome.stopped is not None:
         return f"{outcome.stopped}: {outcome.detail}"
     last = result.detail or errors.rstrip().rpartition("\n")[2]

@@ -13,7 +13,9 @@ from processes import verifier_pids
 
 @pytest.fixture(scope="module")
 def env():
-    environment = CodeEnvironment({"num_workers": 2, "time_limit_s": 1.0, "total_time_limit_s": 3.0, "memory_mb": 256})
+    environment = CodeEnvironment(
+        {"num_workers": 2, "time_limit_s": 60.0, "total_time_limit_s": 60.0, "memory_mb": 256}
+    )
     yield environment
     environment.shutdown()
 
@@ -162,7 +164,7 @@ def test_a_syntax_error_while_running_is_a_runtime_error(env):
 
 
 def test_fraction():
-    env = create_env("code", {"reward": "fraction", "time_limit_s": 1.0})
+    env = create_env("code", {"reward": "fraction", "time_limit_s": 60.0})
     assert score(env, "print(abs(2 * int(input())))", DOUBLE)[0] == pytest.approx(2 / 3)
     env.shutdown()
 
@@ -176,7 +178,7 @@ def test_code_in_a_response(env):
 
 
 def test_reasons_are_counted():
-    env = CodeEnvironment({"time_limit_s": 0.5, "memory_mb": 128})
+    env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
     programs = [
         "print(2 * int(input()))",
         "while True: pass",
@@ -228,6 +230,10 @@ def test_mistakes_of_the_configuration():
     for config, message in (
         ({"reward": "some"}, "env.code.reward"),
         ({"memory_mb": 8}, "64"),
+        (
+            {"memory_mb": 64, "folder_mb": 40},
+            "memory_mb is 64; the least is 72: folder_mb, and 32 for a Python interpreter",
+        ),
         ({"time_limit_s": 0}, "env.code.time_limit_s must be greater than 0"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ import pytest
 from processes import descendants, processes_inside, wait_until_gone
 
 pytestmark = pytest.mark.slow
-DEAF = "import os, signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nif os.fork() == 0: os.setsid()\nwhile True: pass"
+DEAF = "import os, signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nwhile True: pass"
 TRAINER = f"""
 import threading
 from hostile_verifier import HostileVerifier
@@ -74,7 +74,7 @@ def test_nothing_outlives_a_killed_trainer(end):
         while True:
             assert trainer.poll() is None
             started = descendants(trainer.pid)
-            if len(started & processes_inside()) == 3 and sum(map(judges, started)) == 2:
+            if len(started & processes_inside()) == 2 and sum(map(judges, started)) == 2:
                 break
             time.sleep(0.05)
     finally:

@@ -37,7 +37,7 @@ def enter_new_root(folder_mb: int) -> None:
     staging = "/tmp"
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # nothing that follows shows outside
     paths = [(path, _open(path)) for path in visible_paths()]
-    # /dev/zero is not among them: mapped, it is shared memory that could not be told from a file
+    # /dev/zero is not among them: mapped, it is shared memory, which can be held without address space
     devices = [(path, _open(path)) for path in ("/dev/null", "/dev/urandom")]
     links = [(link, os.readlink(link)) for link in ("/lib", "/lib64", "/bin") if os.path.islink(link)]
     kernel.mount("tmpfs", staging, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=512,mode=755")
@@ -51,7 +51,7 @@ def enter_new_root(folder_mb: int) -> None:
         if not os.path.lexists(staging + link):
             os.symlink(target, staging + link)
     os.mkdir(staging + BOX)
-    options = f"size={folder_mb}m,nr_inodes=1024,mode=777,huge=never"
+    options = f"size={folder_mb}m,nr_inodes=1024,mode=777"
     kernel.mount("tmpfs", staging + BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
     kernel.set_mount_attributes(staging, _READ_ONLY, recursive=False)
     kernel.change_root(staging)

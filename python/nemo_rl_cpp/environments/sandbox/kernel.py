@@ -11,15 +11,14 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE, _PR_CAP_AMBIENT = 1, 24, 38, 41, 47
-_KCMP_VM = 1
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 24, 38, 47
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _LAST_CAPABILITY = 63
 
 # numbers of calls that are made by number: x86-64 and arm64
 _NUMBERS = {
-    "x86_64": {"pivot_root": 155, "seccomp": 317, "mount_setattr": 442, "capset": 126, "close_range": 436, "kcmp": 312},
-    "aarch64": {"pivot_root": 41, "seccomp": 277, "mount_setattr": 442, "capset": 91, "close_range": 436, "kcmp": 272},
+    "x86_64": {"pivot_root": 155, "seccomp": 317, "mount_setattr": 442, "capset": 126, "close_range": 436},
+    "aarch64": {"pivot_root": 41, "seccomp": 277, "mount_setattr": 442, "capset": 91, "close_range": 436},
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,14 +42,6 @@ def _checked(result: int, what: str) -> int:
 def syscall(name: str, *arguments: object) -> int:
     """A system call by name; OSError says which one failed."""
     return _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()][name]), *arguments), name)
-
-
-def have_one_memory(pid: int, other: int) -> bool:
-    """Whether two processes have the same address space, not one each; False where the kernel does not tell."""
-    try:
-        return syscall("kcmp", *map(ctypes.c_long, (pid, other, _KCMP_VM, 0, 0))) == 0
-    except OSError:
-        return False
 
 
 def prctl(option: int, *arguments: int) -> None:
@@ -99,11 +90,6 @@ def change_root(new_root: str) -> None:
 def die_with_parent() -> None:
     """Lets the kernel kill this process when its parent ends. A change of user clears the setting, so call this after it."""
     prctl(_PR_SET_PDEATHSIG, 9)
-
-
-def forbid_huge_pages() -> None:
-    """Small pages only, for this process and its children: a huge page takes more memory than the program asked for."""
-    prctl(_PR_SET_THP_DISABLE, 1)
 
 
 def close_at_exec(first: int) -> None:

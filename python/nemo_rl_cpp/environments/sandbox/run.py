@@ -4,15 +4,15 @@ import os
 import select
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nemo_rl_cpp.environments.sandbox import supervisor
 from nemo_rl_cpp.environments.sandbox.files import interpreter
 from nemo_rl_cpp.environments.sandbox.limits import Limits
-from nemo_rl_cpp.environments.sandbox.usage import Meter, Usage
 
-_LOOK_SECONDS, _SHORTEST_LOOK_SECONDS = 0.01, 0.001  # how often memory and processes are looked at
-_MB_PER_SECOND = 2000.0  # that a processor fills, at most
+_LOOK_SECONDS = 0.01
+_PAGE_TABLES = 1 / 32  # of `memory_mb`; a program that scatters its pages needs more, any other some 1/500
 _SETUP_SECONDS = 30.0
 
 
@@ -28,8 +28,7 @@ class Outcome:
         exit_code: of the program; negative: the signal that ended it; None: it was stopped.
         stopped: why it was stopped: "time_limit", "memory_limit", "output_limit", "forbidden_call"; None: it was not.
         detail: the forbidden call's name, or what was too much.
-        most_processes: processes and threads seen at the same time.
-        most_memory_mb: memory seen at the same time, counted as `usage` says.
+        most_threads: threads seen at the same time.
     """
 
     stdout: bytes = b""
@@ -38,8 +37,7 @@ class Outcome:
     stopped: str | None = None
     detail: str = ""
     seconds: float = 0.0
-    most_processes: int = 0
-    most_memory_mb: float = 0.0
+    most_threads: int = 0
 
 
 def run_program(
@@ -68,10 +66,6 @@ class _Run:
     outcome: Outcome = field(default_factory=Outcome)
     keeper: int = 0
     first: int = 0  # the first process inside, by its number outside
-    meter: Meter | None = None
-    used: Usage = field(default_factory=Usage)
-    behind: set[int] = field(default_factory=set)  # threads that go behind all others
-    held_mb: float = 0.0  # what the first process counts
     streams: dict[int, bytearray] = field(default_factory=dict)
     failure: str = ""
     started: bool = False
@@ -110,28 +104,16 @@ class _Run:
             if self.outcome.stopped is None and not self.finished:
                 self._enforce(now >= self.deadline, now >= look)
             if now >= look:
-                look = time.monotonic() + self._until_next_look()
+                look = now + _LOOK_SECONDS
         self.outcome.seconds = time.monotonic() - self.began
 
-    def _until_next_look(self) -> float:
-        """Less time than the room that is left takes to fill, within bounds."""
-        if self.meter is None or self.outcome.stopped is not None:
-            return _LOOK_SECONDS
-        at_once = max(min(len(self.used.threads), os.cpu_count() or 1), 1)
-        seconds = (self.limits.memory_mb - self.used.memory_mb - self.held_mb) / (at_once * _MB_PER_SECOND)
-        return min(max(seconds, _SHORTEST_LOOK_SECONDS), _LOOK_SECONDS)
-
     def _enforce(self, late: bool, look: bool) -> None:
-        if look and self.meter is not None:
-            self.used = self.meter.look(self.limits.memory_mb - self.held_mb)
-            memory = self.used.memory_mb + self.held_mb
-            self.outcome.most_processes = max(self.outcome.most_processes, len(self.used.threads))
-            self.outcome.most_memory_mb = max(self.outcome.most_memory_mb, memory)
-            if memory > self.limits.memory_mb:
-                self._stop("memory_limit", f"{memory:.0f} MB of {self.limits.memory_mb}")
+        if look and self.started:
+            threads, tables_kb = _threads_and_page_tables(self.first)
+            self.outcome.most_threads = max(self.outcome.most_threads, threads)
+            if tables_kb > 1024 * self.limits.memory_mb * _PAGE_TABLES:
+                self._stop("memory_limit", f"{tables_kb / 1024:.0f} MB of page tables")
                 return
-            if memory > self.limits.memory_mb / 2 and len(self.used.pids) > 1:
-                self._let_others_go_first()
         if self._printed > 1024 * self.limits.output_kb:
             self._stop("output_limit", f"more than {self.limits.output_kb} kB")
         elif late and not self.started:
@@ -139,16 +121,6 @@ class _Run:
             self._kill()
         elif late:
             self._stop("time_limit", f"{self.limits.time_s:g} s")
-
-    def _let_others_go_first(self) -> None:
-        """One process is held by its address space; several that fill memory at the same time are held by this one only, which
-        must get its turn before them on a busy machine."""
-        for thread in set(self.used.threads) - self.behind:
-            try:
-                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-            except OSError:
-                pass  # it has ended
-        self.behind |= set(self.used.threads)
 
     @property
     def _printed(self) -> int:
@@ -179,11 +151,8 @@ class _Run:
             self.first = int(rest)
         elif word == "started":
             self.started = True
-            self.meter = Meter(self.first)
             self.began = time.monotonic()  # the program's own time begins
             self.deadline = self.began + self.limits.time_s
-        elif word == "held":
-            self.held_mb = int(rest) / 2**20
         elif word == "failed":
             self.failure = self.failure or rest
         else:
@@ -214,10 +183,6 @@ class _Run:
 
     def _stop(self, reason: str, detail: str) -> None:
         self.outcome.stopped, self.outcome.detail = reason, detail
-        for pid in (
-            self.used.pids if reason == "memory_limit" else ()
-        ):  # sooner than the kernel does, when all processors are busy
-            _kill_process(pid)
         self._kill()
 
     def _kill(self) -> None:
@@ -234,6 +199,21 @@ class _Run:
         self.outcome.stdout, self.outcome.stderr = bytes(self.streams[self.stdout]), bytes(self.streams[self.stderr])
         if self.failure:
             raise SandboxUnavailableError(f"the code sandbox could not be built: {self.failure}")
+
+
+def _threads_and_page_tables(first: int) -> tuple[int, int]:
+    """Returns how many threads the child of process `first` has, and the size of its page tables in kB; 0 when it has ended."""
+    try:
+        with open(f"/proc/{first}/task/{first}/children") as file:
+            folder = f"/proc/{file.read().split()[0]}/task"
+        threads = os.listdir(folder)
+    except (OSError, IndexError):
+        return 0, 0
+    for thread in threads:  # the first one may have ended while others go on
+        with suppress(OSError), open(f"{folder}/{thread}/status") as status:
+            if found := next((line for line in status if line.startswith("VmPTE:")), None):
+                return len(threads), int(found.split()[1])
+    return len(threads), 0
 
 
 def _kill_process(pid: int) -> None:

@@ -1,16 +1,15 @@
 """The system calls that a program may not make. The first one it tries ends it, and says which one it was.
 
 The kernel asks a filter (seccomp, in the instructions of BPF) at each call; a forbidden one is held and reported through a
-file descriptor to the process that watches over the program. So are those that make the system hold memory which shows in no
-process: they go on once that is counted. What can hold memory and is not counted is forbidden; descriptors cannot travel
-(`sendmsg`), so whatever is held by one is held by a process that can be looked at.
+file descriptor to the process that watches over the program. Calls that libraries try and can do without fail instead, and the
+program goes on: above all those that start another process, since the limit of address space is for one. What can hold memory
+outside of the address space and the program's folder is refused either way; descriptors cannot travel (`sendmsg`), so that their
+number limits what they hold.
 """
 
 import ctypes
 import fcntl
-import os
 import struct
-from typing import NamedTuple
 
 from nemo_rl_cpp.environments.sandbox import kernel
 
@@ -47,13 +46,14 @@ _MISSING = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmspli
 # access lists of files lie in the kernel, 64 kB each: "not supported", as on many file systems, and libraries copy without
 _UNSUPPORTED = {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463)}
 
+# "too many processes": what asks for one has a way without, or fails as on a full machine
+_NO_PROCESS = {"fork": (57, None), "vfork": (58, None)}
+
 _NEW_NAMESPACES = 0x7E020000
-_SET_DUMPABLE, _SET_SECCOMP, _SET_THP_DISABLE, _SET_PIPE_SIZE = 4, 22, 41, 1031
+_THREAD = 0x10000
+_SET_SECCOMP, _SET_PIPE_SIZE = 22, 1031
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
-_LOCK_BYTES = 1024  # at most, of the kernel's memory for one lock (it may split another)
 _SHARED, _ANONYMOUS = 0x01, 0x20
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_OBJECT_BYTES = 2048  # of the kernel's memory for one shared mapping: a file that has no name
 CHANNEL = 100
 """The descriptor on which `sendmsg` may be called. A program cannot make one of this number: its limit is lower."""
 
@@ -62,12 +62,11 @@ _X32 = 0x40000000
 
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
 _ALLOW, _KILL, _NOTIFY, _ERROR = 0x7FFF0000, 0x80000000, 0x7FC00000, 0x00050000
-_NO_SUCH_CALL, _NOT_SUPPORTED = _ERROR | 38, _ERROR | 95
+_NO_SUCH_CALL, _NOT_SUPPORTED, _TRY_AGAIN, _DONE = _ERROR | 38, _ERROR | 95, _ERROR | 11, _ERROR | 0
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NR, _ARCH, _ARGUMENTS = 0, 4, 16  # places in struct seccomp_data
 _NOTIFICATION_BYTES = 80
-_RECEIVE, _SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND
-_CONTINUE = 1
+_RECEIVE = 0xC0502100  # SECCOMP_IOCTL_NOTIF_RECV
 
 
 class _Program(ctypes.Structure):
@@ -82,27 +81,28 @@ def _argument(index: int) -> bytes:
     return _instruction(_LOAD, _ARGUMENTS + 8 * index)  # the lower half: all that is looked at is an int
 
 
-def _reported_if(index: int, code: int, values: tuple[int, ...]) -> list[bytes]:
-    """Reports a call whose argument passes one of the comparisons."""
-    return [
-        _argument(index),
-        *(part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, _NOTIFY))),
-    ]
+def _any(code: int, values: tuple[int, ...], verdict: int = _NOTIFY) -> list[bytes]:
+    """Returns the verdict for a call whose argument, loaded before, passes one of the comparisons."""
+    return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 
 # name -> (numbers, what is done with its arguments); a call that gets to the end of the instructions passes
 _BY_ARGUMENT = {
-    "clone": ((56, 220), _reported_if(0, _ANY_BIT, (_NEW_NAMESPACES,))),
-    "prctl": ((157, 167), _reported_if(0, _EQUAL, (_SET_DUMPABLE, _SET_SECCOMP, _SET_THP_DISABLE))),
-    "fcntl": ((72, 25), _reported_if(1, _EQUAL, (_SET_PIPE_SIZE, *_LOCKS))),
-    "socketpair": ((53, 199), _reported_if(0, _AT_LEAST, (2,))),  # AF_UNIX is 1
+    "clone": ((56, 220), [
+        _argument(0), *_any(_ANY_BIT, (_NEW_NAMESPACES,)), _instruction(_ANY_BIT, _THREAD, 1), _instruction(_RETURN, _TRY_AGAIN),
+    ]),
+    "prctl": ((157, 167), [_argument(0), *_any(_EQUAL, (_SET_SECCOMP,))]),
+    # a lock is for other processes; here it is granted and takes none of the kernel's memory
+    "fcntl": ((72, 25), [_argument(1), *_any(_EQUAL, (_SET_PIPE_SIZE,)), *_any(_EQUAL, _LOCKS, _DONE)]),
+    "socketpair": ((53, 199), [_argument(0), *_any(_AT_LEAST, (2,))]),  # AF_UNIX is 1
     "sendmsg": ((46, 211), [_argument(0), _instruction(_EQUAL, CHANNEL, 1), _instruction(_RETURN, _NOTIFY)]),
-    "mmap": ((9, 222), [_argument(3), _instruction(_ANY_BIT, _ANONYMOUS, 0, 2), _instruction(_ANY_BIT, _SHARED, 0, 1), _instruction(_RETURN, _NOTIFY)]),
+    # shared memory without a file is held as a whole by any page of it that is still mapped
+    "mmap": ((9, 222), [_argument(3), _instruction(_ANY_BIT, _ANONYMOUS, 0, 2), *_any(_ANY_BIT, (_SHARED,), _NOT_SUPPORTED)]),
 }  # fmt: skip
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter as BPF instructions: another architecture's calls kill, forbidden ones are reported, the rest passes."""
+    """The filter as BPF instructions: another architecture's calls kill, forbidden ones are reported, some fail, the rest passes."""
     column = machine == "aarch64"
     checks = [
         _instruction(_LOAD, _ARCH),
@@ -112,7 +112,8 @@ def filter_program(machine: str) -> bytes:
     ]
     if machine == "x86_64":  # the same calls by other numbers
         checks += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
-    for table, verdict in ((FORBIDDEN, _NOTIFY), (_MISSING, _NO_SUCH_CALL), (_UNSUPPORTED, _NOT_SUPPORTED)):
+    tables = (FORBIDDEN, _NOTIFY), (_MISSING, _NO_SUCH_CALL), (_UNSUPPORTED, _NOT_SUPPORTED), (_NO_PROCESS, _TRY_AGAIN)
+    for table, verdict in tables:
         for number in (pair[column] for pair in table.values() if pair[column] is not None):
             checks += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, verdict)]
     for numbers, body in _BY_ARGUMENT.values():
@@ -129,40 +130,16 @@ def install() -> int:
     )
 
 
-class Call(NamedTuple):
-    """A call that is held: its caller waits until it is let go on, or ends. `charge`: bytes that the system may hold for it
-    from now on, where that is why it is reported; None for a forbidden one."""
-
-    name: str
-    charge: int | None
-    identity: int
-
-
-def reported_call(listener: int) -> Call | None:
-    """What a readable listener reports; None when the caller is gone."""
+def reported_call(listener: int) -> str | None:
+    """Returns the name of the call that a readable listener reports; None when its caller is gone."""
     notification = bytearray(_NOTIFICATION_BYTES)
     try:
         fcntl.ioctl(listener, _RECEIVE, notification)
     except OSError:
         return None
-    identity, number = struct.unpack_from("=Q", notification)[0], struct.unpack_from("=i", notification, 16)[0]
-    arguments = struct.unpack_from("=6Q", notification, 32)
+    number = struct.unpack_from("=i", notification, 16)[0]
     column = kernel.machine() == "aarch64"
     known = {pair[column]: name for name, pair in FORBIDDEN.items()} | {
         pair[column]: name for name, (pair, _) in _BY_ARGUMENT.items()
     }
-    name = known[number]
-    charge = None
-    if name == "mmap":
-        charge = -(-arguments[1] // _PAGE_BYTES) * _PAGE_BYTES + _OBJECT_BYTES
-    elif name == "fcntl" and arguments[1] & 0xFFFFFFFF in _LOCKS:
-        charge = _LOCK_BYTES
-    return Call(name, charge, identity)
-
-
-def let_go_on(listener: int, call: Call) -> None:
-    """The call is made as it stands: what was looked at are numbers, which its caller can no longer change."""
-    try:
-        fcntl.ioctl(listener, _SEND, struct.pack("=QqiI", call.identity, 0, 0, _CONTINUE))
-    except OSError:
-        pass  # its caller has ended
+    return known[number]

@@ -2,7 +2,7 @@
 
 1. The keeper leaves the caller's namespaces and waits. When the caller dies, so does the keeper.
 2. The first process of the new process namespace builds the file system and watches over the program. When it ends, for
-   whatever reason, the kernel ends every process that the program has started.
+   whatever reason, the kernel ends the program.
 3. The program.
 """
 
@@ -21,7 +21,6 @@ NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
     | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
-_TOLD_BYTES = 1 << 18  # smaller changes of what is held are not told
 PROGRAM_USER = 65534
 """User and group of the program, inside its namespace."""
 
@@ -97,70 +96,27 @@ def _first_process(job: Job) -> NoReturn:
 
 
 def _watch(job: Job, program: int, listener: int, channel: socket.socket) -> None:
-    """Until the program ends or makes a forbidden call; children that it leaves behind end with this process.
+    """Reports how the program ends, or the forbidden call that it makes.
 
-    The other end of `channel` closes when the program takes the place of this code: from then on it is what is measured.
+    The other end of `channel` closes when the program takes the place of this code.
     """
     end = time.monotonic() + job.limits.time_s + 5  # the caller ends it sooner, unless it has gone
+    ended = os.pidfd_open(program)
     watched = select.poll()
-    watched.register(listener, select.POLLIN)
-    watched.register(channel, select.POLLIN)
-    held = _Held(job)
-    ended = status = 0
-    while time.monotonic() < end:
-        # looked at once more after the program's end: one of its children may have made a forbidden call
-        events = dict(watched.poll(0 if ended else 5))
+    for descriptor in (listener, channel.fileno(), ended):
+        watched.register(descriptor, select.POLLIN)
+    while (left := end - time.monotonic()) > 0:
+        events = dict(watched.poll(1000 * left))
         if channel.fileno() in events:
             watched.unregister(channel)
             _report(job, "started")
         if events.get(listener, 0) & select.POLLIN and (call := seccomp.reported_call(listener)):
-            if call.charge is None:
-                _report(job, f"forbidden {call.name}")
-                return
-            if held.add(call.charge):
-                seccomp.let_go_on(listener, call)
-        held.look()
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
+            _report(job, f"forbidden {call}")
+            return
+        if ended in events:
+            code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
             _report(job, f"exit {code}" if code >= 0 else f"signal {-code}")
             return
-        while ended == 0:  # orphans of the program come to this process, too
-            child, status = os.waitpid(-1, os.WNOHANG)
-            if child == 0:
-                break
-            ended = program if child == program else 0
-
-
-class _Held:
-    """Memory that no process shows: of files in the program's folder, and what calls were charged for (shared memory, since
-    it can outlive its place in a process; locks). Told to the caller, who adds it to what processes show."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._charged = 0
-        self._at_start = self._in_files()
-        self._told = 0
-
-    @staticmethod
-    def _in_files() -> int:
-        folder = os.statvfs(files.BOX)
-        return (folder.f_blocks - folder.f_bfree) * folder.f_frsize
-
-    def add(self, charge: int) -> bool:
-        """Whether so much more is within the limit. If it is not, the caller learns it and ends the program."""
-        self._charged += charge
-        held = self.look()
-        if held <= self._job.limits.memory_mb << 20:
-            return True
-        _report(self._job, f"held {held}")
-        return False
-
-    def look(self) -> int:
-        held = self._charged + self._in_files() - self._at_start
-        if abs(held - self._told) >= _TOLD_BYTES:
-            _report(self._job, f"held {held}")
-            self._told = held
-        return held
 
 
 def _program(job: Job, channel: socket.socket) -> NoReturn:
@@ -174,7 +130,6 @@ def _program(job: Job, channel: socket.socket) -> NoReturn:
     )  # the two processes above, when of the same user
     job.limits.apply(own)
     kernel.drop_privileges()
-    kernel.forbid_huge_pages()
     os.chdir(files.BOX)
     socket.send_fds(channel, [b"x"], [seccomp.install()])
     # with threads that each reserve memory, a limit of address space would leave room for two or three

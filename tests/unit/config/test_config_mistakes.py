@@ -408,7 +408,7 @@ def test_unknown_file_like_none_lists_them_all():
 
 
 @pytest.mark.slow
-def test_mistakes_are_reported_within_a_second_and_without_torch():
+def test_mistakes_are_reported_soon_and_without_torch():
     Path("bad.yaml").write_text(compose("grpo:\n  num_promts_per_step: 8"))
     code = (
         "import sys\n"
@@ -421,13 +421,20 @@ def test_mistakes_are_reported_within_a_second_and_without_torch():
     # compiled modules are kept, as any user's Python keeps them, but in a folder of the test's own
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPATH": "", "PYTHONPYCACHEPREFIX": str(Path("compiled").resolve())}
-    for _ in range(2):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    def run_and_time(code):
+        """Returns how the second run ended, and its processor time: other programs may share this machine."""
+        for _ in range(2):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return run, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    run, seconds = run_and_time(code)
     assert run.returncode == 2, run.stderr
     assert "bad.yaml:2: grpo.num_promts_per_step is unknown; did you mean num_prompts_per_step?" in run.stderr
     assert "policy.precision float16 is not supported" in run.stderr
-    # processor time: on an idle machine it is the wall-clock time, and other tests may share this one
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert used <= 1.0
+    _, of_the_library = run_and_time(
+        "import asyncio, http.server, multiprocessing.pool, unittest.mock, xml.dom.minidom"
+    )
+    assert seconds <= 10 * of_the_library  # a second where Python's own modules take a tenth

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 
 import httpx
 import pytest
@@ -17,9 +18,7 @@ DEEP = "[" * 100_000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = make_folder(tmp_path_factory.mktemp("hostile") / "model")
-    with serving(
-        folder, api_key=KEY, max_queue=8, max_body_bytes=200_000, body_timeout_s=0.4, header_timeout_s=0.4, request_timeout_s=5.0
-    ) as running:  # fmt: skip
+    with serving(folder, api_key=KEY, max_queue=8, max_body_bytes=200_000) as running:
         yield running
 
 
@@ -191,33 +190,38 @@ def until_closed(raw):
 
 
 @pytest.mark.slow
-def test_broken_and_slow_connections_are_cut(server):
-    connections = []
-    for sent in RAW:
-        raw = socket.create_connection((server.host, server.port), timeout=20)
-        connections.append(raw)
-        try:
-            raw.sendall(sent)
-        except OSError:
-            continue
-    connections.append(socket.create_connection((server.host, server.port), timeout=20))  # says nothing at all
-    answers = []
-    for raw in connections:
-        with raw:
-            answers.append(until_closed(raw))  # ends, since the server closes each of them
-    assert answers[-2].startswith(b"HTTP/1.1 408")
-    for cut in range(0, 60, 7):  # a request that ends in its middle
-        with socket.create_connection((server.host, server.port)) as raw:
-            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300\r\n\r\n{"[:cut])
+def test_broken_and_slow_connections_are_cut(tmp_path):
+    folder = make_folder(tmp_path / "model")
+    with serving(folder, api_key=KEY, body_timeout_s=0.4, header_timeout_s=0.4) as server:
+        connections = []
+        for sent in RAW:
+            raw = socket.create_connection((server.host, server.port), timeout=20)
+            connections.append(raw)
+            try:
+                raw.sendall(sent)
+            except OSError:
+                continue
+        connections.append(socket.create_connection((server.host, server.port), timeout=20))  # says nothing at all
+        answers = []
+        for raw in connections:
+            with raw:
+                answers.append(until_closed(raw))  # ends, since the server closes each of them
+        assert answers[-2].startswith(b"HTTP/1.1 408")
+        for cut in range(0, 60, 7):  # a request that ends in its middle
+            with socket.create_connection((server.host, server.port)) as raw:
+                raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300\r\n\r\n{"[:cut])
 
 
 @pytest.mark.slow
 def test_an_answer_that_takes_too_long_ends(tmp_path):
     folder = make_folder(tmp_path / "model")
     with serving(folder, request_timeout_s=0.05) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        engine, over = server.model.engine, threading.Event()
+        step = engine._step
+        engine._step = lambda: (step(), over.wait(60))  # the second step is made when the time is over
         late = http.post("/v1/completions", json=GOOD | {"max_tokens": 500, "ignore_eos": True, "n": 16})
+        over.set()
         assert late.status_code == 504 and "0.05 s" in late.json()["error"]["message"]
-        engine = server.model.engine
         with engine._changed:
             assert engine._changed.wait_for(lambda: not engine._running, 30)
         assert engine.state.used_blocks == 0

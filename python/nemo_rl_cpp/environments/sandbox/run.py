@@ -11,7 +11,7 @@ from nemo_rl_cpp.environments.sandbox import supervisor
 from nemo_rl_cpp.environments.sandbox.files import interpreter
 from nemo_rl_cpp.environments.sandbox.limits import Limits
 
-_LOOK_SECONDS = 0.01
+_LOOK_SECONDS = 0.005
 _PAGE_TABLES = 1 / 32  # of `memory_mb`; a program that scatters its pages needs more, any other some 1/500
 _SETUP_SECONDS = 30.0
 
@@ -66,6 +66,7 @@ class _Run:
     outcome: Outcome = field(default_factory=Outcome)
     keeper: int = 0
     first: int = 0  # the first process inside, by its number outside
+    program: int = 0  # its child, from when it has started
     streams: dict[int, bytearray] = field(default_factory=dict)
     failure: str = ""
     started: bool = False
@@ -108,8 +109,8 @@ class _Run:
         self.outcome.seconds = time.monotonic() - self.began
 
     def _enforce(self, late: bool, look: bool) -> None:
-        if look and self.started:
-            threads, tables_kb = _threads_and_page_tables(self.first)
+        if look and self.program:
+            threads, tables_kb = _threads_and_page_tables(self.program)
             self.outcome.most_threads = max(self.outcome.most_threads, threads)
             if tables_kb > 1024 * self.limits.memory_mb * _PAGE_TABLES:
                 self._stop("memory_limit", f"{tables_kb / 1024:.0f} MB of page tables")
@@ -151,6 +152,7 @@ class _Run:
             self.first = int(rest)
         elif word == "started":
             self.started = True
+            self.program = _child_of(self.first)
             self.began = time.monotonic()  # the program's own time begins
             self.deadline = self.began + self.limits.time_s
         elif word == "failed":
@@ -186,7 +188,10 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        _kill_process(self.first or self.keeper)  # the keeper collects the first process, and ends
+        # the program first, sooner than the kernel kills it on a busy machine; the keeper collects the first process, and ends
+        for pid in (self.program, self.first or self.keeper):
+            if pid:
+                _kill_process(pid)
 
     def end(self) -> None:
         """Nothing is left, whatever happened."""
@@ -201,13 +206,21 @@ class _Run:
             raise SandboxUnavailableError(f"the code sandbox could not be built: {self.failure}")
 
 
-def _threads_and_page_tables(first: int) -> tuple[int, int]:
-    """Returns how many threads the child of process `first` has, and the size of its page tables in kB; 0 when it has ended."""
+def _child_of(pid: int) -> int:
+    """Returns the only child; 0 when it has ended."""
     try:
-        with open(f"/proc/{first}/task/{first}/children") as file:
-            folder = f"/proc/{file.read().split()[0]}/task"
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return int(file.read() or 0)
+    except OSError:
+        return 0
+
+
+def _threads_and_page_tables(pid: int) -> tuple[int, int]:
+    """Returns how many threads a process has, and the size of its page tables in kB; 0 when it has ended."""
+    folder = f"/proc/{pid}/task"
+    try:
         threads = os.listdir(folder)
-    except (OSError, IndexError):
+    except OSError:
         return 0, 0
     for thread in threads:  # the first one may have ended while others go on
         with suppress(OSError), open(f"{folder}/{thread}/status") as status:

@@ -70,7 +70,7 @@ def work():
         at = libc.mmap((1 << 40) + (i << 30), 4096, 3, 0x22, -1, 0)
         if at == ctypes.c_void_p(-1).value: break
         ctypes.memset(at, 1, 1)
-        if i % 22 == 21: held(); time.sleep(0.001)  # these alone are measured: no machine may fill them sooner
+        if i % 22 == 21: held(); time.sleep(0.01)  # these alone are measured: no machine may fill them sooner
     time.sleep(100)
 """
 # with the pages that its first thread has taken, in a thread that goes on without it

@@ -21,8 +21,7 @@ FACADES = {
     "api/training.py:train_grpo": "a training run from one call; keyword-only",
     "api/training.py:train_ppo": "as above",
     "generate.py:generate": "text from one call; keyword-only",
-    "models/policy/lm_policy.py:__init__": "NeMo RL's Policy",
-    "models/value/lm_value.py:__init__": "NeMo RL's Value",
+    "models/policy/lm_policy.py:__init__": "keyword-only but for three",
 }
 
 
@@ -48,11 +47,10 @@ def functions(path):
 
 
 def house_definitions():
-    """("folder/file.py:function", its definition) of the package without `compat`, whose signatures are NeMo RL's."""
+    """("folder/file.py:function", its definition) of the package."""
     package = ROOT / "python" / "nemo_rl_cpp"
     for path in package.rglob("*.py"):
-        if "compat" not in path.relative_to(package).parts:
-            yield from ((f"{path.relative_to(package).as_posix()}:{node.name}", node) for node in definitions(path))
+        yield from ((f"{path.relative_to(package).as_posix()}:{node.name}", node) for node in definitions(path))
 
 
 def num_parameters(node):

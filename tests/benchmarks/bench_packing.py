@@ -9,7 +9,7 @@ import math
 
 import torch
 from harness import Report, Times, alternate, begin
-from nemo_rl_cpp.compat.data.packing import get_packer
+from nemo_rl_cpp.config.policy import PACKERS
 
 CAPACITY = 8192
 ALGORITHMS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
@@ -46,12 +46,9 @@ def measure(report: Report, kind: str, lengths: list[int]) -> None:
         report.add(what, side, times, fill=sum(lengths) / (len(bins) * CAPACITY), of_bound=len(bins) / bound)
 
     for name in ALGORITHMS:
-        packer = get_packer(name, CAPACITY)
-        add(
-            name,
-            alternate({"pack": lambda: packer.pack(lengths)}, report.args.repeats, warmup=1)["pack"],
-            packer.pack(lengths),
-        )  # noqa: B023
+        pack = PACKERS[name]
+        times = alternate({"pack": lambda: pack(lengths, CAPACITY)}, report.args.repeats, warmup=1)["pack"]
+        add(name, times, pack(lengths, CAPACITY))
     if report.args.python:
         add("plain Python first fit", alternate({"pack": lambda: python_first_fit_decreasing(lengths)}, 1, warmup=0)["pack"],
             python_first_fit_decreasing(lengths))  # fmt: skip

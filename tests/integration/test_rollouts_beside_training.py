@@ -5,7 +5,6 @@ import json
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.run_data import make_data, make_tokenizer
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from test_dedicated_engines import apart
@@ -83,7 +82,7 @@ def test_the_correction_is_for_staleness_alone(tmp_path):
         assert versions == [max(0, step - 1)]
         saved = tmp_path / "checkpoints" / f"step_{versions[0]}" / "policy" / "weights"
         own = Policy(
-            None, config.policy, tokenizer, weights_path=saved if versions[0] else None, init_optimizer=False,
+            None, config.policy, tokenizer, weights_path=saved if versions[0] else None,
             init_reference_model=False, seed=config.loop.seed,
         )  # fmt: skip
         sampled = batch.token_mask != 0
@@ -97,41 +96,6 @@ def test_what_dynamic_sampling_keeps_counts_as_stale(tmp_path):
     with make(tmp_path, 2, "grpo.use_dynamic_sampling=true", "checkpointing.enabled=false") as run:
         run.train()
         assert [row["stale_samples"] for row in run.history] == [0, 32]
-
-
-def test_nemo_rls_own_calls_train_beside_generation(tmp_path):
-    """`setup`, then `async_grpo_train`: the policy and the engines that `setup` makes are workers."""
-    from nemo_rl_cpp.compat.algorithms.grpo import async_grpo_train, setup
-
-    given = [text.format("grpo", "grpo") for text in BESIDE]
-    folders = [f"logger.log_dir={tmp_path / 'logs'}", f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}"]
-    config = load_grpo_config(
-        "grpo_tiny.yaml", [*tiny.SMALL, *given, *folders, "grpo.max_num_steps=2", "grpo.val_period=0"]
-    )
-    tokenizer = make_tokenizer(config.policy)
-    data = make_data(config, tokenizer)
-    made = setup(config, tokenizer, data.train, None)
-    policy, engines, loader, loss, logger, checkpoints, state, config = *made[:2], made[4], *made[6:11]
-    try:
-        async_grpo_train(
-            policy,
-            engines,
-            loader,
-            None,
-            tokenizer,
-            loss,
-            data.environments.train,
-            None,
-            logger,
-            checkpoints,
-            state,
-            config,
-        )
-        assert state.total_steps == 2
-    finally:
-        for cluster in (engines.cluster, policy.cluster):
-            cluster.shutdown()
-        data.environments.close()
 
 
 def test_a_critic_learns_beside_generation(tmp_path):

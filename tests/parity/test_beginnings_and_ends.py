@@ -6,7 +6,6 @@ import warnings
 import nemo_rl_cpp
 import pytest
 import torch
-from nemo_rl_cpp.compat.evals.eval import setup
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
@@ -59,7 +58,8 @@ def evaluates(folder, tmp_path):
          f"generation.max_new_tokens={NEW}", "generation.vllm_cfg.max_model_len=200", "generation.vllm_cfg.precision=float32"],
     )  # fmt: skip
     tokenizer = get_tokenizer(config.tokenizer)
-    generation, loader, _ = setup(config, tokenizer, evaluation.make_dataset(config, tokenizer))
+    loader = evaluation.make_loader(config, evaluation.make_dataset(config, tokenizer))
+    generation = evaluation.make_generation(config, tokenizer)
     batch = repeat_prompts(next(iter(loader)), 1, 0, stream="eval")
     ids = batch["message_log"][0][0]["token_ids"]
     out = generation.generate({"input_ids": ids[None], "input_lengths": torch.tensor([len(ids)]), "stream": "eval"})

@@ -68,18 +68,6 @@ def modified_first_fit_decreasing(lengths, capacity):
     return [[i for i, _ in members] for members in bins + last]
 
 
-def adjust_bin_count(bins, min_bin_count, multiple):
-    bins = [list(members) for members in bins]
-    target = max(len(bins), min_bin_count)
-    while target % multiple:
-        target += 1
-    sources = sorted(range(len(bins)), key=lambda b: (len(bins[b]), b), reverse=True)
-    while len(bins) < target:
-        source = next(b for b in sources if len(bins[b]) > 1)
-        bins.append([bins[source].pop()])
-    return bins
-
-
 def dynamic_microbatches(shard_lengths, round_to, width, max_tokens):
     """shard_lengths: [shard][place] of one chunk -> ([[start, end]], [length]) common to all shards."""
     spans, lengths = [[0, 0]], [0]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -136,10 +135,6 @@ def starting_names(root: Path) -> set[str]:
     """Names that users write: exports, guides, examples and configurations."""
     package = root / "python" / "nemo_rl_cpp"
     names = set(re.findall(r'"(\w+)": "', (package / "__init__.py").read_text()))
-    guides = root / "tests" / "unit" / "porting" / "guide_names.json"
-    here = Path(__file__).resolve().parents[1] / "unit" / "porting" / "guide_names.json"
-    for entries in json.loads((guides if guides.exists() else here).read_text()).values():
-        names |= set(entries)
     for page in (*root.glob("CONTRIBUTING.md"), *(root / "docs" / "guides").glob("*.md")):
         names |= set(re.findall(r"\b(\w+)\(", page.read_text()))
     for folder in ("configs", "examples"):

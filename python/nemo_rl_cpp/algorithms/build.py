@@ -317,7 +317,6 @@ def make_policy(
         tokenizer=tokenizer,
         weights_path=weights,
         optimizer_path=optimizer,
-        init_optimizer=True,
         init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
         total_steps=max(steps - config.loop.first_policy_step, 0) * config.loop.policy_epochs,
         seed=config.loop.seed,

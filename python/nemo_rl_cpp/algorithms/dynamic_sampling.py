@@ -127,7 +127,7 @@ def dynamic_sampling(
         if available < wanted:
             limit = setting(section, "dynamic_sampling_max_gen_batches")
             if limit <= 0:
-                raise _BadLimit(f"{section_name}.dynamic_sampling_max_gen_batches is {limit}; it must be positive")
+                raise ValueError(f"{section_name}.dynamic_sampling_max_gen_batches is {limit}; it must be positive")
             used = dynamic_sampling_num_gen_batches
             if used > limit or (used == limit and unit == "group"):
                 raise DynamicSamplingExhausted(
@@ -137,10 +137,6 @@ def dynamic_sampling(
             return SamplingRound(batch, False, batch_cache, {})
         metrics = {"dynamic_sampling_num_discarded_valid_samples": available - wanted}
         return SamplingRound(batch.slice(0, wanted), True, batch_cache, metrics)
-
-
-class _BadLimit(ValueError, AssertionError):
-    """NeMo RL raises an AssertionError here."""
 
 
 _ADVICE = (

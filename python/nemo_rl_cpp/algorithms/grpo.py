@@ -11,14 +11,12 @@ from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loop import train_loop as grpo_train
 from nemo_rl_cpp.algorithms.run import Algorithm
-from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.grpo import GRPOConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.experience.train_batch import sampled_by_policy
 
-GRPOSaveState = TrainState
 MasterConfig = GRPOMasterConfig
 
 
@@ -48,6 +46,6 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
 ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=sampled_by_policy, needs_tokens=False)
 
 __all__ = [
-    "ALGORITHM", "GRPOConfig", "GRPOSaveState", "MasterConfig", "ReinforcePlusPlusAdvantageEstimator", "dynamic_sampling", "grpo_train",
+    "ALGORITHM", "GRPOConfig", "MasterConfig", "ReinforcePlusPlusAdvantageEstimator", "dynamic_sampling", "grpo_train",
     "make_advantages",
 ]  # fmt: skip

@@ -4,12 +4,10 @@ from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
 from nemo_rl_cpp.algorithms.advantages import TokenAdvantages
 from nemo_rl_cpp.algorithms.loop import train_loop as ppo_train
 from nemo_rl_cpp.algorithms.run import Algorithm
-from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.master import PPOMasterConfig
 from nemo_rl_cpp.config.ppo import PPOConfig
 from nemo_rl_cpp.experience.train_batch import spoken_by_assistant
 
-PPOSaveState = TrainState
 MasterConfig = PPOMasterConfig
 
 
@@ -20,4 +18,4 @@ def make_advantages(config: PPOMasterConfig) -> TokenAdvantages:
 
 ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=spoken_by_assistant, needs_tokens=True)
 
-__all__ = ["ALGORITHM", "MasterConfig", "PPOConfig", "PPOSaveState", "make_advantages", "ppo_train"]
+__all__ = ["ALGORITHM", "MasterConfig", "PPOConfig", "make_advantages", "ppo_train"]

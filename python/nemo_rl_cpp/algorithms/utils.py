@@ -50,19 +50,13 @@ def set_seed(seed: int) -> None:
 
 
 def setting(config: object, name: str, *default: T) -> T:
-    """One field of a mapping or an object; without a default a missing one is a MissingSetting that names it."""
+    """One field of a mapping or an object; without a default a missing one is a ValueError that names it."""
     found = config.get(name, _MISSING) if isinstance(config, Mapping) else getattr(config, name, _MISSING)
     if found is not _MISSING:
         return found
     if default:
         return default[0]
-    raise MissingSetting(f"the configuration has no '{name}'; add the key (known: {sorted(_names(config))})")
-
-
-class MissingSetting(ValueError, KeyError):
-    """A key that has no default is absent; also a KeyError, which is what NeMo RL raises here."""
-
-    __str__ = ValueError.__str__
+    raise ValueError(f"the configuration has no '{name}'; add the key (known: {sorted(_names(config))})")
 
 
 def _names(config: object) -> list[str]:

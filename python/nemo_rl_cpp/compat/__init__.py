@@ -1,5 +1,4 @@
-"""NeMo RL's module tree over this package: code written for NeMo RL replaces `nemo_rl` by `nemo_rl_cpp.compat`.
-
-Each module has what the package has at that place, and what only such code calls. Nothing else in the package imports
-from here.
+"""The names that NeMo RL's guides print for environments, data processors, data sets, estimators and losses of a user, at the
+paths where they print them: code that uses them replaces `nemo_rl` by `nemo_rl_cpp.compat`. docs/porting-from-nemo-rl.md tells how
+to port the rest. Nothing else in the package imports from here.
 """

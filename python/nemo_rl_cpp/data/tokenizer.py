@@ -360,10 +360,7 @@ class Tokenizer(SpecialTokens):
 
 
 def get_tokenizer(
-    tokenizer_config: TokenizerConfig | Mapping[str, object],
-    get_processor: bool = False,
-    *,
-    section: str = "policy.tokenizer",
+    tokenizer_config: TokenizerConfig | Mapping[str, object], *, section: str = "policy.tokenizer"
 ) -> Tokenizer:
     """The tokenizer of a `policy.tokenizer` section (a dictionary or an object with the same names); messages name `section`.
 
@@ -372,8 +369,6 @@ def get_tokenizer(
     (see `choose_template`); it must use `messages`.
     `chat_template_kwargs` are variables that every `apply_chat_template` call gets. The pad token is eos where missing.
     """
-    if get_processor:
-        raise ValueError("get_processor=True asks for an image or video processor: only text models are supported")
     tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"), section=section)
     if is_given(tokenizer_config, "chat_template"):
         from nemo_rl_cpp.data.template_choice import choose_template  # jinja2 takes a fifth of a second to load

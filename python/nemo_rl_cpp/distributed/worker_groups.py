@@ -13,7 +13,7 @@ _TARGETS = count(1)  # objects in worker processes, over all groups
 
 
 class RayWorkerGroup:
-    """One object on every worker of a cluster; methods run on all of them. Names are NeMo RL's.
+    """One object on every worker of a cluster; methods run on all of them.
 
     Where the one worker is this process, the object lives here and is called directly: no pickling, no copies. Else each lives in
     a worker, so the builder, arguments and results are pickled. Several groups may share the workers of a cluster.
@@ -24,11 +24,10 @@ class RayWorkerGroup:
     """
 
     def __init__(
-        self, cluster: RayVirtualCluster, remote_worker_builder: Callable[[Ranks], object], name_prefix: str = "",
-        tensor_size: int = 1,
-    ) -> None:  # fmt: skip
+        self, cluster: RayVirtualCluster, remote_worker_builder: Callable[[Ranks], object], tensor_size: int = 1
+    ) -> None:
         self.cluster = cluster
-        self.name_prefix, self.tensor_size = name_prefix, tensor_size
+        self.tensor_size = tensor_size
         self._workers: list[object] = []
         self._target = next(_TARGETS)
         if cluster.in_process:

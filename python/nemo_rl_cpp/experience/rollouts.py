@@ -175,7 +175,7 @@ def repeat_prompts(
 
 def run_multi_turn_rollout(
     policy_generation: GenerationInterface, input_batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment],
-    max_seq_len: int, max_rollout_turns: int = 999999, greedy: bool = False, deduplicate_multimodal_data: bool = False,
+    max_seq_len: int, max_rollout_turns: int = 999999, greedy: bool = False,
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
     """Rolls every conversation of the batch out to its end, or for `max_rollout_turns` turns.
 
@@ -183,8 +183,7 @@ def run_multi_turn_rollout(
     `total_reward` float32 [B] (summed over turns; components under `reward/<name>`) and `truncated` bool [B]: a
     response ran out of room, or an observation did not fit. `draw_ids`, `sample_index` and `stream` of the batch go
     to the engine. Environments that score rows alone do so while other rows are still generated, where the engine says
-    which have ended. `deduplicate_multimodal_data` concerns images only, which this package does not have. Environments whose
-    agents make the rollouts (`runs_rollouts`) are let do so.
+    which have ended. Environments whose agents make the rollouts (`runs_rollouts`) are let do so.
 
     Returns (batch, rollout metrics with those of the environments).
     """

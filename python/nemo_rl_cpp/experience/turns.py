@@ -84,7 +84,7 @@ def calculate_rewards(
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
     """The environments' answers as one, in the rows' own order."""
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
-        raise _MixedRewards("some environments of this batch give one reward, others a dictionary of them")
+        raise ValueError("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
 
     def listed(name: str) -> list[Any]:
@@ -123,14 +123,6 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
     )
 
 
-class _MixedRewards(ValueError, AssertionError):
-    """NeMo RL raises an AssertionError here."""
-
-
-class TooLongError(ValueError, AssertionError):
-    """A response ends beyond the limit of a conversation: two settings contradict each other. NeMo RL raises an AssertionError."""
-
-
 class Observed(NamedTuple):
     """What appending an observation came to."""
 
@@ -156,12 +148,12 @@ def append_observation(
 
     An observation that reaches `max_seq_len`, even one that just fits, overflows: the conversation cannot go on.
 
-    Raises TooLongError where prompt and response alone are longer than `max_seq_len`.
+    Raises ValueError where prompt and response alone are longer than `max_seq_len`.
     """
     overflowed = used_tokens + len(ids) >= max_seq_len
     if overflowed:
         if used_tokens > max_seq_len:
-            raise TooLongError(
+            raise ValueError(
                 f"prompt and response have {used_tokens} tokens, more than max_seq_len {max_seq_len}: set "
                 "policy.generation.vllm_cfg.max_model_len to at most policy.max_total_sequence_length"
             )

@@ -104,12 +104,6 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         """Numbers of how the last step ran, logged as `performance/<name>`; empty where there are none."""
 
 
-class ValueOutputSpec(TypedDict):
-    """values: float32 [T], or [B, S] of a padded batch: of the state before each token; 0 at first tokens."""
-
-    values: torch.Tensor
-
-
 class ValueInterface(TrainedModelInterface, Protocol):
     """A value model in training. Batches are those of `PolicyInterface`."""
 

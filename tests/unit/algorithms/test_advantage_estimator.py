@@ -9,9 +9,9 @@ from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, Adv
 from nemo_rl_cpp.algorithms.advantages import GroupAdvantages, TokenAdvantages
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
-from nemo_rl_cpp.compat.algorithms.utils import calculate_kl
 from nemo_rl_cpp.config.grpo import GRPOConfig
 from nemo_rl_cpp.experience.batches import TrainBatch
+from reference import losses_torch
 
 LOSS = ClippedPGLossConfig()
 PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
@@ -95,7 +95,7 @@ def test_gae_inputs_and_metrics():
     lp, ref = -torch.rand(2, 3), -torch.rand(2, 3)
     est = make("gae", GAE, loss)
     a, returns = est.compute_advantage(None, rewards, mask, values, reference_logprobs=ref, logprobs=lp)
-    penalty = 0.1 * calculate_kl(lp, ref, "k3")
+    penalty = 0.1 * losses_torch.calculate_kl(lp, ref, "k3", 20.0, 10.0)
     last = 1.0 - penalty[0, 2] - values[0, 2]
     first = -penalty[0, 1] + values[0, 2] - values[0, 1] + 0.9 * last
     assert a[0].tolist() == pytest.approx([0.0, first.item(), last.item()], abs=1e-6)

@@ -222,7 +222,7 @@ def test_function_limit_by_group():
     with pytest.raises(DynamicSamplingExhausted, match="0 of 4 samples after 2"):
         round_(rollouts(WRONG), 2, config())
     assert not round_(rollouts(WRONG), 1, config())[1]
-    with pytest.raises(AssertionError, match="positive"):
+    with pytest.raises(ValueError, match="positive"):
         round_(rollouts(WRONG), 1, config(limit=0))
     with pytest.raises(ValueError, match="'rows'"):
         round_(rollouts(WRONG), 1, config(), unit="rows")

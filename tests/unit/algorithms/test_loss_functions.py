@@ -5,15 +5,7 @@ import pickle
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms import loss_functions
-from nemo_rl_cpp.algorithms.loss import (
-    ClippedPGLossConfig,
-    ClippedPGLossFn,
-    LossInputType,
-    LossType,
-    MetricNormalizer,
-    MseValueLossFn,
-)
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, LossInputType, LossType, MseValueLossFn
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 TIS = dict(
@@ -98,26 +90,26 @@ def test_settings_come_as_model_mapping_or_object():
         assert fn.ratio_clip_min == 0.1 and fn.reference_policy_kl_penalty == 0 and fn.ratio_clip_max == 0.2
 
 
-def test_types_and_metric_normalizations():
+def test_types_of_the_losses():
     fn = ClippedPGLossFn(ClippedPGLossConfig(**TIS))
     assert fn.input_type is LossInputType.LOGPROB and fn.loss_type is LossType.TOKEN_LEVEL
-    assert fn.metric_normalizations["loss"] is MetricNormalizer.TOKENS
-    assert fn.metric_normalizations["is_oob_ratio"] is MetricNormalizer.TOKENS
     gspo = ClippedPGLossFn(ClippedPGLossConfig(token_level_loss=False, sequence_level_importance_ratios=True))
-    assert gspo.loss_type is LossType.SEQUENCE_LEVEL and "is_oob_ratio" not in gspo.metric_normalizations
-    assert gspo.metric_normalizations["kl_penalty"] is MetricNormalizer.SEQUENCES
-    assert gspo.metric_normalizations["sampling_importance_ratio"] is MetricNormalizer.SEQUENCES
-    assert gspo.metric_normalizations["num_valid_samples"] is MetricNormalizer.NONE
+    assert gspo.loss_type is LossType.SEQUENCE_LEVEL
     assert MseValueLossFn.input_type is LossInputType.LOGIT
-    assert loss_functions.ClippedPGLossFn is ClippedPGLossFn
 
 
-def test_metrics_are_those_the_loss_advertises():
+METRICS = {
+    "loss", "kl_penalty", "probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
+    "approx_entropy", "sampling_importance_ratio", "num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max",
+    "probs_ratio_clamped_min", "probs_ratio_clamped_max",
+}  # fmt: skip
+
+
+def test_a_truncation_adds_its_metric():
     data, _, _, counts = batch()
-    for settings in ({}, TIS, {"positive_example_nll_weight": 0.1}):
-        fn = ClippedPGLossFn(ClippedPGLossConfig(**settings))
-        _, metrics = fn(torch.full((3, 7), -2.0), data, *counts)
-        assert set(metrics) == set(fn.metric_normalizations) and all(isinstance(v, float) for v in metrics.values())
+    for settings, more in (({}, set()), (TIS, {"is_oob_ratio"}), ({"positive_example_nll_weight": 0.1}, set())):
+        _, metrics = ClippedPGLossFn(ClippedPGLossConfig(**settings))(torch.full((3, 7), -2.0), data, *counts)
+        assert set(metrics) == METRICS | more and all(isinstance(v, float) for v in metrics.values())
 
 
 def test_loss_backpropagates_and_scales():

@@ -3,8 +3,20 @@
 import math
 
 import pytest
-from nemo_rl_cpp.compat.utils.config import OverridesError, parse_hydra_overrides
+from nemo_rl_cpp import _config
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
+
+
+def applied(overrides):
+    """The tree with the overrides, of which none may fail."""
+    tree, problems = _config.apply_overrides(base(), overrides)
+    assert problems == []
+    return tree
+
+
+def failures(overrides):
+    """(where, message) of every override that fails."""
+    return [(where, message) for _, _, where, message in _config.apply_overrides(base(), overrides)[1]]
 
 
 def base():
@@ -31,13 +43,13 @@ VALUES = {
 
 @pytest.mark.parametrize("override", VALUES)
 def test_value(override):
-    got = parse_hydra_overrides(base(), [override])["a"]
+    got = applied([override])["a"]
     assert got == VALUES[override]
     assert (dict if isinstance(got, dict) else type(got)) is type(VALUES[override])
 
 
 def test_nan():
-    assert math.isnan(parse_hydra_overrides(base(), ["a=nan"])["a"])
+    assert math.isnan(applied(["a=nan"])["a"])
 
 
 CHANGES = {
@@ -63,9 +75,7 @@ CHANGES = {
 def test_change(override):
     want = base()
     CHANGES[override](want)
-    given = base()
-    assert parse_hydra_overrides(given, [override]) == want
-    assert given == base()
+    assert applied([override]) == want
 
 
 FAILURES = [
@@ -78,29 +88,25 @@ FAILURES = [
 
 @pytest.mark.parametrize("override", FAILURES)
 def test_failure(override):
-    with pytest.raises(OverridesError, match="Failed to parse Hydra overrides: ") as caught:
-        parse_hydra_overrides(base(), [override])
-    assert f"override '{override}'" in str(caught.value)
+    [(where, _)] = failures([override])
+    assert where == f"override '{override}'"
 
 
 def test_later_overrides_win_and_see_earlier_ones():
-    assert parse_hydra_overrides(base(), ["+x.y=1", "x.y=2", "a=3", "a=4"]) == base() | {"x": {"y": 2}, "a": 4}
+    assert applied(["+x.y=1", "x.y=2", "a=3", "a=4"]) == base() | {"x": {"y": 2}, "a": 4}
 
 
 def test_every_failure_is_listed():
-    with pytest.raises(OverridesError) as caught:
-        parse_hydra_overrides(base(), ["zzz=1", "a=2", "b.d.9=1", "a=[1"])
-    assert [line for line in ("'zzz=1'", "'b.d.9=1'", "'a=[1'") if line in str(caught.value)] == [
-        "'zzz=1'",
-        "'b.d.9=1'",
-        "'a=[1'",
+    assert [where for where, _ in failures(["zzz=1", "a=2", "b.d.9=1", "a=[1"])] == [
+        "override 'zzz=1'",
+        "override 'b.d.9=1'",
+        "override 'a=[1'",
     ]
-    assert "'a=2'" not in str(caught.value)
 
 
 def test_hint_to_add_a_key():
-    with pytest.raises(OverridesError, match=r"write \+b\.z=9"):
-        parse_hydra_overrides(base(), ["b.z=9"])
+    [(_, message)] = failures(["b.z=9"])
+    assert "write +b.z=9" in message
 
 
 @pytest.fixture

@@ -227,29 +227,6 @@ def test_the_guides_names_are_known():
         RewardScalingConfig(correct=1.0, target_max=2.0)
 
 
-def test_there_is_one_class_of_a_name():
-    import nemo_rl_cpp.config as config
-    from nemo_rl_cpp.algorithms import reward_functions as house_rewards
-    from nemo_rl_cpp.compat.algorithms import advantage_estimator, grpo, loss, reward_functions
-    from nemo_rl_cpp.compat.distributed import virtual_cluster
-    from nemo_rl_cpp.compat.environments import code_environment, math_environment
-    from nemo_rl_cpp.compat.models import generation
-    from nemo_rl_cpp.compat.models import value as value_model
-    from nemo_rl_cpp.config import cluster, env, value
-    from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, RewardPenaltyConfig
-    from nemo_rl_cpp.config.loop import RewardShapingConfig
-    from nemo_rl_cpp.config.loss import MseValueLossConfig
-
-    assert loss.ClippedPGLossConfig is ClippedPGLossConfig and loss.MseValueLossConfig is MseValueLossConfig
-    assert reward_functions.RewardShapingConfig is grpo.RewardShapingConfig is RewardShapingConfig
-    assert house_rewards.RewardScalingConfig is grpo.RewardScalingConfig is RewardScalingConfig
-    assert advantage_estimator.AdvEstimatorConfig is grpo.AdvEstimatorConfig is AdvEstimatorConfig
-    assert grpo.RewardPenaltyConfig is RewardPenaltyConfig and grpo.MasterConfig is config.GRPOMasterConfig
-    assert generation.GenerationConfig is GenerationConfig and virtual_cluster.ClusterConfig is cluster.ClusterConfig
-    assert math_environment.MathEnvConfig is env.MathEnvConfig and code_environment.CodeEnvConfig is env.CodeEnvConfig
-    assert value_model.ValueConfig is value.ValueConfig and value_model.Value.__name__ == "Value"
-
-
 def test_settings_in_other_forms_are_as_strict():
     import torch
     from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from nemo_rl_cpp.compat.models.generation import configure_generation_config
 from nemo_rl_cpp.data.boundaries import (
     end_token_ids,
     named_ends,
@@ -184,16 +183,6 @@ def test_what_a_checkpoint_says_of_the_ends(tmp_path, tiny, base, config, saved)
         write(tmp_path, generation_config=base)
     save_generation_config(tmp_path, config, tiny, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == saved
-
-
-def test_a_configuration_made_for_nemo_rl_takes_all_ends(tmp_path, tiny):
-    tiny.save_pretrained(write(tmp_path, generation_config={"eos_token_id": [2, 9]}))
-    assert configure_generation_config({"backend": "native"}, Tokenizer.from_pretrained(tmp_path))[
-        "stop_token_ids"
-    ] == [2, 9]
-    assert configure_generation_config({"stop_token_ids": [4]}, Tokenizer.from_pretrained(tmp_path))[
-        "stop_token_ids"
-    ] == [4]
 
 
 # ---- side files

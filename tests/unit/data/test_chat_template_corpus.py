@@ -7,7 +7,6 @@ that is no template is never taken for one.
 import json
 
 import pytest
-from nemo_rl_cpp.compat.data.chat_templates import COMMON_CHAT_TEMPLATES
 from nemo_rl_cpp.data import chat_template, template_sandbox
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, ChatTemplateError, render_chat_template
 from nemo_rl_cpp.data.prompt_rendering import render_prompt
@@ -35,7 +34,8 @@ TOOL_CALLS = (
 )
 TEMPLATES = {
     "passthrough": PASSTHROUGH,
-    "role headers": COMMON_CHAT_TEMPLATES.simple_role_header,
+    "role headers": "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant: {% endif %}",
     "marks and line breaks": turns("<|start|>{role}\n", "<|end|>\n", start="<|start|>assistant\n"),
     "header ids with bos": turns(
         "<h>{role}</h>\n\n", "<eot>", "message['content'] | trim", "<h>assistant</h>\n\n", "{{ bos_token }}"

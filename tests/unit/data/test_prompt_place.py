@@ -1,7 +1,6 @@
 r"""The one place of a prompt file: its question is never lost, its other braces stay."""
 
 import pytest
-from nemo_rl_cpp.compat.data.llm_message_utils import get_formatted_message_log
 from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.prompt_place import fill_prompt
@@ -83,13 +82,3 @@ def test_files_of_other_encodings_are_named(tmp_path):
         TaskDataSpec(prompt_file=tmp_path / "p.txt")
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfQ {}")
     assert TaskDataSpec(prompt_file=tmp_path / "p.txt").prompt == "Q {}"
-
-
-def test_formatted_message_logs_use_the_same_rule(tiny):
-    tiny.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    spec = TaskDataSpec()
-    spec.prompt = "\\boxed{}: {}"
-    log = get_formatted_message_log(
-        [{"role": "user", "content": "{}"}], tiny, spec, add_bos_token=False, add_eos_token=False
-    )
-    assert log[0]["content"] == "\\boxed{}: {}"

@@ -5,10 +5,14 @@ import types
 
 import pytest
 import torch
-from nemo_rl_cpp.compat.data.utils import setup_response_data
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, extract_necessary_env_names
-from nemo_rl_cpp.data.utils import get_train_dataset_name, load_dataloader_state, save_dataloader_state
+from nemo_rl_cpp.data.utils import (
+    get_train_dataset_name,
+    load_dataloader_state,
+    load_response_data,
+    save_dataloader_state,
+)
 from nemo_rl_cpp.environments.remote import shut_down
 
 ARITHMETIC = {"dataset_name": "arithmetic", "num_samples": 12, "env_name": "math"}
@@ -43,7 +47,8 @@ def data(**sections):
 
 
 def test_one_data_set_with_validation_from_it(smollm2):
-    train, val = setup_response_data(smollm2, data(train={**ARITHMETIC, "split_validation_size": 5}))
+    made = load_response_data(smollm2, data(train={**ARITHMETIC, "split_validation_size": 5}))
+    train, val = made.train, made.validation
     assert isinstance(train, AllTaskProcessedDataset) and (len(train), len(val)) == (12, 5)
     assert train.max_seq_length == 512
     datum = train[3]
@@ -52,7 +57,7 @@ def test_one_data_set_with_validation_from_it(smollm2):
 
 
 def test_no_validation(smollm2):
-    assert setup_response_data(smollm2, data(train=ARITHMETIC, validation=None))[1] is None
+    assert load_response_data(smollm2, data(train=ARITHMETIC, validation=None)).validation is None
 
 
 def test_several_data_sets_and_environments(smollm2, environments):
@@ -62,7 +67,8 @@ def test_several_data_sets_and_environments(smollm2, environments):
         validation={"dataset_name": "arithmetic", "split": "validation", "num_samples": 4, "env_name": "math"},
     )
     before = repr(config)
-    train, val, task_to_env, val_task_to_env = setup_response_data(smollm2, config, {"math": {"a": 1}, "digits": {}})
+    made = load_response_data(smollm2, config, {"math": {"a": 1}, "digits": {}})
+    train, val, task_to_env, val_task_to_env = made.train, made.validation, made.environments, made.val_environments
     assert repr(config) == before
     assert environments == ["create math", "create digits"], "each environment once"
     assert (len(train), len(val)) == (20, 7)
@@ -76,7 +82,8 @@ def test_several_data_sets_and_environments(smollm2, environments):
 
 
 def test_one_loader_a_task(smollm2):
-    train, val = setup_response_data(smollm2, data(train=[ARITHMETIC, REVERSE], use_multiple_dataloader=True))
+    made = load_response_data(smollm2, data(train=[ARITHMETIC, REVERSE], use_multiple_dataloader=True))
+    train, val = made.train, made.validation
     assert {name: len(rows) for name, rows in train.items()} == {"arithmetic": 12, "reverse_digits": 8} and val is None
     assert train["reverse_digits"][0]["task_name"] == "reverse_digits"
 
@@ -84,12 +91,12 @@ def test_one_loader_a_task(smollm2):
 def test_defaults_fill_only_what_is_missing(smollm2, tmp_path):
     (tmp_path / "p.txt").write_text("Q {}")
     default = {"prompt_file": str(tmp_path / "p.txt"), "processor": "math_hf_data_processor"}
-    train, _ = setup_response_data(smollm2, data(train=ARITHMETIC, default=default))
+    train = load_response_data(smollm2, data(train=ARITHMETIC, default=default)).train
     assert "<|im_start|>user\nQ " in train[0]["message_log"][0]["content"]
-    train, _ = setup_response_data(
+    train = load_response_data(
         smollm2,
         data(train={**ARITHMETIC, "prompt_file": None, "processor": "raw_completion_data_processor"}, default=default),
-    )
+    ).train
     assert train[0]["message_log"][0]["content"][0].isdigit()
 
 
@@ -114,7 +121,7 @@ def test_typed_configurations(smollm2):
         train={"dataset_name": "arithmetic", "num_samples": 2},
         default={"processor": "math_hf_data_processor"},
     )
-    train, _ = setup_response_data(smollm2, config)
+    train = load_response_data(smollm2, config).train
     assert train.max_seq_length == 99 and "<|im_start|>" in train[0]["message_log"][0]["content"]
     assert get_train_dataset_name(config) == "arithmetic"
 
@@ -131,27 +138,22 @@ def test_typed_configurations(smollm2):
 )
 def test_mistakes_are_found_before_anything_is_started(smollm2, environments, sections, message):
     with pytest.raises(ValueError, match=message):
-        setup_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
+        load_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
     assert environments == []
 
 
 def test_environments_are_shut_down_when_the_data_cannot_be_loaded(smollm2, environments):
     sections = {"train": [ARITHMETIC, {**REVERSE, "num_digits": 99}]}
     with pytest.raises(ValueError, match="num_digits"):
-        setup_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
+        load_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
     assert environments == ["create math", "create digits", "shutdown math", "shutdown digits"]
 
 
 def test_two_sections_of_one_task_must_agree(smollm2):
-    train, _ = setup_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "max_number": 9}]))
+    train = load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "max_number": 9}])).train
     assert len(train) == 24
     with pytest.raises(ValueError, match="task name 'arithmetic'"):
-        setup_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
-
-
-def test_video_is_refused(smollm2):
-    with pytest.raises(ValueError, match="is_vlm"):
-        setup_response_data(smollm2, data(train=ARITHMETIC), is_vlm=True)
+        load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
 
 
 def test_train_dataset_name():
@@ -160,7 +162,7 @@ def test_train_dataset_name():
 
 
 def test_batches_of_a_real_run(smollm2, tmp_path):
-    train, _ = setup_response_data(smollm2, data(train=ARITHMETIC))
+    train = load_response_data(smollm2, data(train=ARITHMETIC)).train
     batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)
     iterator = iter(batches)
     batch = next(iterator)

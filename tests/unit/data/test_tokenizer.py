@@ -296,8 +296,6 @@ def test_get_tokenizer_chat_template_choices(tmp_path, monkeypatch):
         text(chat_template="none.jinja")
     with pytest.raises(ValueError, match="chat_template_kwargs"):
         text(chat_template_kwargs="mark")
-    with pytest.raises(ValueError, match="processor"):
-        get_tokenizer({"name": str(tmp_path / "t")}, get_processor=True)
     with pytest.raises(ValueError, match="'name'"):
         get_tokenizer({})
 

@@ -5,7 +5,6 @@ import pickle
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.grpo import make_advantages
-from nemo_rl_cpp.compat.experience.async_rollouts import _row
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.environments.multi_reward import MathMultiRewardEnvironment, extract_answer
 from nemo_rl_cpp.environments.ray_environment import joined
@@ -74,11 +73,7 @@ def test_parts_keep_the_weights_of_their_total():
     environment = RewardFunctionEnvironment([longer, even], [0.5, -2.0], as_parts=True)
     answers = [environment.step(logs([text]), [{}]) for text in ("ab", "abc")]
     merged = _merge([([1], answers[0]), ([0], answers[1])], 2).rewards
-    for rewards, length in (
-        (merged, [3, 2]),
-        (joined(answers).rewards, [2, 3]),
-        (_row(joined(answers), 1).rewards, [3]),
-    ):
+    for rewards, length in ((merged, [3, 2]), (joined(answers).rewards, [2, 3])):
         again = pickle.loads(pickle.dumps(rewards))
         assert again["longer"].tolist() == length and again.weights == {"longer": 0.5, "even": -2.0}
 

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from nemo_rl_cpp.compat.environments.utils import chunk_list_to_workers
 from nemo_rl_cpp.distributed import get
 from nemo_rl_cpp.environments import utils
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
@@ -154,20 +153,6 @@ def test_reasoning_gym():
     with pytest.raises(ValueError, match="reasoning_gym_entry"):
         env.step(says("1"), [{"ground_truth": "1"}])
     env.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("items", "workers", "parts"),
-    [
-        (5, 3, [[0, 1], [2, 3], [4]]),
-        (4, 2, [[0, 1], [2, 3]]),
-        (2, 4, [[0], [1], [], []]),
-        (0, 3, [[], [], []]),
-        (5, 4, [[0, 1], [2, 3], [4]]),
-    ],
-)
-def test_chunks(items, workers, parts):
-    assert chunk_list_to_workers(list(range(items)), workers) == parts
 
 
 def test_registry(monkeypatch):

@@ -155,13 +155,11 @@ def test_other_sentences(tmp_path):
 
 
 def test_a_mistake_of_ours_names_our_function():
-    from nemo_rl_cpp.compat.environments.utils import chunk_list_to_workers
+    from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys
 
-    sentence = one_sentence(caught(chunk_list_to_workers, 3, 2))
-    assert (
-        sentence.startswith("unexpected TypeError: ")
-        and "in chunk_list_to_workers (nemo_rl_cpp/compat/environments/utils.py:" in sentence
-    )
+    sentence = one_sentence(caught(get_gdpo_reward_component_keys, 3))
+    assert sentence.startswith("unexpected AttributeError: ")
+    assert "in get_gdpo_reward_component_keys (nemo_rl_cpp/algorithms/utils.py:" in sentence
 
 
 def test_the_traceback_goes_to_the_runs_folder_else_to_the_temporary_one(tmp_path, monkeypatch):

@@ -4,8 +4,6 @@ import math
 import random
 
 import pytest
-import torch
-from nemo_rl_cpp.compat.evals.eval import eval_cons_k, eval_pass_k
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k, wilson_interval
 from nemo_rl_cpp.evals.report import interval_of_mean
 from reference import evaluation as reference
@@ -61,15 +59,6 @@ def test_cons_at_k_counts_what_nobody_can_list():
     rewards = [1.0] * 40 + [0.0] * 24
     share = sum(math.comb(40, v) * math.comb(24, 31 - v) for v in range(16, 32)) / math.comb(64, 31)
     assert cons_at_k(rewards, answers, 31) == pytest.approx(share)
-
-
-def test_sums_over_prompts():
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
-    assert eval_pass_k(rewards, 2, 1) == 1.5
-    assert eval_pass_k(rewards, 2, 2) == 2.0
-    assert eval_pass_k(rewards, 1, 1) == 3.0
-    assert eval_cons_k(rewards, 3, 3, ["x", "y", "y", "u", "v", "v"]) == 1.0
-    assert eval_cons_k(rewards, 6, 1, list("abcdef")) == 0.5
 
 
 def test_interval():

@@ -5,12 +5,7 @@ import json
 import pytest
 import torch
 from hf_players import batch, hf_policy, hf_value, make, relative
-from nemo_rl_cpp.algorithms.loss_functions import (
-    ClippedPGLossConfig,
-    ClippedPGLossFn,
-    MseValueLossConfig,
-    MseValueLossFn,
-)
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.models.hf.folder import hf_refusals, open_frozen
 from nemo_rl_cpp.models.policy.lm_policy import Policy

@@ -8,12 +8,7 @@ import forked_workers
 import pytest
 import torch
 from hf_players import batch, hf_policy, hf_value, make, relative
-from nemo_rl_cpp.algorithms.loss_functions import (
-    ClippedPGLossConfig,
-    ClippedPGLossFn,
-    MseValueLossConfig,
-    MseValueLossFn,
-)
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -264,11 +264,6 @@ def test_a_batch_that_is_no_multiple_of_the_global_batch_is_refused():
     policy = make_policy()
     with pytest.raises(ValueError, match="train_global_batch_size=5"):
         policy.train(make_data(policy), LOSS, gbs=5)
-
-
-def test_constructor_arguments_of_other_backends_are_refused():
-    with pytest.raises(ValueError, match="skip_weight_load"):
-        Policy(None, None, None, skip_weight_load=True)
 
 
 def test_the_section_may_be_a_dictionary():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
-from nemo_rl_cpp.compat.algorithms.utils import calculate_kl
 from reference import loss_cases as cases
 from reference import losses as reference
 from reference import losses_torch as torch_reference
@@ -319,28 +318,3 @@ def test_bad_shapes_are_named():
         ops.clipped_pg_loss(x, ops.ClippedPGInputs(**data | {"advantages": data["advantages"][:, 1:]}))
     with pytest.raises(ValueError, match="prev_logprobs is missing"):
         ops.clipped_pg_loss(x, ops.ClippedPGInputs(**{k: v for k, v in data.items() if k != "prev_logprobs"}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_calculate_kl_matches_reference(dtype):
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        c = cases.config(rng)
-        lp, ref, w = (torch.as_tensor(cases.logprobs(rng, (3, 7), 4.0), dtype=dtype) for _ in range(3))
-        args = (c["reference_policy_kl_type"], c["kl_input_clamp_value"], c["kl_output_clamp_value"])
-        ours_in = [lp.clone().requires_grad_(), ref.clone().requires_grad_(), w.exp().requires_grad_()]
-        want_in = [t.detach().double().requires_grad_() for t in ours_in]
-        ours = calculate_kl(ours_in[0], ours_in[1], *args, ours_in[2])
-        want = torch_reference.calculate_kl(want_in[0], want_in[1], *args, want_in[2])
-        rtol = 1e-6 if dtype == torch.float64 else 1e-5
-        assert torch.allclose(ours.double(), want, rtol=rtol, atol=rtol * 1e-2)
-        for a, b in zip(
-            torch.autograd.grad(ours.sum(), ours_in), torch.autograd.grad(want.sum(), want_in), strict=True
-        ):
-            assert torch.allclose(a.double(), b, rtol=rtol, atol=rtol)
-        assert torch.equal(calculate_kl(lp, ref, *args), calculate_kl(lp, ref, *args, torch.ones_like(lp)))
-
-
-def test_unknown_kl_type_is_named():
-    with pytest.raises(ValueError, match="k1, k2 or k3"):
-        calculate_kl(torch.zeros(2), torch.zeros(2), "k4")

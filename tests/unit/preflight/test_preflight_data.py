@@ -4,11 +4,11 @@ import json
 import sys
 
 import pytest
-from nemo_rl_cpp.compat.data.utils import setup_response_data
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data import inspection
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.data.utils import load_response_data
 from nemo_rl_cpp.preflight import data
 
 
@@ -279,16 +279,16 @@ def section_of(tmp_path, pairs):
 def test_a_run_says_it_once_and_refuses_when_all_prompts_are_cut(tmp_path, tiny, capsys):
     config = {"max_input_seq_length": 10, "train": section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])}
     for _ in range(2):
-        train, _ = setup_response_data(tiny, config)
+        train = load_response_data(tiny, config).train
     said = capsys.readouterr().err
     assert said.count("warning: data.train 1 of 2 prompts reach 10 tokens (data.max_input_seq_length)") == 1
     assert [train[i]["loss_multiplier"] for i in range(2)] == [0.0, 1.0]
     config["train"] = [section_of(tmp_path, [("1" * 10, "1"), ("1" * 12, "1")])]
     with pytest.raises(ValueError, match=r"data\.train\.0 2 of 2 prompts reach 10 tokens"):
-        setup_response_data(tiny, config)
+        load_response_data(tiny, config)
     config = {"train": section_of(tmp_path, [("1" * 10, "1")])}
     with pytest.raises(ValueError, match=r"1 of 1 prompts reach 8 tokens \(policy.max_total_sequence_length\)"):
-        setup_response_data(tiny, config, max_total_sequence_length=8)
+        load_response_data(tiny, config, max_total_sequence_length=8)
 
 
 def test_what_the_check_has_said_the_run_does_not_repeat(tmp_path, tiny, capsys):
@@ -298,7 +298,7 @@ def test_what_the_check_has_said_the_run_does_not_repeat(tmp_path, tiny, capsys)
     raw = load_response_dataset(section)
     for remark in inspect_rows(raw, raw.dataset, tiny, Limits(10), "data.train"):
         inspection.note_as_said(remark)
-    setup_response_data(tiny, {"max_input_seq_length": 10, "train": section})
+    load_response_data(tiny, {"max_input_seq_length": 10, "train": section})
     assert capsys.readouterr().err == ""
 
 
@@ -315,9 +315,7 @@ def test_a_task_name_without_a_processor_is_refused(tmp_path, tiny):
         json.dumps({"messages": [{"role": "user", "content": "1"}], "output": "2", "task_name": "mine"}) + "\n"
     )
     with pytest.raises(ValueError, match=r"data\.train row 1: its task_name 'mine' has no processor"):
-        setup_response_data(
-            tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}}
-        )
+        load_response_data(tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}})
 
 
 def test_processors_of_the_users_are_not_run_ahead(tmp_path, tiny):

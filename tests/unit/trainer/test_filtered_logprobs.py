@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.algorithms.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict

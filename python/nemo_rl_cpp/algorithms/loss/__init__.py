@@ -25,22 +25,11 @@ class LossType(enum.Enum):
     SEQUENCE_LEVEL = "sequence_level"
 
 
-class MetricNormalizer(enum.Enum):
-    """Which global count a metric was divided by."""
-
-    TOKENS = "tokens"
-    SEQUENCES = "sequences"
-    NONE = "none"
-
-
 class LossInputType(enum.Enum):
     """What the loss wants from the model: `logits`, or `next_token_logprobs` [B, S-1]."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"
-    DISTILLATION = "distillation"
-    DISTILLATION_CROSS_TOKENIZER = "distillation_cross_tokenizer"
-    DRAFT = "draft"
 
 
 class LossFunction(Protocol):
@@ -98,14 +87,12 @@ class ClippedPGLossFn:
 
     input_type = LossInputType.LOGPROB
 
-    def __init__(self, cfg: ClippedPGLossConfig, use_fused_linear_logprobs: bool = False):
+    def __init__(self, cfg: ClippedPGLossConfig):
         cfg = as_model(cfg, ClippedPGLossConfig)
         self.cfg = cfg
-        self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.reference_policy_kl_penalty = 0 if cfg.use_kl_in_reward else cfg.reference_policy_kl_penalty
         self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
         self._check()
-        self.metric_normalizations = self._metric_normalizations()
         self._op_config: ops.ClippedPGConfig | None = None
 
     def __getattr__(self, name: str) -> object:
@@ -149,24 +136,6 @@ class ClippedPGLossFn:
             self.truncated_importance_sampling_ratio,
             self.truncated_importance_sampling_ratio_min,
         )
-
-    def _metric_normalizations(self) -> dict[str, MetricNormalizer]:
-        tokens, sequences, none = MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES, MetricNormalizer.NONE
-        by_loss = tokens if self.loss_type is LossType.TOKEN_LEVEL else sequences
-        table = {"loss": by_loss, "kl_penalty": by_loss}
-        table |= dict.fromkeys(
-            ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
-             "js_divergence_error", "approx_entropy"), tokens,
-        )  # fmt: skip
-        table["sampling_importance_ratio"] = sequences if self.sequence_level_importance_ratios else tokens
-        table |= dict.fromkeys(
-            ("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
-             "probs_ratio_clamped_max"), none,
-        )  # fmt: skip
-        if self.truncated_importance_sampling_type is not None:
-            by_row = self.truncated_importance_sampling_type == "seq-mask-tis"
-            table["is_oob_ratio"] = sequences if by_row else tokens
-        return table
 
     def op_config(self) -> ops.ClippedPGConfig:
         """The settings as the native op takes them."""

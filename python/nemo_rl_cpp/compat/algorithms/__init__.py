@@ -1,1 +1,0 @@
-"""Algorithms under NeMo RL's names."""

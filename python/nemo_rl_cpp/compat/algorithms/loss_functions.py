@@ -1,4 +1,4 @@
-"""The older module path of the losses; the code is in nemo_rl_cpp.compat.algorithms.loss."""
+"""Re-export the loss functions at the path that the guides print."""
 
-from nemo_rl_cpp.compat.algorithms.loss import *  # noqa: F403
-from nemo_rl_cpp.compat.algorithms.loss import __all__  # noqa: F401
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, MseValueLossFn
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig, MseValueLossConfig

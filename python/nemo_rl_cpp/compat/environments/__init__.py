@@ -1,1 +1,0 @@
-"""Environments under NeMo RL's names."""

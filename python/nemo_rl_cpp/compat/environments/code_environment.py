@@ -1,4 +1,3 @@
-"""Programs as responses: they run in a sandbox, against tests."""
+"""Re-export the environment that runs programs."""
 
-from nemo_rl_cpp.config.env import CodeEnvConfig
-from nemo_rl_cpp.environments.code_environment import CodeEnvironment, CodeEnvMetadata, extract_code
+from nemo_rl_cpp.environments.code_environment import CodeEnvironment

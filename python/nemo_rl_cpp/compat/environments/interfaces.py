@@ -1,3 +1,3 @@
-"""What the rollout asks of an environment."""
+"""Re-export the contract of an environment."""
 
-from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, MetadataT, checked_return
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn

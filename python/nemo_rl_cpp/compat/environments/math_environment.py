@@ -1,9 +1,3 @@
-"""Mathematics and multiple choice: one response, right or wrong."""
+"""Re-export the environment that checks answers to mathematics."""
 
-from nemo_rl_cpp.config.env import MathEnvConfig
-from nemo_rl_cpp.environments.math_environment import BaseMathEnvironment, MathEnvironment, MathEnvironmentMetadata
-from nemo_rl_cpp.environments.verifiers import (
-    EnglishMultichoiceVerifyWorker,
-    HFVerifyWorker,
-    MultilingualMultichoiceVerifyWorker,
-)
+from nemo_rl_cpp.environments.math_environment import MathEnvironment

@@ -1,1 +1,0 @@
-"""Models under NeMo RL's names."""

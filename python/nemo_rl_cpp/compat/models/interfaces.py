@@ -1,14 +1,3 @@
-"""The contracts of policy, value model and generation in one place."""
+"""Re-export the contracts of a policy and of a value model."""
 
-from nemo_rl_cpp.compat.models.generation.interfaces import (
-    GenerationDatumSpec,
-    GenerationInterface,
-    GenerationOutputSpec,
-)
-from nemo_rl_cpp.compat.models.policy.interfaces import (
-    ColocatablePolicyInterface,
-    LogprobOutputSpec,
-    PolicyInterface,
-    ReferenceLogprobOutputSpec,
-)
-from nemo_rl_cpp.models.interfaces import ValueInterface, ValueOutputSpec
+from nemo_rl_cpp.models.interfaces import PolicyInterface, ValueInterface

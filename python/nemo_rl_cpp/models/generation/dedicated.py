@@ -93,7 +93,7 @@ class DedicatedGeneration(DistributedGeneration):
         self.cluster = cluster
         self.weight_version: int | None = None
         self._mean_response = float(config.generation.max_new_tokens or 0) / 2
-        group = RayWorkerGroup(cluster, partial(EngineWorker, config, tokenizer, seed), name_prefix="engines")
+        group = RayWorkerGroup(cluster, partial(EngineWorker, config, tokenizer, seed))
         super().__init__(group, config.generation, {"seed": seed}, tokenizer)
 
     def _shares(self, batch: RaggedBatch) -> list[list[int]]:

@@ -26,7 +26,7 @@ from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class Policy(TrainedModel, PolicyInterface):
-    """A language model in training: log-probabilities, optimizer steps, checkpoints (NeMo RL's `Policy`).
+    """A language model in training: log-probabilities, optimizer steps, checkpoints.
 
     Args:
         cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: as of `TrainedModel`.
@@ -38,22 +38,13 @@ class Policy(TrainedModel, PolicyInterface):
 
     def __init__(
         self, cluster: RayVirtualCluster | None, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None,
-        name_prefix: str = "lm_policy", workers_per_node: object = None,
-        init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
-        init_reference_model: bool = True, processor: object = None, worker_extension_cls_fqn: str | None = None,
-        skip_weight_load: bool = False, *, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
+        *, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None, init_reference_model: bool = True,
+        total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
-        if processor is not None or worker_extension_cls_fqn is not None or skip_weight_load:
-            raise ValueError(
-                "Policy: processor (multimodal models), worker_extension_cls_fqn (workers in other processes) and skip_weight_load "
-                "(weights from another process) are not supported; leave them at their defaults"
-            )
         config = PolicyConfig.of(config)
         super().__init__(
-            cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
-            total_steps=total_steps, seed=seed, ranks=ranks,
+            cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path, total_steps=total_steps, seed=seed, ranks=ranks,
         )  # fmt: skip
-        self.name = name_prefix
         self.scoring = Scoring.of(config.generation)
         self.reference = self._reference() if init_reference_model else None
         self._exact = config.reuse_generation_logprobs != "never"
@@ -107,7 +98,6 @@ class Policy(TrainedModel, PolicyInterface):
         gbs: int | None = None,
         mbs: int | None = None,
         timer: Timer | None = None,
-        check_dim_skip_keys: object = None,
     ) -> TrainingResult:
         """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
 

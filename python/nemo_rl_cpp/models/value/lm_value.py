@@ -18,7 +18,7 @@ from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class Value(TrainedModel, ValueInterface):
-    """A value model in training: values, optimizer steps, checkpoints (NeMo RL's `Value`).
+    """A value model in training: values, optimizer steps, checkpoints.
 
     V(state before token t) = score · norm(h), h the hidden state after token t - 1. `config.model_name` is any checkpoint
     of a supported architecture: its `score.weight` [1, D] is taken where it has one (a checkpoint of this class, a
@@ -34,16 +34,12 @@ class Value(TrainedModel, ValueInterface):
     value_head = True
 
     def __init__(
-        self, cluster: RayVirtualCluster | None, config: ValueConfig, tokenizer: TokenizerType | None, name_prefix: str = "lm_value",
-        workers_per_node: object = None,
-        init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
-        *, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
+        self, cluster: RayVirtualCluster | None, config: ValueConfig, tokenizer: TokenizerType | None, *,
+        weights_path: str | Path | None = None, optimizer_path: str | Path | None = None, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
         super().__init__(
-            cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
-            total_steps=total_steps, seed=seed, ranks=ranks,
+            cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path, total_steps=total_steps, seed=seed, ranks=ranks,
         )  # fmt: skip
-        self.name = name_prefix
 
     def get_values(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None

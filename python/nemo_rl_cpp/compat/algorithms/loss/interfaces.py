@@ -1,5 +1,3 @@
-"""What a loss function is to a trainer."""
+"""Re-export what a loss function is made of."""
 
-from nemo_rl_cpp.algorithms.loss import LossFunction, LossInputType, LossType, MetricNormalizer
-
-__all__ = ["LossFunction", "LossInputType", "LossType", "MetricNormalizer"]
+from nemo_rl_cpp.algorithms.loss import LossFunction, LossInputType, LossType

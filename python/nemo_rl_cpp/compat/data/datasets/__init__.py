@@ -1,13 +1,5 @@
-"""Data sets: raw rows, rows by task, and the names that configurations use."""
+"""Re-export the data set of several tasks and the functions that load one."""
 
-from nemo_rl_cpp.compat.data.datasets.processed_dataset import AllTaskProcessedDataset
-from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
-from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
-from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
-from nemo_rl_cpp.data.datasets.utils import (
-    assert_no_double_bos,
-    extract_necessary_env_names,
-    load_dataset_from_path,
-    merge_datasets,
-    update_single_dataset_config,
-)
+from nemo_rl_cpp.data.datasets.processed_dataset import AllTaskProcessedDataset
+from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
+from nemo_rl_cpp.data.datasets.utils import extract_necessary_env_names

@@ -1,3 +1,3 @@
-"""A data set before tokenisation: rows, the split, and which processor and prompt go with them."""
+"""Re-export the base of a data set."""
 
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset

@@ -1,1 +1,0 @@
-"""NeMo RL's transfer queues between workers, by name: data stays in one process here."""

@@ -1,1 +1,0 @@
-"""Evaluation under NeMo RL's names."""

@@ -1,1 +1,0 @@
-"""Rollouts under NeMo RL's names."""

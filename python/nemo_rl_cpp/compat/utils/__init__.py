@@ -1,1 +1,0 @@
-"""Services of a run under NeMo RL's names."""

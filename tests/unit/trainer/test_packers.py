@@ -1,0 +1,57 @@
+"""Packers give the bins of slow references and of small cases worked out by hand."""
+
+import random
+
+import pytest
+from nemo_rl_cpp.config.policy import PACKERS
+from reference import packing as reference
+
+REFERENCES = {
+    "concatenative": reference.concatenative,
+    "first_fit_decreasing": reference.first_fit_decreasing,
+    "modified_first_fit_decreasing": reference.modified_first_fit_decreasing,
+}
+
+
+def cases(count, seed=0):
+    rng = random.Random(seed)
+    for _ in range(count):
+        capacity = rng.choice([1, 2, 5, 6, 7, 12, 30, 61, 100, 1000])
+        # few distinct lengths make ties, which decide among equally good bins
+        top = rng.choice([max(1, capacity // 6), max(1, capacity // 3), max(1, capacity // 2), capacity])
+        yield [rng.randint(1, top) for _ in range(rng.randint(0, 60))], capacity
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_same_bins_as_the_reference(name):
+    for lengths, capacity in cases(1200):
+        assert PACKERS[name](lengths, capacity) == REFERENCES[name](lengths, capacity), (lengths, capacity)
+
+
+def test_the_shuffle_is_the_same_for_each_number_of_lengths():
+    for lengths, capacity in cases(1000, seed=1):
+        order = list(range(len(lengths)))
+        random.Random(0).shuffle(order)
+        assert PACKERS["first_fit_shuffle"](lengths, capacity) == reference.first_fit(lengths, order, capacity)
+
+
+def test_worked_examples():
+    # capacity 10; FFD places 7 5(idx 3 before 1) 4 3 2: 7+3, 5+5, 4+2
+    assert PACKERS["first_fit_decreasing"]([4, 5, 3, 5, 7, 2], 10) == [[4, 2], [3, 1], [0, 5]]
+    assert PACKERS["concatenative"]([4, 5, 3, 5, 7, 2], 10) == [[0, 1], [2, 3], [4, 5]]
+    # capacity 12: large 7 (0); medium > 4: 5 (1) joins it. Left over, descending 4 3 3 2: least-loaded bin each time
+    assert PACKERS["modified_first_fit_decreasing"]([7, 5, 3, 4, 3, 2], 12) == [[0, 1], [3, 2, 4, 5]]
+    # backward pass: 7 takes the two smalls (> 12/6, <= 12/3) 3 + the largest that fits with it (2 is tiny)
+    assert PACKERS["modified_first_fit_decreasing"]([7, 3, 3, 4, 2], 13) == [[0, 1, 2], [3, 4]]
+
+
+def test_equal_lengths_decide_the_order():
+    assert PACKERS["first_fit_decreasing"]([2, 2, 2], 4) == [[2, 1], [0]]  # larger index first
+    assert PACKERS["modified_first_fit_decreasing"]([3, 3], 4) == [[0], [1]]  # lower index first
+
+
+@pytest.mark.parametrize("name", sorted(PACKERS))
+def test_a_length_beyond_the_capacity_is_refused(name):
+    with pytest.raises(ValueError, match="sequence 1 has length 9"):
+        PACKERS[name]([1, 9], 8)
+    assert PACKERS[name]([], 8) == []

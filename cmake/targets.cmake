@@ -13,7 +13,7 @@ if(NEMO_RL_BUILD_PYTHON)
   nemo_python_module(_config csrc/bindings/config_module.cpp)
   target_link_libraries(_config PRIVATE nemo_rl_config)
   find_package(Threads REQUIRED)
-  nemo_python_module(_process csrc/bindings/process_module.cpp csrc/process/signal_watch.cpp csrc/process/unfinished.cpp)
+  nemo_python_module(_process csrc/bindings/process_module.cpp csrc/process/signal_watch.cpp)
   target_link_libraries(_process PRIVATE Threads::Threads)
   nemo_python_module(_text csrc/bindings/text_module.cpp)     # generation without torch's Python side, which takes seconds to load
   target_link_libraries(_text PRIVATE nemo_rl_core nemo::torch)

@@ -1,7 +1,6 @@
 """Signals: before the first step they end the program at once; in a run Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1
 (a scheduler's warning) end it at a step boundary, with a checkpoint, and a second one ends it at once, whatever hangs."""
 
-import atexit
 import os
 import select
 import signal
@@ -10,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
 
 from nemo_rl_cpp import _process
 
@@ -36,14 +34,6 @@ def say(text: str) -> None:
     """A line on stderr; safe in a signal handler, where a buffered write might be re-entered."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"\n{text}\n".encode())
-
-
-_exit = os._exit  # before anything stands in its place
-
-
-def leave(status: int) -> None:
-    """Ends this process at once, in good order: a worker whose run is over, whatever thread notices it."""
-    _exit(status)
 
 
 def end_within(seconds: float, status: int) -> threading.Event:
@@ -89,7 +79,7 @@ def startup() -> Iterator[None]:
         if _swallowed or _in_an_import(frame):
             if os.getpid() == owner:
                 say("interrupted: stopped at once")
-            _exit(130)
+            os._exit(130)
         _swallowed = True
         raise KeyboardInterrupt
 
@@ -99,54 +89,6 @@ def startup() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
         _swallowed = False
-
-
-@contextmanager
-def _no_silent_exit() -> Iterator[None]:
-    """While entered, what would make a run that was broken off look like a good one ends with status 1 and says so: the C
-    library's `exit(0)`, `os._exit(0)`, and another program in the place of this one (`os.execv` and its kin, a RuntimeError).
-    Processes that were forked off may do as they like."""
-    kept = os._exit, os.execv, os.execve
-    os._exit = _leaving_with(1, "error: os._exit(0) was called in the middle of the work: it ends here, unfinished")
-    os.execv, os.execve = _not_replacing(os.execv), _not_replacing(os.execve)  # the others of their kin call these two
-    _process.set_unfinished(True)
-    try:
-        yield
-    finally:
-        _process.set_unfinished(False)
-        os._exit, os.execv, os.execve = kept
-
-
-def _not_replacing(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-    """An `os.execv` that this process may not call."""
-    process = os.getpid()
-
-    def replace_another(path: str | bytes, *args: object) -> NoReturn:
-        if os.getpid() == process:
-            raise RuntimeError(
-                f"{replace.__name__} of {os.fsdecode(path)} would put another program in the place of the run: start it by subprocess"
-            )
-        replace(path, *args)
-
-    return replace_another
-
-
-def _leaving_with(instead: int, why: str = "") -> Callable[[int], NoReturn]:
-    """An `os._exit` that leaves with the status `instead` where this process calls it with 0."""
-    process, leave = os.getpid(), os._exit
-
-    def leave_truly(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == process:
-            if why:
-                say(why)
-            status = instead
-        leave(status)
-
-    return leave_truly
-
-
-def _keep_status(status: int) -> None:
-    os._exit = _leaving_with(status)
 
 
 def nobody_reads() -> bool:
@@ -173,8 +115,7 @@ def _print_nowhere() -> None:
 def program(work: Callable[[], int]) -> int:
     """The exit status of a command line's `work()`, inside `startup`: 130 where Ctrl-C ended it at once, 141 (128 + SIGPIPE)
     where nobody read its output any more."""
-    atexit.unregister(_keep_status)
-    with startup(), _no_silent_exit():
+    with startup():
         try:
             try:
                 status = work()
@@ -188,8 +129,6 @@ def program(work: Callable[[], int]) -> int:
                 raise
             _print_nowhere()
             status = 128 + signal.SIGPIPE
-    if status != 0:  # the last one that is registered is called first: before others that may leave with 0
-        atexit.register(_keep_status, status)
     return status
 
 

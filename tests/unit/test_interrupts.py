@@ -279,61 +279,6 @@ def test_a_signal_that_is_ignored_stays_so():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_leaving_by_the_back_door_is_no_success():
-    code = "import os\nfrom nemo_rl_cpp.interrupts import program\nprogram(lambda: os._exit({}))\n"
-    done = subprocess.run([sys.executable, "-c", code.format(0)], capture_output=True, text=True)
-    assert done.returncode == 1 and "os._exit(0) was called" in done.stderr
-    done = subprocess.run([sys.executable, "-c", code.format(3)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (3, "")
-    forked = code.replace(
-        "lambda: os._exit({})", "lambda: os.waitstatus_to_exitcode(os.waitpid(os.fork() or os._exit(0), 0)[1])"
-    )
-    done = subprocess.run([sys.executable, "-c", forked], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        ("ctypes.CDLL(None).exit(0)", "exit(0) was called in the middle of the work"),
-        ("os.execv('/bin/true', ['true'])", "execv of /bin/true would put another program in the place of the run"),
-        ("os.execlp('true', 'true')", "would put another program in the place of the run"),
-        ("os.execvpe('true', ['true'], {})", "would put another program in the place of the run"),
-    ],
-)
-def test_other_ways_out_are_no_success_either(call, said):
-    code = f"import ctypes, os\nfrom nemo_rl_cpp.interrupts import program\nprogram(lambda: {call})\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and said in done.stderr
-
-
-def test_a_status_that_is_not_0_and_the_end_itself_are_left_alone():
-    code = "import ctypes, sys\nfrom nemo_rl_cpp.interrupts import program\n{}\n"
-    for last, status in (("program(lambda: ctypes.CDLL(None).exit(3))", 3), ("program(lambda: 0)", 0), ("sys.exit(program(lambda: 0))", 0)):  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", code.format(last)], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (status, "")
-
-
-def test_a_forked_process_may_become_another_program():
-    code = (
-        "import os\nfrom nemo_rl_cpp.interrupts import program\n"
-        "def work():\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        os.execv('/bin/sh', ['sh', '-c', 'exit 7'])\n"
-        "    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
-        "raise SystemExit(program(work))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
-
-
-@pytest.mark.parametrize("work, status", [("lambda: 2", 2), ("lambda: 0", 0), ("lambda: signal.raise_signal(signal.SIGINT)", 130)])  # fmt: skip
-def test_what_is_called_at_the_end_does_not_hide_the_status(work, status):
-    """A library may leave with 0 from a function of `atexit`."""
-    code = f"import atexit, os, signal, sys\natexit.register(lambda: os._exit(0))\nfrom nemo_rl_cpp.interrupts import program\nsys.exit(program({work}))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == status
-
-
 def test_a_forked_worker_leaves_the_words_to_its_parent():
     code = (
         "import os, signal\nfrom nemo_rl_cpp import interrupts\n"

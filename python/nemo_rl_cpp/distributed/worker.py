@@ -15,7 +15,6 @@ import time
 from multiprocessing.connection import Connection
 
 from nemo_rl_cpp.distributed.worker_objects import WorkerObjects
-from nemo_rl_cpp.interrupts import leave
 
 BEAT_SECONDS = 1.0  # between two signs of life
 
@@ -45,7 +44,7 @@ class SocketWorker:
             while True:
                 self._calls.put(self._connection.recv())
         except (EOFError, OSError):
-            leave(0)  # the run is over: nobody reads a result
+            os._exit(0)  # the run is over: nobody reads a result
 
     def _beat(self) -> None:
         while True:
@@ -58,7 +57,7 @@ class SocketWorker:
             with self._sending:
                 self._connection.send_bytes(data)
         except OSError:
-            leave(0)
+            os._exit(0)
 
 
 def ignore_signals() -> None:

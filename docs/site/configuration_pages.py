@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/configuration-without-effect.md from the schema: `python docs/site/configuration_pages.py --write`."""
+"""Writes docs/configuration.md from the schema: `python docs/site/configuration_pages.py --write`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ With this page you write the YAML file of a run and find every key. The page is 
 |---|---|---|
 @FIRST@
 
-In a PPO run the keys of `grpo` stand in the section `ppo`. This page has the keys that do something. NeMo RL's other keys, which are accepted
-and change nothing, have [a page of their own](configuration-without-effect.md).
+In a PPO run the keys of `grpo` stand in the section `ppo`. This page has the keys that do something. NeMo RL's other keys are accepted
+and change nothing; `--dry-run` lists those that your file sets.
 
 | command | what it does |
 |---|---|
@@ -154,18 +154,6 @@ SYMPTOMS = (
 )
 """What one sees in a run, the key to turn, and which way."""
 
-_IDLE = """# Keys that change nothing
-
-NeMo RL has these keys, and they are accepted so that its files load. You need this page only if you wonder about such a key: [configuration](configuration.md)
-has the keys that do something. This page is made from the schema (`python docs/site/configuration_pages.py --write`).
-
-| mark | meaning |
-|---|---|
-| *no effect* | any value of the type is accepted |
-| *one value* | the value shown is accepted, any other is an error |
-| *switched off* | the feature is not supported. The value shown is accepted, any other is an error. In a backend's section that is not enabled the value is not checked |
-"""
-
 
 def _type_name(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -200,15 +188,7 @@ def _marked_type(info: FieldInfo) -> str:
 
 
 def _row(name: str, info: FieldInfo) -> str:
-    mark = mark_of(info)
-    meaning = info.description or ""
-    if "only" in mark:
-        meaning = f"*switched off*: {meaning}"
-    elif mark.get("no_effect"):
-        meaning = f"*no effect*: {meaning}"
-    elif _is_idle(info):
-        meaning = f"*one value*: {meaning}"
-    cells = (f"`{name}`", _marked_type(info), _default(info), meaning)
+    cells = (f"`{name}`", _marked_type(info), _default(info), info.description or "")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -240,22 +220,19 @@ def _is_idle(info: FieldInfo) -> bool:
 _HEADER = ["| key | type | default | meaning |", "|---|---|---|---|"]
 
 
-def _section(model: type[Section], name: str, lines: list[str], idle: list[str]) -> None:
-    """Adds a section and those within it to `lines`, and what of them changes nothing to `idle`."""
+def _section(model: type[Section], name: str, lines: list[str]) -> None:
+    """Adds to `lines` the keys of a section, and of those within it, that do something."""
     title = [f"### `{name}`", "", " ".join((model.__doc__ or "").split()), ""]
     inner = [(key, found) for key, info in fields_of(model) if (found := section_type(info.annotation)) is not None]
     plain = [(key, info) for key, info in fields_of(model) if section_type(info.annotation) is None]
     plain.sort(key=lambda field: field[0] != "enabled")  # the switch first, wherever the section has it from
     effective = [_row(key, info) for key, info in plain if not _is_idle(info)]
-    rest = [_row(key, info) for key, info in plain if _is_idle(info)]
     if effective:
         lines += [*title, *_HEADER, *effective, ""]
-    elif not rest:
+    elif not plain:
         lines += title
-    if rest:
-        idle += [f"## `{name}`", "", *([] if effective else title[2:]), *_HEADER, *rest, ""]
     for key, found in inner:
-        _section(found, f"{name}.{key}", lines, idle)
+        _section(found, f"{name}.{key}", lines)
 
 
 def _default_of(dotted: str) -> str:
@@ -275,25 +252,15 @@ def _introduction() -> list[str]:
 
 def document() -> str:
     """The page of the keys that do something."""
-    return _joined([*_introduction(), *_parts()[0]])
+    return "\n".join([*_introduction(), *_parts()]).rstrip() + "\n"
 
 
-def document_without_effect() -> str:
-    """The page of the keys that change nothing."""
-    return _joined([_IDLE, *_parts()[1]])
+PAGE = _DOCS / "configuration.md"
 
 
-PAGES = {_DOCS / "configuration.md": document, _DOCS / "configuration-without-effect.md": document_without_effect}
-"""Each page and what writes it."""
-
-
-def _joined(lines: list[str]) -> str:
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _parts() -> tuple[list[str], list[str]]:
-    """The lines about the keys that do something, and about those that change nothing."""
-    lines, idle = ["## A GRPO, DAPO or ProRLv2 run", ""], []
+def _parts() -> list[str]:
+    """The lines about the keys."""
+    lines = ["## A GRPO, DAPO or ProRLv2 run", ""]
     shown_sections: set[str] = set()
     titles = (
         (GRPOMasterConfig, None),
@@ -310,21 +277,20 @@ def _parts() -> tuple[list[str], list[str]]:
             shown_sections.add(label)
             model = section_type(info.annotation)
             if model is not None:
-                _section(model, name, lines, idle)
+                _section(model, name, lines)
             elif name == "env":
-                _environments(lines, idle)
-            else:
-                into, level = (idle, "##") if _is_idle(info) else (lines, "###")
-                into += [f"{level} `{name}`", "", *_HEADER, _row(name, info), ""]
+                _environments(lines)
+            elif not _is_idle(info):
+                lines += [f"### `{name}`", "", *_HEADER, _row(name, info), ""]
         if master is GRPOMasterConfig:
             _datasets(lines)
-    return lines, idle
+    return lines
 
 
-def _environments(lines: list[str], idle: list[str]) -> None:
+def _environments(lines: list[str]) -> None:
     lines += ["### `env`", "", "One section an environment. An environment of your own takes any keys.", ""]
     for name, model in environment_sections().items():
-        _section(model, f"env.{name}", lines, idle)
+        _section(model, f"env.{name}", lines)
 
 
 def _datasets(lines: list[str]) -> None:
@@ -340,8 +306,7 @@ def _datasets(lines: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for path, page in PAGES.items():
-        if "--write" in sys.argv:
-            path.write_text(page())
-        else:
-            print(page(), end="")
+    if "--write" in sys.argv:
+        PAGE.write_text(document())
+    else:
+        print(document(), end="")

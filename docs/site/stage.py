@@ -23,9 +23,9 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "metrics", "report", "troubleshooting", "supported-models", "transformers", "lora", "vllm", "guides/data", "guides/environments",
         "guides/evaluation", "cluster", "guides/async", "serving", "guides/agents",
     ),
-    "Look up": ("configuration", "configuration-without-effect", "configurations", "command-line", "api"),
+    "Look up": ("configuration", "configurations", "command-line", "api"),
     "Come from": ("coming-from-trl", "coming-from-verl", "porting-from-nemo-rl"),
-    "Change": ("architecture", "kernels", "benchmarks", "benchmarks-in-full", "contributing", "source-map", "changelog"),
+    "Change": ("architecture", "kernels", "benchmarks", "benchmarks-in-full", "contributing", "changelog"),
 }  # fmt: skip
 """Caption of the sidebar -> its pages, in reading order. A document that stands in none of them is put under "More"; a name without a document is left out."""
 

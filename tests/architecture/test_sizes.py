@@ -89,6 +89,10 @@ def test_python_functions_are_short():
     assert not long
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
 def test_the_training_loop_is_one_page():
     loop = dict(functions(ROOT / "python" / "nemo_rl_cpp" / "algorithms" / "loop.py"))
     assert loop["train_loop"] <= MAX_LOOP_LINES

@@ -24,7 +24,6 @@ COMMANDS: dict[str, str] = {
     "report": "write report.html of a log folder again",
     "compare": "compare runs: results, timings, keys that differ, curves over one another",
     "doctor": "look at this machine and this installation, and train three tiny steps",
-    "completion": "print the shell's completion: bash, zsh or fish",
 }
 """Name of a command -> what it does; the module commands/NAME.py runs it."""
 _EXAMPLES = """examples:

@@ -21,13 +21,8 @@ def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
     return "torch" not in sys.modules
 
 
-def processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def cores() -> int:
-    """Cores that these processors are: two processors may be one core, whose arithmetic two threads would share. torch computes
+    """Cores of the processors that this process may use: two processors may be one core, whose arithmetic two threads would share. torch computes
     on so many threads."""
     found = set()
     for number in os.sched_getaffinity(0):

@@ -159,8 +159,6 @@ def log_times(run: TrainingRun, report: StepReport) -> None:
         services.progress.step(step, report.metrics | performance)
         for line in serious:
             services.progress.print(line)
-        if (starved := services.starvation.look()) is not None:
-            services.progress.print(f"warning: {starved}")
     if services.report is not None:
         services.report.update()
 

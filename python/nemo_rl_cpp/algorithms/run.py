@@ -39,7 +39,6 @@ from nemo_rl_cpp.report.defaults import schema_defaults
 from nemo_rl_cpp.report.progress import Progress
 from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
 from nemo_rl_cpp.telemetry.memory import PhaseMemory
-from nemo_rl_cpp.telemetry.starvation import StarvationWatch
 from nemo_rl_cpp.telemetry.timer import TimeoutChecker, Timer
 from nemo_rl_cpp.user_code import serve
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
@@ -57,7 +56,6 @@ class RunServices:
         validations: one dictionary a validation of this process: `step` and its metrics.
         alerts: what is serious about the run so far, for the terminal.
         callbacks: the user's code that hears of steps, validations, checkpoints and the end.
-        starvation: says where other programs have the run's cores.
     """
 
     logger: Logger | None
@@ -73,7 +71,6 @@ class RunServices:
     validations: list[Metrics] = field(default_factory=list)
     alerts: Alerts = field(default_factory=Alerts)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    starvation: StarvationWatch = field(default_factory=StarvationWatch)
 
     def __post_init__(self) -> None:
         for observer in (self.progress, self.memory, self.trace):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.config_access import get_field, is_given
 from nemo_rl_cpp.data.special_tokens import SpecialTokens
+from nemo_rl_cpp.data.tokenizer_classes import obey_settings
 from nemo_rl_cpp.data.tokenizer_files import read_json, read_settings, write_settings
 
 if TYPE_CHECKING:
@@ -24,11 +25,6 @@ TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
 """Ids of one text, of several, or of several as a tensor [B, S]."""
 Templates = str | dict[str, str] | None
 """A chat template, or several by their names; None: there is none."""
-
-_CLEAN_UP = (
-    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"),
-    (" 're", "'re"),
-)  # fmt: skip
 
 
 class Encoding(dict[str, TokenIds]):
@@ -74,10 +70,10 @@ class Tokenizer(SpecialTokens):
         self._model_template = self._templates(self.init_kwargs.pop("chat_template", None))
         self._run_template: tuple[Templates] | None = None
         self.model_max_length = int(self.init_kwargs.get("model_max_length") or 10**30)
-        self.clean_up_tokenization_spaces = bool(self.init_kwargs.get("clean_up_tokenization_spaces", False))
         # Padding and truncation of a tokenizer.json are leftovers of somebody's training script.
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        obey_settings(tokenizer, self.init_kwargs)
         self.chat_template_kwargs: dict[str, object] = {}
 
     # -- folders -----------------------------------------------------------------------------------------------------
@@ -340,15 +336,11 @@ class Tokenizer(SpecialTokens):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text of a list or 1-D tensor of ids; bytes that form no character come out as U+FFFD."""
-        text = self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
-        clean = (
-            self.clean_up_tokenization_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
-        )
-        if clean:
-            for spaced, tight in _CLEAN_UP:
-                text = text.replace(spaced, tight)
-        return text
+        """Makes the text of a list or 1-D tensor of ids; bytes that form no character come out as U+FFFD.
+
+        No spaces are cleaned up, whatever the argument or the folder's key says: transformers ignores both for BPE.
+        """
+        return self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
     def batch_decode(
         self,
@@ -356,7 +348,7 @@ class Tokenizer(SpecialTokens):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:
-        return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in sequences]
+        return [self.decode(row, skip_special_tokens) for row in sequences]
 
 
 def get_tokenizer(

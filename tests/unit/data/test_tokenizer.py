@@ -9,6 +9,7 @@ from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS, tiny_tokenizer
 from nemo_rl_cpp.data.token_bytes import TokenBytes, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
+from tokenizer_folders import byte_fallback, byte_level
 
 TEXTS = [
     "",
@@ -199,6 +200,39 @@ def test_byte_fallback_tokens_are_their_bytes(tmp_path):
     ids = tokenizer.encode("a a\u00e9\n")
     assert [*map(bytes_of(tokenizer), ids)] == [b" a", b" a", b"\xc3", b"\xa9", b"\n"]
     assert tokenizer.decode(ids) == "a a\u00e9\n"
+
+
+PIECES = ["Hello there", " Hello", "the <s> x</s> y", "x<s>", "  two"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [None, "PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast"],
+)
+@pytest.mark.parametrize("key", ["split_special_tokens", "add_prefix_space", "legacy", "clean_up_tokenization_spaces"])
+@pytest.mark.parametrize("value", [True, False])
+def test_keys_that_change_ids_do_what_they_do_in_transformers(name, key, value, tmp_path):
+    from transformers import AutoTokenizer
+
+    makers = {"byte level": lambda: byte_level(["<s>", "</s>"], qwen=name == "Qwen2TokenizerFast")}
+    if name not in ("GPT2Tokenizer", "Qwen2TokenizerFast"):  # those make a byte-level tokenizer of any file
+        makers["byte fallback"] = byte_fallback
+    for kind, make in makers.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        make().save(str(folder / "tokenizer.json"))
+        settings = {"bos_token": "<s>", "eos_token": "</s>", key: value}
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(settings | ({"tokenizer_class": name} if name else {}))
+        )
+        ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        ids = [ours(text)["input_ids"] for text in PIECES]
+        assert ids == [theirs(text)["input_ids"] for text in PIECES], kind
+        for row in ids:
+            assert ours.decode(row, True) == theirs.decode(row, True, clean_up_tokenization_spaces=False)
+        ours.save_pretrained(folder)
+        again = Tokenizer.from_pretrained(folder)
+        assert ids == [again(text)["input_ids"] for text in PIECES]
 
 
 @pytest.mark.slow

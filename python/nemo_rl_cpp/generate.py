@@ -108,7 +108,7 @@ class TextGenerator:
         `max_new_tokens`, or where the model's positions end. Raises ValueError for arguments that cannot be.
         """
         from nemo_rl_cpp.data.conversation import prompt_of
-        from nemo_rl_cpp.serving.texts import TextStream
+        from nemo_rl_cpp.data.texts import TextStream
 
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
@@ -134,10 +134,10 @@ class TextGenerator:
 
             self._model.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
             self._knows_bytes = True
-        stream, tokens, pieces = TextStream(self.tokenizer), [], []
+        stream, tokens, pieces = TextStream(self.tokenizer, ids), [], []
 
-        def give(piece: str) -> None:
-            if piece:
+        def give(texts: list[str]) -> None:
+            if piece := "".join(texts):
                 pieces.append(piece)
                 if on_text is not None:
                     on_text(piece)

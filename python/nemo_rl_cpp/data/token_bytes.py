@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+def is_byte_token(spelling: str | None) -> bool:
+    """Whether a token of this spelling is one byte, by the convention of SentencePiece."""
+    return spelling is not None and _BYTE_FALLBACK.fullmatch(spelling) is not None
+
+
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
     """The inverse of GPT-2's byte alphabet: printable Latin-1 characters stand for themselves, the other 68 bytes
@@ -40,8 +45,9 @@ def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 class TokenBytes:
     """Maps token ids to bytes for one `tokenizers.Tokenizer`.
 
-    Understood are byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens;
-    what a decoder does only at the start of a text (dropping one leading space) is not part of a token's bytes.
+    Understood are byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens, which
+    are joined by spaces where there is no decoder. They are the bytes that a token adds to a text: what a decoder does only
+    at the start of a text (dropping one leading space) is not part of them.
     """
 
     def __init__(self, tokenizer: Backend):
@@ -50,6 +56,7 @@ class TokenBytes:
         kinds = {leaf["type"] for leaf in decoders}
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
+        self._joint = "" if decoders else " "
         self._replacements: list[tuple[str, str]] = []
         for leaf in decoders:
             if leaf["type"] == "Metaspace":
@@ -65,7 +72,7 @@ class TokenBytes:
         if token_id in self._added:
             if skip_special_tokens and token_id in self._special:
                 return b""
-            return self._added[token_id].encode("utf-8")
+            return (self._joint + self._added[token_id]).encode("utf-8")
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -80,7 +87,7 @@ class TokenBytes:
                 return bytes([int(match.group(1), 16)])
         for mark, content in self._replacements:
             token = token.replace(mark, content)
-        return token.encode("utf-8")
+        return (self._joint + token).encode("utf-8")
 
 
 def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
+from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.environments.agents import AgentResult, AgentTask
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
@@ -133,12 +134,13 @@ def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLo
         new = call.prompt_ids[before:]
         if new:
             role = "environment" if log else "user"
-            log.append({"role": role, "content": tokenizer.decode(new), "token_ids": torch.tensor(new)})
+            text = text_of(tokenizer, new, call.prompt_ids[:before], skip_special=False)
+            log.append({"role": role, "content": text, "token_ids": torch.tensor(new)})
         ids = call.sample.token_ids
         log.append(
             {
                 "role": "assistant",
-                "content": tokenizer.decode(ids, skip_special_tokens=True),
+                "content": text_of(tokenizer, ids, call.prompt_ids),
                 "token_ids": torch.tensor(ids),
                 "generation_logprobs": torch.tensor(call.sample.logprobs, dtype=torch.float32),
             }  # fmt: skip

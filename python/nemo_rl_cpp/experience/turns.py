@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 import torch
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
+from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.distributed.futures import Future, is_done
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts, checked_return
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.experience.batches import DatumBatch
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, PaddedPrompts, Responses
+
+_ENOUGH_IDS = 64  # behind a token with a text, and one of so many has one
 
 
 def generate_responses(
@@ -36,8 +39,8 @@ def attach_responses(
     """Appends what an engine generated to the message logs; see `generate_responses`."""
     responses = Responses.of(outputs, input_lengths)
     generated = responses.rows(responses.token_ids)
-    texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
-    for log, text, ids in zip(batch["message_log"], texts, generated, strict=True):
+    for log, ids in zip(batch["message_log"], generated, strict=True):
+        text = text_of(tokenizer, ids.tolist(), last_ids(log))
         log.append({"role": "assistant", "content": text, "token_ids": ids})
     if include_logprobs and responses.logprobs is not None:
         for log, logprobs in zip(batch["message_log"], responses.rows(responses.logprobs), strict=True):
@@ -199,11 +202,11 @@ class EarlyScoring:
     def _begin(self, task: str) -> None:
         rows, ids = zip(*self._waiting[task], strict=True)
         self._waiting[task] = []
-        texts = self._tokenizer.batch_decode(list(ids), skip_special_tokens=True)
-        logs = [
-            [*visible(self._active["message_log"][row]), {"role": "assistant", "content": text}]
-            for row, text in zip(rows, texts, strict=True)
-        ]
+        logs = []
+        for row, own in zip(rows, ids, strict=True):
+            log = self._active["message_log"][row]
+            text = text_of(self._tokenizer, own, last_ids(log))
+            logs.append([*visible(log), {"role": "assistant", "content": text}])
         infos = [self._active["extra_env_info"][row] for row in rows]
         self._latest[task] = call_remote(self._environments[task], "step", logs, infos)
         self.begun.append((list(rows), self._latest[task]))
@@ -212,3 +215,8 @@ class EarlyScoring:
 def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
     """What environments see of a conversation: roles and texts."""
     return [{"role": message["role"], "content": message["content"]} for message in message_log]
+
+
+def last_ids(message_log: LLMMessageLogType) -> list[int]:
+    """The last token ids of a conversation, on which the text of what follows depends."""
+    return torch.cat([message["token_ids"] for message in message_log])[-_ENOUGH_IDS:].tolist()

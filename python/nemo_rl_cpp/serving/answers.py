@@ -7,15 +7,45 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_rl_cpp.serving.requests import Sample
+from nemo_rl_cpp.data.texts import TextStream
+from nemo_rl_cpp.serving.requests import Likeliest, Sample
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.serving.tool_calls import Spoken
 
 Json = dict[str, object]
+BytesOf = Callable[[int], bytes]
+
+
+class Spelled(NamedTuple):
+    """Tokens of an answer and the text that each adds to it; joined, these are the answer's text."""
+
+    sample: Sample
+    texts: list[str]
+
+    @property
+    def text(self) -> str:
+        """The tokens' text."""
+        return "".join(self.texts)
+
+
+class Speech:
+    """Turns the tokens of an answer, as they come, into tokens with their texts: a token waits until its text is certain."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream, self._waiting = stream, Sample()
+
+    def take(self, part: Sample) -> Spelled:
+        """Takes the next tokens; gives those whose texts are certain, all of them where `part` ends the answer."""
+        texts = self._stream.push(part.token_ids, last=bool(part.reason))
+        w, n = self._waiting, len(texts)
+        ids, logprobs, likeliest = (
+            w.token_ids + part.token_ids, w.logprobs + part.logprobs, w.likeliest + part.likeliest
+        )  # fmt: skip
+        self._waiting = Sample(ids[n:], logprobs[n:], 0, likeliest[n:])
+        return Spelled(Sample(ids[:n], logprobs[:n], part.reason, likeliest[:n]), texts)
 
 
 @dataclass(frozen=True)
@@ -49,42 +79,56 @@ def usage(prompt_tokens: int, samples: list[Sample]) -> Json:
     }  # fmt: skip
 
 
-def spelled(tokenizer: TokenizerType, token_id: int) -> str:
-    """A token's own text; special tokens too."""
-    return tokenizer.decode([token_id], skip_special_tokens=False)
+def _spelling(bytes_of: BytesOf, token: int) -> str:
+    """A token by itself, special ones by their names; a part of a character is U+FFFD."""
+    return bytes_of(token).decode(errors="replace")
 
 
-def completion_logprobs(tokenizer: TokenizerType, sample: Sample, at: int = 0) -> tuple[Json, int]:
-    """`logprobs` of /v1/completions for tokens that begin `at` characters behind the answer's first, and where the next begins.
+def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tuple[Json, int]:
+    """Makes `logprobs` of /v1/completions for tokens whose text begins at character `at` of the answer, and where the next begins.
 
-    `top_logprobs` has the sampled token beside the likeliest ones where it is none of them, as OpenAI's. Of tokens that are spelled
-    alike (parts of characters) the likeliest is there.
+    `tokens` joined are the text: a token that adds none to it (a special one, the first parts of a character) is "".
+    `top_logprobs` holds the sampled token by its text in `tokens`, also where it is none of the likeliest, as OpenAI's. Another token of
+    the same text is told by its number, as vLLM writes it: `token_id:5`.
     """
-    tokens = [spelled(tokenizer, token) for token in sample.token_ids]
+    sample, texts = spelled
     offsets = []
-    for token in tokens:
+    for text in texts:
         offsets.append(at)
-        at += len(token)
+        at += len(text)
     above = None
     if any(sample.likeliest):
         above = [
-            {spelled(tokenizer, other): its for other, its in reversed(beside)} | {token: logprob}
-            for token, logprob, beside in zip(tokens, sample.logprobs, sample.likeliest)
+            _by_text(bytes_of, *of_token)
+            for of_token in zip(sample.token_ids, texts, sample.logprobs, sample.likeliest, strict=True)
         ]
-    body = {"tokens": tokens, "token_logprobs": list(sample.logprobs), "top_logprobs": above, "text_offset": offsets}
+    body = {"tokens": texts, "token_logprobs": list(sample.logprobs), "top_logprobs": above, "text_offset": offsets}
     return body, at
 
 
-def chat_logprobs(tokenizer: TokenizerType, bytes_of: Callable[[int], bytes], sample: Sample) -> Json:
-    """`logprobs` of /v1/chat/completions. The text of a part of a character is U+FFFD; `bytes` says which part."""
+def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest: Likeliest) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for other, its in likeliest:
+        name = text if other == token else _spelling(bytes_of, other)
+        taken = other != token and (name == text or name in found)
+        found[f"token_id:{other}" if taken else name] = its
+    return found | {text: logprob}
 
-    def entry(token: int, logprob: float) -> Json:
-        return {"token": spelled(tokenizer, token), "logprob": logprob, "bytes": list(bytes_of(token))}
 
-    content = [
-        entry(token, logprob) | {"top_logprobs": [entry(other, its) for other, its in beside]}
-        for token, logprob, beside in zip_longest(sample.token_ids, sample.logprobs, sample.likeliest, fillvalue=())
-    ]
+def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
+    """Makes `logprobs` of /v1/chat/completions. `token` and `bytes`, joined, are the answer's text; `bytes` of a part of a character are
+    that part. `top_logprobs` has tokens by themselves, special ones by their names."""
+
+    def other(token: int, logprob: float) -> Json:
+        return {"token": _spelling(bytes_of, token), "logprob": logprob, "bytes": list(bytes_of(token))}
+
+    content = []
+    for token, text, logprob, likeliest in zip_longest(
+        spelled.sample.token_ids, spelled.texts, spelled.sample.logprobs, spelled.sample.likeliest, fillvalue=()
+    ):
+        is_part = "\ufffd" in _spelling(bytes_of, token)
+        own = {"token": text, "logprob": logprob, "bytes": list(bytes_of(token) if is_part else text.encode())}
+        content.append(own | {"top_logprobs": [other(*pair) for pair in likeliest]})
     return {"content": content, "refusal": None}
 
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -40,47 +41,49 @@ class _Gone(Exception):
 
 
 class Conversation:
-    """One request: its ticket's way through the engine, and what the client is told."""
+    """One request: the way of its tickets, one for each prompt, through the engine, and what the client is told."""
 
     def __init__(self, service: Service, request: Request, answer: Answer, rollout: Rollout | None) -> None:
         self.service, self.request, self.answer, self.rollout = service, request, answer, rollout
         self.news: asyncio.Queue[Progress] = asyncio.Queue()
-        self.samples = [Sample() for _ in range(answer.samples)]
-        self._failed = self._kept = False
+        self.samples = [Sample() for _ in answer.prompts for _ in range(answer.samples)]
+        self._kept = False
 
-    def _ticket(self, draw: Draw) -> Ticket:
-        loop = asyncio.get_running_loop()
+    def _ticket(self, number: int) -> Ticket:
+        loop, answer = asyncio.get_running_loop(), self.answer
 
         def tell(progress: Progress) -> None:
+            choice = number * answer.samples + progress.sample
             with contextlib.suppress(RuntimeError):  # the loop has ended with the server
-                loop.call_soon_threadsafe(self.news.put_nowait, progress)
+                loop.call_soon_threadsafe(self.news.put_nowait, replace(progress, sample=choice))
 
-        answer = self.answer
+        draw = self.service.draw(answer.prompts[number], answer.seed, self.rollout)
         return Ticket(
-            answer.prompt_ids, answer.sampling, draw, tell, samples=answer.samples, every_token=answer.streams
+            answer.prompts[number], answer.sampling, draw, tell, samples=answer.samples, every_token=answer.streams
         )
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
         """In the engine; out of it at the end, however that comes."""
-        service, n = self.service, self.answer.samples
+        service, n = self.service, len(self.samples)
         if service.under_way + n > service.model.limits.max_queue:
             raise RequestError(
                 f"{service.under_way} answers are under way, and the server takes {service.model.limits.max_queue}: ask again later",
                 503,
             )
-        draw = service.draw(self.answer, self.rollout)  # a request that was refused has drawn nothing
-        self.ticket = self._ticket(draw)
+        # a request that was refused has drawn nothing
+        self.tickets = [self._ticket(number) for number in range(len(self.answer.prompts))]
         service.under_way += n
         try:
-            service.model.engine.submit(self.ticket)
+            service.model.engine.submit(*self.tickets)
             yield
         finally:
             service.under_way -= n
-            if not (self.complete or self._failed):
-                service.model.engine.cancel(self.ticket)
-            if self.rollout is not None and not self._kept:
-                service.model.rollouts.gave_up(self.rollout, self.answer.prompt_ids, draw)
+            for ticket in self.tickets:
+                if not self.complete:
+                    service.model.engine.cancel(ticket)
+                if self.rollout is not None and not self._kept:
+                    service.model.rollouts.gave_up(self.rollout, ticket.prompt_ids, ticket.draw)
 
     @property
     def complete(self) -> bool:
@@ -91,7 +94,6 @@ class Conversation:
         """The next thing that the engine tells. Raises what has failed."""
         progress = await self.news.get()
         if progress.error is not None:
-            self._failed = True  # the engine has forgotten it
             raise progress.error
         sample = self.samples[progress.sample]
         sample.token_ids += progress.token_ids
@@ -116,16 +118,16 @@ class Conversation:
 
     def header(self) -> Header:
         """What each part of the answer repeats."""
-        return Header(self.answer.id, self.answer.model, self.ticket.version or 0)
+        return Header(self.answer.id, self.answer.model, self.tickets[0].version or 0)
 
     def keep(self) -> None:
         """Lets the rollout remember the answer."""
         self._kept = True
         if self.rollout is not None:
-            for sample in self.samples:
-                self.service.model.rollouts.answered(
-                    self.rollout, Call(self.answer.prompt_ids, sample, self.ticket.version or 0)
-                )
+            for choice, sample in enumerate(self.samples):
+                ticket = self.tickets[choice // self.answer.samples]
+                call = Call(ticket.prompt_ids, sample, ticket.version or 0)
+                self.service.model.rollouts.answered(self.rollout, call)
             self.answer.remember(self.rollout, self.samples)
 
 
@@ -274,11 +276,11 @@ class Service:
         while not conversation.complete:
             await conversation.next()
 
-    def draw(self, answer: Answer, rollout: Rollout | None) -> Draw:
-        """The key of the draws of an answer."""
+    def draw(self, prompt: list[int], seed: int | None, rollout: Rollout | None) -> Draw:
+        """The key of the draws of the answers to a prompt."""
         if rollout is not None:
-            return self.model.rollouts.draw(rollout, answer.prompt_ids, answer.seed)
-        seed = int.from_bytes(os.urandom(4), "little") if answer.seed is None else answer.seed
+            return self.model.rollouts.draw(rollout, prompt, seed)
+        seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
         return Draw(seed & 0xFFFFFFFF, draw_id=seed >> 32)
 
     # ---- what is refused

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.prompt_rendering import render_prompt
-from nemo_rl_cpp.serving.tool_calls import MARK
+from nemo_rl_cpp.serving.tool_calls import MARK, THINK
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.bodies import ChatMessage
 
 _PLACE = "9001place1009"  # digits and letters, which templates let through
+_ENOUGH_IDS = 32  # for the mark, in whatever pieces, and blank lines behind it
 Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
 """Role, content without blanks around it, calls and reasoning of a message: what tells two messages apart."""
 Tools = list[Mapping[str, object]]
@@ -60,6 +61,12 @@ def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
 def takes_tools(tokenizer: TokenizerType) -> bool:
     """Whether the chat template writes tools in the form whose calls are understood here."""
     return MARK in str(getattr(tokenizer, "chat_template", None))
+
+
+def opens_thinking(tokenizer: TokenizerType, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends where the thinking has begun: templates of reasoning models write `<think>` themselves."""
+    end = tokenizer.decode(list(prompt[-_ENOUGH_IDS:]), skip_special_tokens=False)
+    return end.rstrip().endswith(THINK)
 
 
 def chat_prompt(

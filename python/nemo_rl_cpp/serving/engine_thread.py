@@ -56,12 +56,13 @@ class EngineThread:
 
     # ---- from any thread
 
-    def submit(self, ticket: Ticket) -> None:
-        """Lets a request join the batch at the next step. Its owner is told what comes of it, mistakes in it included (ValueError)."""
+    def submit(self, *tickets: Ticket) -> None:
+        """Lets requests join the batch at the next step, together, so that one version of the weights answers them. Their owners are told
+        what comes of them, mistakes in them included (ValueError)."""
         with self._changed:
             if self._ends:
                 raise ServingError("the server is ending")
-            self._new.append(ticket)
+            self._new.extend(tickets)
             self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
+from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.serving.answers import (
     Header,
     Json,
+    Speech,
+    Spelled,
     chat_logprobs,
     chat_message,
     completion_logprobs,
@@ -16,10 +19,9 @@ from nemo_rl_cpp.serving.answers import (
     usage,
 )
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, TextBody
-from nemo_rl_cpp.serving.chat import Said, chat_prompt, takes_tools, turn_of, turns_of
+from nemo_rl_cpp.serving.chat import Said, chat_prompt, opens_thinking, takes_tools, turn_of, turns_of
 from nemo_rl_cpp.serving.requests import Progress, Sample
-from nemo_rl_cpp.serving.texts import TextStream
-from nemo_rl_cpp.serving.tool_calls import Spoken, find_calls
+from nemo_rl_cpp.serving.tool_calls import MARKS, Spoken, find_calls
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.model import ServedModel
@@ -39,31 +41,53 @@ class TextAnswer:
 
     Attributes:
         streams: whether each token is sent as it comes.
-        samples: answers to the prompt.
+        prompts: token ids of each prompt.
+        samples: answers to each prompt; choice `i` answers prompt `i // samples`.
     """
+
+    kept: tuple[str, ...] = ()
+    """special tokens that are part of the text"""
 
     def __init__(self, model: ServedModel, body: TextBody, rollout: Rollout | None, request_id: str) -> None:
         self.id = request_id
         self.model = model.check_name(body.model)
         self.served, self.body = model, body
         self.streams, self.samples, self.seed = body.stream, body.n or 1, body.seed
-        self.prompt_ids = self._prompt(rollout)
-        model.check_prompt(self.prompt_ids, "prompt")
-        self.sampling = model.sampling(body, self._longest(), len(self.prompt_ids), rollout)
-        self.texts = [self._text_stream() for _ in range(self.samples)]
+        self.prompts = self._prompts(rollout)
+        for ids in self.prompts:
+            model.check_prompt(ids, "prompt")
+        count = len(self.prompts) * self.samples
+        if count > model.limits.max_queue:
+            raise RequestError(
+                f"{len(self.prompts)} prompts and n {self.samples} ask for {count} answers, and the server takes {model.limits.max_queue}: "
+                "send fewer prompts in a request",
+                param="prompt",
+            )
+        self.sampling = model.sampling(body, self._longest(), max(map(len, self.prompts)), rollout)
+        self.speeches = [Speech(self._text_stream(k)) for k in range(count)]
 
-    def _prompt(self, rollout: Rollout | None) -> list[int]:
+    def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
         raise NotImplementedError
 
     def _longest(self) -> int | None:
         return None
 
-    def _text_stream(self) -> TextStream:
+    def _text_stream(self, k: int) -> TextStream:
         b = self.body
-        return TextStream(self.served.tokenizer, b.stop_strings, b.include_stop_str_in_output, b.skip_special_tokens)
+        return TextStream(
+            self.served.tokenizer, self.prompts[k // self.samples], stops=self.sampling.stop_strings, keep_stop=b.include_stop_str_in_output,
+            skip_special=b.skip_special_tokens, kept=self.kept,
+        )  # fmt: skip
 
-    def _ids(self, sample: Sample | Progress) -> Json:
+    def _ids(self, sample: Sample) -> Json:
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
+
+    def _prompt_ids(self) -> Json:
+        """The one prompt's ids where they are asked for."""
+        return {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids and len(self.prompts) == 1 else {}
+
+    def _usage(self, samples: list[Sample]) -> Json:
+        return {"usage": usage(sum(map(len, self.prompts)), samples)}
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
         """What later requests of the rollout go on from."""
@@ -74,7 +98,7 @@ class TextAnswer:
 
     def _last_usage(self, header: Header, samples: list[Sample], kind: str) -> Iterator[Json]:
         if _tells_usage(self.body):
-            yield header.body(kind, []) | {"usage": usage(len(self.prompt_ids), samples)}
+            yield header.body(kind, []) | self._usage(samples)
 
 
 class CompletionAnswer(TextAnswer):
@@ -85,36 +109,39 @@ class CompletionAnswer(TextAnswer):
         if body.best_of not in (None, body.n or 1):
             raise RequestError("best_of is not n: answers are not ranked here", param="best_of")
         super().__init__(model, body, rollout, f"cmpl-{request_id}")
-        self._offsets = [0] * self.samples  # characters of the tokens that were sent
+        self._offsets = [0] * len(self.speeches)  # characters of the tokens that were sent
+        self._begun: set[int] = set()
 
-    def _prompt(self, rollout: Rollout | None) -> list[int]:
+    def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
         prompt = self._asked.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        return prompt_ids(self.served.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
+        return [prompt_ids(self.served.tokenizer, one) if isinstance(one, str) else list(one) for one in several]
 
     def _longest(self) -> int | None:
         return _COMPLETION_TOKENS
 
-    def _choice(self, k: int, text: str, sample: Sample) -> Json:
+    def _choice(self, k: int, spelled: Spelled) -> Json:
         logprobs = None
         if self._asked.logprobs is not None:
-            logprobs, self._offsets[k] = completion_logprobs(self.served.tokenizer, sample, self._offsets[k])
-        choice: Json = {"index": k, "text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
-        return choice | self._ids(sample)
+            logprobs, self._offsets[k] = completion_logprobs(self.served.bytes_of_token, spelled, self._offsets[k])
+        reason = spelled.sample.finish_reason
+        choice: Json = {"index": k, "text": spelled.text, "logprobs": logprobs, "finish_reason": reason}
+        if self.body.return_token_ids and k not in self._begun:
+            self._begun.add(k)
+            choice["prompt_token_ids"] = self.prompts[k // self.samples]
+        return choice | self._ids(spelled.sample)
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
         """The body of an answer that does not stream."""
-        choices = [self._choice(k, self.texts[k].push(s.token_ids, last=True), s) for k, s in enumerate(samples)]
-        given = {"prompt_token_ids": self.prompt_ids} if self.body.return_token_ids else {}
-        return header.body("text_completion", choices) | {"usage": usage(len(self.prompt_ids), samples)} | given
+        choices = [self._choice(k, self.speeches[k].take(sample)) for k, sample in enumerate(samples)]
+        return header.body("text_completion", choices) | self._usage(samples) | self._prompt_ids()
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """The chunks of new tokens."""
-        part = progress.part()
-        text = self.texts[progress.sample].push(part.token_ids, last=bool(part.reason))
-        if text or part.reason or self._asked.logprobs is not None or self.body.return_token_ids:
-            yield header.body("text_completion", [self._choice(progress.sample, text, part)])
+        """The chunk of the tokens whose text is certain."""
+        part = self.speeches[progress.sample].take(progress.part())
+        tells_tokens = self._asked.logprobs is not None or self.body.return_token_ids
+        if part.text or part.sample.reason or (part.texts and tells_tokens):
+            yield header.body("text_completion", [self._choice(progress.sample, part)])
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
         """Chunks behind the last token."""
@@ -127,6 +154,7 @@ class ChatAnswer(TextAnswer):
     def __init__(self, model: ServedModel, body: ChatBody, rollout: Rollout | None, request_id: str) -> None:
         self._asked = body
         self._tools = body.tools if body.tool_choice != "none" else None
+        self.kept = MARKS if self._tools else ()
         if self._tools and not takes_tools(model.tokenizer):
             raise RequestError(
                 "the model's chat template has no tools (no <tool_call>): leave tools out", param="tools"
@@ -139,45 +167,47 @@ class ChatAnswer(TextAnswer):
                 param="max_completion_tokens",
             )
         super().__init__(model, body, rollout, f"chatcmpl-{request_id}")
-        self._spoken: dict[int, Spoken] = {}
+        self._whole: dict[int, tuple[Spelled, Spoken]] = {}
 
-    def _prompt(self, rollout: Rollout | None) -> list[int]:
+    def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
         said = [] if rollout is None else list(rollout.said)
-        return chat_prompt(self.served.tokenizer, self._asked.messages, self._tools, said)
+        return [chat_prompt(self.served.tokenizer, self._asked.messages, self._tools, said)]
 
-    def _message(self, k: int, sample: Sample) -> Spoken:
-        if k not in self._spoken:
-            text = self._text_stream().push(sample.token_ids, last=True)
-            self._spoken[k] = find_calls(text, f"{self.id[-8:]}_{k}") if self._tools else Spoken(text)
-        return self._spoken[k]
+    def _said(self, k: int, sample: Sample) -> tuple[Spelled, Spoken]:
+        """The tokens of a whole answer with their texts, and what it says."""
+        if k not in self._whole:
+            spelled = Speech(self._text_stream(k)).take(sample)
+            spoken = Spoken(spelled.text)
+            if self._tools:
+                thinks = opens_thinking(self.served.tokenizer, self.prompts[0])
+                spoken = find_calls(spelled.text, f"{self.id[-8:]}_{k}", thinks)
+            self._whole[k] = spelled, spoken
+        return self._whole[k]
 
     def _finish(self, k: int, sample: Sample) -> str | None:
-        calls = sample.finish_reason == "stop" and self._message(k, sample).calls
+        calls = sample.finish_reason == "stop" and self._said(k, sample)[1].calls
         return "tool_calls" if calls else sample.finish_reason
 
-    def _logprobs(self, sample: Sample) -> Json | None:
-        if not self._asked.logprobs:
-            return None
-        return chat_logprobs(self.served.tokenizer, self.served.bytes_of_token, sample)
+    def _logprobs(self, spelled: Spelled) -> Json | None:
+        return chat_logprobs(self.served.bytes_of_token, spelled) if self._asked.logprobs else None
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
         """The body of an answer that does not stream."""
         choices = []
         for k, sample in enumerate(samples):
-            message = chat_message(self._message(k, sample))
+            spelled, spoken = self._said(k, sample)
             choice: Json = {
-                "index": k, "message": message, "logprobs": self._logprobs(sample), "finish_reason": self._finish(k, sample)
+                "index": k, "message": chat_message(spoken), "logprobs": self._logprobs(spelled), "finish_reason": self._finish(k, sample)
             }  # fmt: skip
             choices.append(choice | self._ids(sample))
-        given = {"prompt_token_ids": self.prompt_ids} if self.body.return_token_ids else {}
-        return header.body("chat.completion", choices) | {"usage": usage(len(self.prompt_ids), samples)} | given
+        return header.body("chat.completion", choices) | self._usage(samples) | self._prompt_ids()
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
         """The conversation with its first answer."""
-        spoken = self._message(0, samples[0])
+        _, spoken = self._said(0, samples[0])
         turn = turn_of("assistant", spoken.text, [(call.name, call.arguments) for call in spoken.calls])
         said = Said(
-            (*turns_of(self._asked.messages), turn), [*self.prompt_ids, *samples[0].token_ids], samples[0].reason == 1, self._tools
+            (*turns_of(self._asked.messages), turn), [*self.prompts[0], *samples[0].token_ids], samples[0].reason == 1, self._tools
         )  # fmt: skip
         rollout.said = [*rollout.said[1 - _MOST_SAID :], said]
 
@@ -187,28 +217,24 @@ class ChatAnswer(TextAnswer):
             yield header.body("chat.completion.chunk", [_delta(k, {"role": "assistant", "content": ""})])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """The chunks of new tokens. With tools the text comes at the end, when it is known which part of it is a call."""
-        part = progress.part()
+        """The chunk of the tokens whose text is certain. With tools the text comes at the end, when it is known which part of it is a call."""
         if self._tools:
             return
-        text = self.texts[progress.sample].push(part.token_ids, last=bool(part.reason))
-        if text or part.reason or self._asked.logprobs or self.body.return_token_ids:
-            delta = {"content": text} if text else {}
-            yield header.body(
-                "chat.completion.chunk",
-                [_delta(progress.sample, delta, part.finish_reason, self._logprobs(part)) | self._ids(part)],
-            )
+        part = self.speeches[progress.sample].take(progress.part())
+        if part.text or part.sample.reason or (part.texts and (self._asked.logprobs or self.body.return_token_ids)):
+            delta = {"content": part.text} if part.text else {}
+            choice = _delta(progress.sample, delta, part.sample.finish_reason, self._logprobs(part))
+            yield header.body("chat.completion.chunk", [choice | self._ids(part.sample)])
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
         """Chunks behind the last token."""
         for k, sample in enumerate(samples if self._tools else ()):
-            message = chat_message(self._message(k, sample))
+            spelled, spoken = self._said(k, sample)
+            message = chat_message(spoken)
             calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())]
             delta: Json = {"content": message["content"]} | ({"tool_calls": calls} if calls else {})
-            yield header.body(
-                "chat.completion.chunk",
-                [_delta(k, delta, self._finish(k, sample), self._logprobs(sample)) | self._ids(sample)],
-            )
+            choice = _delta(k, delta, self._finish(k, sample), self._logprobs(spelled))
+            yield header.body("chat.completion.chunk", [choice | self._ids(sample)])
         yield from self._last_usage(header, samples, "chat.completion.chunk")
 
 
@@ -224,9 +250,9 @@ class GenerateAnswer:
         self.model = model.check_name(body.model)
         self.streams, self._body = body.stream, body
         self.samples, self.seed = body.sampling_params.n or 1, body.sampling_params.seed
-        self.prompt_ids = list(body.token_ids)
-        model.check_prompt(self.prompt_ids, "token_ids")
-        self.sampling = model.sampling(body.sampling_params, None, len(self.prompt_ids), rollout)
+        self.prompts = [list(body.token_ids)]
+        model.check_prompt(self.prompts[0], "token_ids")
+        self.sampling = model.sampling(body.sampling_params, None, len(self.prompts[0]), rollout)
         self._told_prompt = not body.return_token_ids
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
@@ -242,7 +268,7 @@ class GenerateAnswer:
     def _prompt_ids(self) -> Json:
         """The prompt's ids where they are asked for, once."""
         told, self._told_prompt = self._told_prompt, True
-        return {} if told else {"prompt_token_ids": self.prompt_ids}
+        return {} if told else {"prompt_token_ids": self.prompts[0]}
 
     def opening(self, header: Header) -> Iterator[Json]:
         """Nothing goes before the first token."""
@@ -255,7 +281,7 @@ class GenerateAnswer:
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
         """Chunks behind the last token."""
         if _tells_usage(self._body):
-            yield self._part(header, []) | {"usage": usage(len(self.prompt_ids), samples)}
+            yield self._part(header, []) | {"usage": usage(len(self.prompts[0]), samples)}
 
     def _part(self, header: Header, choices: list[Json]) -> Json:
         return {
@@ -269,6 +295,6 @@ class GenerateAnswer:
             "model": self.model,
             "created": header.created,
             "prompt_logprobs": None,
-            "usage": usage(len(self.prompt_ids), samples),
+            "usage": usage(len(self.prompts[0]), samples),
         }
         return self._part(header, choices) | told | self._prompt_ids()

@@ -2,17 +2,17 @@
 
 import httpx
 import pytest
+from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.serving.answers import Header, chat_logprobs
-from nemo_rl_cpp.serving.bodies import ChatMessage, CompletionBody
+from nemo_rl_cpp.serving.answers import Header, Speech, chat_logprobs, completion_logprobs
+from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody
 from nemo_rl_cpp.serving.chat import Said, chat_prompt, turn_of
-from nemo_rl_cpp.serving.kinds import CompletionAnswer
+from nemo_rl_cpp.serving.kinds import ChatAnswer, CompletionAnswer
 from nemo_rl_cpp.serving.model import ServedModel
-from nemo_rl_cpp.serving.requests import Progress, Sample
-from nemo_rl_cpp.serving.texts import TextStream
-from nemo_rl_cpp.serving.tool_calls import find_calls
+from nemo_rl_cpp.serving.requests import LENGTH, STOP_STRING, Progress, Sample, Sampling
+from nemo_rl_cpp.serving.tool_calls import MARKS, find_calls
 from served import SPECIAL, TEMPLATE, make_folder, serving
-from tokenizer_folders import byte_level
+from tokenizer_folders import byte_fallback, byte_level
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -51,9 +51,9 @@ def test_pieces_of_a_stream_hold_back_what_may_be_a_stop_string(tokenizer):
     for stops, keep, expected in (
         ((), False, text), (("is 43", "Hello?"), False, text), (("is 42",), False, "the answer "), (("is 42", "answer"), True, "the answer"),
     ):  # fmt: skip
-        stream, pieces = TextStream(tokenizer, stops, keep), []
+        stream, pieces = TextStream(tokenizer, stops=stops, keep_stop=keep), []
         for n, token in enumerate(ids):
-            pieces.append(stream.push([token], last=n == len(ids) - 1))
+            pieces += stream.push([token], last=n == len(ids) - 1)
             assert expected.startswith("".join(pieces))
         assert "".join(pieces) == expected
 
@@ -81,15 +81,18 @@ def test_an_answer_that_ends_within_a_character_keeps_its_end(tokenizer):
     ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])[:-1]
     whole = tokenizer.decode(ids)
     assert whole == "x\ufffd"
-    assert TextStream(tokenizer).push(ids, last=True) == whole
-    stream = TextStream(tokenizer)
-    assert "".join(stream.push([token], last=n == len(ids) - 1) for n, token in enumerate(ids)) == whole
+    assert "".join(TextStream(tokenizer).push(ids, last=True)) == whole
+    stream, pieces = TextStream(tokenizer), []
+    for n, token in enumerate(ids):
+        pieces += stream.push([token], last=n == len(ids) - 1)
+    assert "".join(pieces) == whole and len(pieces) == len(ids)
 
 
 def test_logprobs_hold_the_bytes_of_parts_of_a_character_and_offsets_go_on(tokenizer):
     ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])
     model = ServedModel(("m",), tokenizer, None, 999, 512, (), None)
-    content = chat_logprobs(tokenizer, model.bytes_of_token, Sample(ids, [-1.0] * len(ids)))["content"]
+    spelled = Speech(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
+    content = chat_logprobs(model.bytes_of_token, spelled)["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "x\U0001f642" and len(content) > 2
     answer = CompletionAnswer(model, CompletionBody(prompt="x", logprobs=0, stream=True), None, "1")
     offsets = []
@@ -114,6 +117,71 @@ def test_tool_calls_are_found_and_broken_ones_stay_text():
         "<tool_call>",
     ):
         assert find_calls(broken, "1").text == broken and not find_calls(broken, "1").calls
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "rest"),
+    [
+        (f"<think>Perhaps {CALL}</think>No call is needed.", False, None),
+        (f"<think>Perhaps {CALL}", False, None),
+        (f"Perhaps {CALL}</think>No call is needed.", True, None),
+        (f"Perhaps {CALL}", True, None),
+        (f"<think>{CALL}</think>So: {CALL}", False, f"<think>{CALL}</think>So:"),
+        (f"{CALL}</think>So: {CALL}", True, f"{CALL}</think>So:"),
+        (f"{CALL}<think>{CALL}</think>", False, f"<think>{CALL}</think>"),
+        (f"The mark is <tool_call>. <think>{CALL}{CALL}</think>No.", False, None),
+    ],
+)
+@pytest.mark.parametrize("special", [(), MARKS])
+def test_a_call_within_the_thinking_is_no_call(text, thinks, rest, special):
+    """`rest`: what is left of the text beside a call; None: there is no call. The marks may be special tokens."""
+    template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") if thinks else TEMPLATE
+    made = Tokenizer(byte_level([*SPECIAL, *special]), {"eos_token": "<|im_end|>", "chat_template": template})
+    model = ServedModel(("m",), made, None, 999, 512, (made.eos_token_id,), None)
+    ids = [*made(text, add_special_tokens=False)["input_ids"], made.eos_token_id]
+    body = ChatBody(messages=[{"role": "user", "content": "<think>x"}], tools=[TOOL], logprobs=True)
+    answer, header, sample = ChatAnswer(model, body, None, "1"), Header("1", "m", 0), Sample(ids, [-1.0] * len(ids), 1)
+    (whole,) = answer.whole(header, [sample])["choices"]
+    (streamed,) = next(answer.closing(header, [sample]))["choices"]
+    assert whole["finish_reason"] == streamed["finish_reason"] == ("stop" if rest is None else "tool_calls")
+    assert whole["message"]["content"] == streamed["delta"]["content"] == (rest or text)
+    calls = [call["function"]["arguments"] for call in whole["message"].get("tool_calls", ())]
+    assert calls == ([] if rest is None else ['{"a": "</tool_call><think>"}'])
+    assert "".join(entry["token"] for entry in whole["logprobs"]["content"]) == text
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_strings_of_the_run_and_of_the_request_both_cut(tokenizer, keep):
+    model = ServedModel(("m",), tokenizer, None, 999, 512, (), None, default=Sampling(stop_strings=("###",)))
+    for text, cut in (("Answer 42###", "Answer 42"), ("Answer 42 STOP", "Answer 42 "), ("Answer ##", "Answer ##")):
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        answer = CompletionAnswer(
+            model, CompletionBody(prompt="x", stop="STOP", include_stop_str_in_output=keep, logprobs=0), None, "1"
+        )
+        assert set(answer.sampling.stop_strings) == {"###", "STOP"}
+        sample = Sample(ids, [-1.0] * len(ids), STOP_STRING)
+        (choice,) = answer.whole(Header("1", "m", 0), [sample])["choices"]
+        assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == (text if keep else cut)
+        assert len(choice["logprobs"]["token_logprobs"]) == len(ids)
+
+
+def test_likely_tokens_of_one_text_do_not_hide_each_other():
+    """Both spell "t": the letter, and the byte of it; a mark of a word's beginning is a space."""
+    backend = byte_fallback()
+    letter, byte, word = (backend.token_to_id(token) for token in ("t", "<0x74>", "\u2581t"))
+    model = ServedModel(("m",), Tokenizer(backend, {}), None, 999, 512, (), None)
+    likeliest = ((byte, -0.5), (letter, -1.0), (word, -2.0))
+    sample = Sample([letter, word], [-1.0, -2.0], LENGTH, [likeliest, likeliest])
+    before = backend.encode("the", add_special_tokens=False).ids
+    spelled = Speech(TextStream(model.tokenizer, before)).take(sample)
+    body, at = completion_logprobs(model.bytes_of_token, spelled, 5)
+    assert body["tokens"] == ["t", " t"] and body["text_offset"] == [5, 6] and at == 8
+    assert body["top_logprobs"] == [
+        {f"token_id:{byte}": -0.5, "t": -1.0, " t": -2.0}, {"t": -0.5, f"token_id:{letter}": -1.0, " t": -2.0}
+    ]  # fmt: skip
 
 
 def test_a_chat_by_key_goes_on_from_its_ids_and_tools_reach_the_template(tmp_path):

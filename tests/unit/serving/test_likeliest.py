@@ -56,14 +56,16 @@ def test_they_are_the_largest_of_the_whole_vocabulary_to_the_bit(http, folder, t
     before = list(tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
     beside = choice["logprobs"]["top_logprobs"]
     assert len(beside) == 3
-    for token, logprob, found in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], beside):
+    told = choice["logprobs"]
+    for token, logprob, found, sampled in zip(choice["token_ids"], told["token_logprobs"], beside, told["tokens"]):
         every = scores(folder, tokenizer, before, temperature)
         assert every[token].item() == logprob
         values, ids = every.topk(4)
-        pairs = [*zip(ids.tolist(), values.tolist())][::-1] + [
-            (token, logprob)
-        ]  # spelled alike: the likelier, then itself
-        assert found == {tokenizer.decode([v], skip_special_tokens=False): x for v, x in pairs}
+        (text,) = {name for name in found if name == sampled}
+        assert found[text] == logprob and set(found.values()) == {*values.tolist(), logprob}
+        assert len(found) == len({*ids.tolist(), token})  # those that are spelled alike are there, too
+        alone = {tokenizer.decode([v], skip_special_tokens=False): x for v, x in zip(ids.tolist(), values.tolist())}
+        assert all(found[name] == x for name, x in alone.items() if name in found and name != text)
         before.append(token)
 
 

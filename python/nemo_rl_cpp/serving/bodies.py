@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 _MOST_SAMPLES = 128
 _MOST_STOPS = 16
@@ -27,6 +27,12 @@ class RequestError(ValueError):
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: object) -> object:
+        """Leaves out fields that are null: in OpenAI's protocol null means what an absent field does."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class SamplingFields(_Body):
@@ -93,6 +99,7 @@ class TextBody(SamplingFields):
     request_id: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
 
 
 class CompletionBody(TextBody):
@@ -100,10 +107,7 @@ class CompletionBody(TextBody):
 
     NAME: ClassVar[str] = "completions"
     prompt: (
-        Text
-        | TokenIds
-        | Annotated[list[Text], Field(min_length=1, max_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=1)]
+        Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     )
     logprobs: Annotated[int, Field(strict=True, ge=0, le=_MOST_LIKELIEST)] | None = None
     echo: Literal[False] = False
@@ -150,7 +154,7 @@ class ChatMessage(_Body):
     reasoning_content: Text | None = None
     # what an OpenAI client's own answer holds besides, given back as it came
     refusal: Literal[None] = None
-    annotations: Literal[None] = None
+    annotations: Annotated[list, Field(max_length=0)] | None = None
     audio: Literal[None] = None
     function_call: Literal[None] = None
 
@@ -178,6 +182,8 @@ class ChatBody(TextBody):
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None  # a model that writes several is not held back
     response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
     add_generation_prompt: Literal[True] = True
     reasoning_effort: Literal[None] = None
 

@@ -31,9 +31,9 @@ def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     prefix = settings.get("add_prefix_space")
     byte_level = [part for part in _parts(backend.pre_tokenizer) if isinstance(part, pre_tokenizers.ByteLevel)]
-    if name in _BYTE_LEVEL and prefix is not None:
+    if name in _BYTE_LEVEL:
         for part in byte_level:
-            part.add_prefix_space = prefix
+            part.add_prefix_space = bool(prefix)
     if name == _LLAMA and isinstance(backend.model, models.BPE) and not byte_level:
         prefix = prefix is None or bool(prefix)
         scheme = "never" if not prefix else "always" if settings.get("legacy") else "first"

@@ -38,11 +38,11 @@ class TextStream:
         self, tokenizer: TokenizerType, before: Sequence[int] = (), *, stops: tuple[str, ...] = (), keep_stop: bool = False,
         skip_special: bool = True, kept: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self._decode, self._plain = _decoder(tokenizer, False), _decoder(tokenizer, True)
+        self._decode, self._without_special = _decoder(tokenizer, False), _decoder(tokenizer, True)
         self._spelling = _spelling(tokenizer)
         self._skip_special, self._kept = skip_special, kept
         self._stops, self._keep_stop = stops, keep_stop
-        context, unfinished = _context(self._decode if not skip_special else self._plain, self._spelling, before)
+        context, unfinished = _context(self._without_special if skip_special else self._decode, self._spelling, before)
         # ids that are decoded together: first those whose text is known (a text begins with its first token's space only
         # behind another token), then those that wait for the end of a character
         self._window = [token for token in (*context, *unfinished) if not self._is_skipped(token)]
@@ -71,7 +71,7 @@ class TextStream:
         if not self._skip_special:
             return False
         text = self._decode([token])
-        return text not in self._kept and text != self._plain([token])
+        return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
         """Gives the waiting tokens their texts, where `text` is the window's."""

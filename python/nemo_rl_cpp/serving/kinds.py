@@ -83,7 +83,7 @@ class TextAnswer:
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
     def _prompt_ids(self) -> Json:
-        """The one prompt's ids where they are asked for."""
+        """Tells the ids of the only prompt where they are asked for."""
         return {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids and len(self.prompts) == 1 else {}
 
     def _usage(self, samples: list[Sample]) -> Json:
@@ -174,7 +174,7 @@ class ChatAnswer(TextAnswer):
         return [chat_prompt(self.served.tokenizer, self._asked.messages, self._tools, said)]
 
     def _said(self, k: int, sample: Sample) -> tuple[Spelled, Spoken]:
-        """The tokens of a whole answer with their texts, and what it says."""
+        """Spells a whole answer and finds its calls, once."""
         if k not in self._whole:
             spelled = Speech(self._text_stream(k)).take(sample)
             spoken = Spoken(spelled.text)

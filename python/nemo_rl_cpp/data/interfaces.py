@@ -72,9 +72,6 @@ class TokenizerType(Protocol):
         self, text: str | list[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Mapping[str, list[int] | list[list[int]] | torch.Tensor]: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
-    def batch_decode(
-        self, sequences: Sequence[Sequence[int]] | Sequence[torch.Tensor], skip_special_tokens: bool = False
-    ) -> list[str]: ...
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None = None, *,
         tokenize: bool, add_generation_prompt: bool, add_special_tokens: bool = False,

@@ -46,7 +46,7 @@ class Conversation:
     def __init__(self, service: Service, request: Request, answer: Answer, rollout: Rollout | None) -> None:
         self.service, self.request, self.answer, self.rollout = service, request, answer, rollout
         self.news: asyncio.Queue[Progress] = asyncio.Queue()
-        self.samples = [Sample() for _ in answer.prompts for _ in range(answer.samples)]
+        self.samples: list[Sample] = []
         self._kept = False
 
     def _ticket(self, number: int) -> Ticket:
@@ -65,12 +65,14 @@ class Conversation:
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
         """In the engine; out of it at the end, however that comes."""
-        service, n = self.service, len(self.samples)
+        service, n = self.service, len(self.answer.prompts) * self.answer.samples
         if service.under_way + n > service.model.limits.max_queue:
             raise RequestError(
-                f"{service.under_way} answers are under way, and the server takes {service.model.limits.max_queue}: ask again later",
+                f"{n} answers are asked for, {service.under_way} are under way, and the server takes {service.model.limits.max_queue}: "
+                "ask for fewer, or later",
                 503,
             )
+        self.samples = [Sample() for _ in range(n)]
         # a request that was refused has drawn nothing
         self.tickets = [self._ticket(number) for number in range(len(self.answer.prompts))]
         service.under_way += n

@@ -56,15 +56,8 @@ class TextAnswer:
         self.prompts = self._prompts(rollout)
         for ids in self.prompts:
             model.check_prompt(ids, "prompt")
-        count = len(self.prompts) * self.samples
-        if count > model.limits.max_queue:
-            raise RequestError(
-                f"{len(self.prompts)} prompts and n {self.samples} ask for {count} answers, and the server takes {model.limits.max_queue}: "
-                "send fewer prompts in a request",
-                param="prompt",
-            )
         self.sampling = model.sampling(body, self._longest(), max(map(len, self.prompts)), rollout)
-        self.speeches = [Speech(self._text_stream(k)) for k in range(count)]
+        self._speeches: dict[int, Speech] = {}
 
     def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
         raise NotImplementedError
@@ -78,6 +71,12 @@ class TextAnswer:
             self.served.tokenizer, self.prompts[k // self.samples], stops=self.sampling.stop_strings, keep_stop=b.include_stop_str_in_output,
             skip_special=b.skip_special_tokens, kept=self.kept,
         )  # fmt: skip
+
+    def _take(self, k: int, part: Sample) -> Spelled:
+        """Takes the next tokens of choice `k`; gives those whose texts are certain."""
+        if k not in self._speeches:
+            self._speeches[k] = Speech(self._text_stream(k))
+        return self._speeches[k].take(part)
 
     def _ids(self, sample: Sample) -> Json:
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
@@ -109,8 +108,7 @@ class CompletionAnswer(TextAnswer):
         if body.best_of not in (None, body.n or 1):
             raise RequestError("best_of is not n: answers are not ranked here", param="best_of")
         super().__init__(model, body, rollout, f"cmpl-{request_id}")
-        self._offsets = [0] * len(self.speeches)  # characters of the tokens that were sent
-        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}  # characters of the tokens that were sent, by choice
 
     def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
         prompt = self._asked.prompt
@@ -121,24 +119,23 @@ class CompletionAnswer(TextAnswer):
         return _COMPLETION_TOKENS
 
     def _choice(self, k: int, spelled: Spelled) -> Json:
-        logprobs = None
+        begins, at, logprobs = k not in self._offsets, self._offsets.setdefault(k, 0), None
         if self._asked.logprobs is not None:
-            logprobs, self._offsets[k] = completion_logprobs(self.served.bytes_of_token, spelled, self._offsets[k])
+            logprobs, self._offsets[k] = completion_logprobs(self.served.bytes_of_token, spelled, at)
         reason = spelled.sample.finish_reason
         choice: Json = {"index": k, "text": spelled.text, "logprobs": logprobs, "finish_reason": reason}
-        if self.body.return_token_ids and k not in self._begun:
-            self._begun.add(k)
+        if self.body.return_token_ids and begins:
             choice["prompt_token_ids"] = self.prompts[k // self.samples]
         return choice | self._ids(spelled.sample)
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
         """The body of an answer that does not stream."""
-        choices = [self._choice(k, self.speeches[k].take(sample)) for k, sample in enumerate(samples)]
+        choices = [self._choice(k, self._take(k, sample)) for k, sample in enumerate(samples)]
         return header.body("text_completion", choices) | self._usage(samples) | self._prompt_ids()
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
         """The chunk of the tokens whose text is certain."""
-        part = self.speeches[progress.sample].take(progress.part())
+        part = self._take(progress.sample, progress.part())
         tells_tokens = self._asked.logprobs is not None or self.body.return_token_ids
         if part.text or part.sample.reason or (part.texts and tells_tokens):
             yield header.body("text_completion", [self._choice(progress.sample, part)])
@@ -220,7 +217,7 @@ class ChatAnswer(TextAnswer):
         """The chunk of the tokens whose text is certain. With tools the text comes at the end, when it is known which part of it is a call."""
         if self._tools:
             return
-        part = self.speeches[progress.sample].take(progress.part())
+        part = self._take(progress.sample, progress.part())
         if part.text or part.sample.reason or (part.texts and (self._asked.logprobs or self.body.return_token_ids)):
             delta = {"content": part.text} if part.text else {}
             choice = _delta(progress.sample, delta, part.sample.finish_reason, self._logprobs(part))

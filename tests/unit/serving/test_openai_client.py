@@ -98,7 +98,7 @@ def test_several_prompts_give_several_choices(client):
             texts[choice.index] += choice.text
     assert list(texts.values()) == [choice["text"] for choice in together["choices"]]
     with pytest.raises(
-        openai.BadRequestError, match="2000 prompts and n 1 ask for 2000 answers, and the server takes 1024"
+        openai.InternalServerError, match="2000 answers are asked for, 0 are under way, and the server takes 1024"
     ):
         answer(client, "completions", prompt=["x"] * 2000)
     with pytest.raises(openai.BadRequestError, match="no token"):

@@ -1,6 +1,7 @@
-"""A stand-in for `vllm serve` in this process: its routes over HTTP, the real worker extension, and the Llama of `vllm_stand_in`.
+"""A stand-in for vLLM's server: its routes over HTTP, the real worker extension, and the Llama of `vllm_stand_in`.
 
-    with serving("good", config) as server: ... server.url ...
+    with serving("good", config) as server: ... server.url ...     # in this process
+    interpreter(folder, "good")                                    # a program for policy.generation.vllm_cfg.python, which runs one
 
 The routes and their answers are those of vLLM 0.32.0 (`entrypoints/rl/online`, `entrypoints/serve/dev/rpc`, `entrypoints/scale_out`).
 """
@@ -8,6 +9,7 @@ The routes and their answers are those of vLLM 0.32.0 (`entrypoints/rl/online`, 
 import contextlib
 import importlib
 import json
+import os
 import queue
 import sys
 import threading
@@ -33,6 +35,10 @@ MODES = {
     "garbage": "answers with what is no event",
     "aborts": "has its requests aborted by somebody",
     "renamed": "has its weights changed by somebody",
+    "none": "is not installed in this interpreter",
+    "dies_loading": "ends while it loads",
+    "hangs_loading": "never listens",
+    "killed": "is killed in the middle of a response",
 }
 
 
@@ -58,7 +64,7 @@ class NcclTransfer(vllm_stand_in.Transfer):
 def stand_in_modules():
     """The module `vllm` of the stand-in, and the extension on it; both are gone afterwards."""
     before = dict(sys.modules)
-    vllm_stand_in.modules("good")
+    vllm_stand_in.modules()
     nccl = sys.modules["vllm.distributed.weight_transfer.nccl_engine"] = ModuleType("nccl_engine")
     nccl.NCCLWeightTransferEngine, nccl.NCCLWeightTransferUpdateInfo = NcclTransfer, SimpleNamespace
     sys.path.insert(0, str(EXTENSION))
@@ -134,8 +140,10 @@ class Server:
                 self.given_up.wait(60)
             if response and self.mode == "dies":
                 return
+            if response and self.mode == "killed":
+                os.kill(os.getpid(), 9)
             with self.lock:  # torch on many threads is slow on few cores
-                token, chance = vllm_stand_in.Engine.sample(self, body["token_ids"], response, parameters)
+                token, chance = vllm_stand_in.sample(self.llama, body["token_ids"], response, parameters)
             response.append(token)
             stop = token in parameters.stop_token_ids
             reason = "stop" if stop else "length" if len(response) == parameters.max_tokens else None
@@ -247,10 +255,10 @@ class Listening(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serving(mode, config, **facts):
+def serving(mode, config, port=0, **facts):
     """A server for a model of this config.json; `facts` differ from those of a server that a run can use."""
     with stand_in_modules() as extension:
-        http = Listening(("127.0.0.1", 0), Handler)
+        http = Listening(("127.0.0.1", port), Handler)
         http.state = Server(mode, config, extension, facts)
         http.state.url = f"http://127.0.0.1:{http.server_address[1]}"
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -262,3 +270,37 @@ def serving(mode, config, **facts):
             http.shutdown()
             http.server_close()
             thread.join()
+
+
+def interpreter(folder: Path, mode: str = "good") -> str:
+    """The path of a program that stands for vLLM's interpreter: it answers `-c` and `-m` as Python would."""
+    assert mode in MODES
+    path = folder / f"python_{mode}"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {mode} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def main(mode, *arguments):
+    if "-c" in arguments:  # which vLLM is installed
+        print({"old": "vllm 0.31.0", "none": "no vllm"}.get(mode, "vllm 0.32.0"))
+        return
+    assert arguments[:2] == ("-m", "vllm.entrypoints.openai.api_server")
+    assert os.environ["PYTHONPATH"] == str(EXTENSION) and os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+    options = dict(zip(arguments, arguments[1:]))
+    assert {"--load-format", "--skip-tokenizer-init", "--no-enable-chunked-prefill", "--enable-scale-out"} < set(
+        arguments
+    )
+    if mode == "dies_loading":
+        print("out of luck", flush=True)
+        sys.exit(3)
+    if mode == "hangs_loading":
+        threading.Event().wait()
+    config = json.loads((Path(options["--model"]) / "config.json").read_text())
+    facts = {"max_model_len": int(options["--max-model-len"]), "max_num_seqs": int(options["--max-num-seqs"])}
+    with serving(mode, config, int(options["--port"]), **facts):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -22,12 +22,12 @@ class VllmConfig(Section):
 
     python: str | None = key(
         None,
-        "the interpreter of an environment that has vLLM: with backend vllm, vLLM itself generates, in a process of that interpreter; null: "
+        "the interpreter of an environment that has vLLM: with backend vllm, the run starts vLLM's server in it, which generates; null: "
         "the trainer's own engine stands in for vLLM",
     )
     server_url: str | None = key(
         None,
-        "http://host:port of a vLLM server that is there: with backend vllm, it generates, and each refit brings it the weights "
+        "http://host:port of a vLLM server that runs already: with backend vllm, it generates, and each refit brings it the weights "
         "(docs/vllm.md has the command that starts one); null: none",
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = key(
@@ -66,7 +66,7 @@ class VllmConfig(Section):
         "with python: handed to vLLM (null: vLLM's own default); else a prompt is always computed once for its group",
     )
     env_vars: dict[str, object] | None = key(
-        None, "with python: environment variables of vLLM's process (null takes one away); else not read"
+        None, "with python: environment variables of vLLM's server (null takes one away); else not read"
     )
 
     def dtype_for(self, precision: str) -> str:

@@ -55,7 +55,7 @@ class GenerationConfig(Section):
     mcore_generation_config: McoreGenerationConfig = section(McoreGenerationConfig, "Megatron's engine, not used here")
     vllm_kwargs: dict[str, object] = key(
         {},
-        "with vllm_cfg.python: further arguments of vllm.LLM; else not read, but what would change results is refused",
+        "with vllm_cfg.python: further options of vLLM's server, by their names in vllm.LLM; else not read, but what would change results is refused",
     )
     # set by the program, see models.generation.configure_generation_config
     _pad_token_id: int | None = PrivateAttr(None)

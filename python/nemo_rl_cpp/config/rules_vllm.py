@@ -20,14 +20,13 @@ _OF_THE_SERVER: Mapping[str, object] = {  # what whoever starts a server says ->
     "vllm_cfg.env_vars": None, "vllm_cfg.enable_prefix_caching": None, "vllm_kwargs": {}, "kv_cache_gb": None,
 }  # fmt: skip
 _LEAST_TEMPERATURE = 0.01
-_OURS = {  # arguments of vllm.LLM that follow from elsewhere -> where
+_OURS = {  # options of the server that the run starts, which follow from elsewhere -> where
     "model": "policy.model_name", "tokenizer": "policy.tokenizer", "skip_tokenizer_init": None, "load_format": None, "seed": None,
     "dtype": "policy.generation.vllm_cfg.precision", "max_model_len": "policy.generation.vllm_cfg.max_model_len",
     "max_num_seqs": "policy.generation.max_batch_size", "kv_cache_memory_bytes": "policy.generation.kv_cache_gb",
     "enforce_eager": "policy.generation.vllm_cfg.enforce_eager", "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
-    "logprobs_mode": None, "generation_config": None, "weight_transfer_config": None, "distributed_executor_backend": None,
-    "enable_chunked_prefill": None,
-    "async_scheduling": None, "tensor_parallel_size": None, "pipeline_parallel_size": None, "data_parallel_size": None, "worker_cls": None,
+    "logprobs_mode": None, "generation_config": None, "weight_transfer_config": None, "enable_chunked_prefill": None,
+    "host": None, "port": None, "enable_scale_out": None, "tensor_parallel_size": None, "pipeline_parallel_size": None, "data_parallel_size": None, "worker_cls": None,
     "worker_extension_cls": None, "hf_overrides": "policy.hf_config_overrides",
 }  # fmt: skip
 
@@ -124,7 +123,7 @@ def _check_temperatures(generation: GenerationConfig, report: Report, key: str) 
 
 
 def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
-    """What a run with vLLM needs of its cluster: one training process, which for a vLLM of its own is on the CPU."""
+    """What a run with vLLM needs of its cluster: one training process, on the CPU if the run starts the server."""
     generation, cluster = config.policy.generation, config.cluster
     if not generation.runs_vllm:
         return

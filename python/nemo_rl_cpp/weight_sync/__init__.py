@@ -13,7 +13,7 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerCall, wait_together
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES, GenerationInterface, Moved, RefitMeeting
-from nemo_rl_cpp.models.generation.vllm.vllm_engine import VllmEngine
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.trained_model import TrainedModel
 from nemo_rl_cpp.telemetry.timer import Timer
@@ -125,7 +125,7 @@ class SharedMemoryWeights(SentWeights):
     """
 
     _policy: TrainedModel
-    _generation: VllmEngine
+    _generation: VllmGeneration
 
     def _refit(self) -> None:
         version = self._version()
@@ -197,12 +197,12 @@ def create_weight_synchronizer(
     version: Callable[[], int] = lambda: 0,
 ) -> WeightSynchronizer:  # fmt: skip
     """The synchronizer for an engine of `generation_backend`: on the policy's own weights where `colocated`, else with weights of
-    its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A `VllmEngine` always has weights
+    its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A `VllmGeneration` always has weights
     of its own.
 
     ValueError for what no synchronizer can bring together.
     """
-    if isinstance(generation, VllmEngine):
+    if isinstance(generation, VllmGeneration):
         return SharedMemoryWeights(policy, generation, version)
     if generation_backend != "native":
         raise ValueError(f"policy.generation.backend={generation_backend!r} has weights of its own, and bringing them there is "

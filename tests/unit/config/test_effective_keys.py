@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import forked_workers
 import pytest
 import tiny
-import vllm_stand_in
+import vllm_server_stand_in
 from documents.snippets import ROOT
 from nemo_rl_cpp.algorithms import build
 from nemo_rl_cpp.algorithms.run_data import make_data, make_tokenizer
@@ -192,7 +192,7 @@ def reads(tmp_path_factory):
                 )  # fmt: skip
                 with run:
                     run.train()
-        python = vllm_stand_in.interpreter(tmp_path_factory.mktemp("vllm"))
+        python = vllm_server_stand_in.interpreter(tmp_path_factory.mktemp("vllm"))
         options = [override.format(python=python) for override in WITH_VLLM]
         with tiny.make(tmp_path_factory.mktemp("grpo"), *small["grpo"], *options, "grpo.max_num_steps=1") as run:
             run.train()

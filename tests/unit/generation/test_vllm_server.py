@@ -16,12 +16,12 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.generation.vllm import server as server_module
-from nemo_rl_cpp.models.generation.vllm import server_generation
+from nemo_rl_cpp.models.generation.vllm import vllm_generation
 from nemo_rl_cpp.models.generation.vllm import weights as weights_module
-from nemo_rl_cpp.models.generation.vllm.process import VllmError
-from nemo_rl_cpp.models.generation.vllm.server import EXTENSION, PROTOCOL, check_server, server_command
-from nemo_rl_cpp.models.generation.vllm.server_generation import VllmServerGeneration
-from nemo_rl_cpp.models.generation.vllm.worker_script import begin_digest
+from nemo_rl_cpp.models.generation.vllm.client import VllmError
+from nemo_rl_cpp.models.generation.vllm.server import EXTENSION, PROTOCOL, check_server, client_of, server_command
+from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
 from paired_prompts import prompts, texts
 from vllm_policies import MODEL, change, engine_of, policy_of
 
@@ -71,12 +71,27 @@ def test_weights_arrive_and_greedy_texts_are_those_of_the_native_engine(joined):
     assert seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1]
 
 
+def test_what_it_reports_is_what_the_trainer_scores(joined):
+    _, policy, engine = joined
+    engine.update_weights(policy.state_dict(), 3)
+    data = prompts()
+    out = engine.generate(data)
+    lengths, ends = data["input_lengths"], out["unpadded_sequence_lengths"]
+    place = torch.arange(out["output_ids"].shape[1])
+    mask = ((place >= lengths[:, None]) & (place < ends[:, None])).float()
+    scored = policy.get_logprobs(
+        {"input_ids": out["output_ids"], "input_lengths": ends, "token_mask": mask, "sample_mask": torch.ones(len(ends))}
+    )["logprobs"]  # fmt: skip
+    torch.testing.assert_close(out["logprobs"], scored.float(), atol=1e-5, rtol=0)
+
+
 def test_samples_have_seeds_of_their_own(joined):
     _, _, engine = joined
     data = prompts()
     first, again = texts(engine.generate(data), data), texts(engine.generate(data), data)
     other = texts(engine.generate({**data, "draw_ids": data["draw_ids"] + 100}), data)
-    assert first == again and first != other
+    val = texts(engine.generate({**data, "stream": "val"}), data)
+    assert first == again and first != other and first != val and other != val
     assert any(first[2 * i] != first[2 * i + 1] for i in range(6))  # the two of a prompt
 
 
@@ -102,7 +117,7 @@ def test_ends_and_rows_that_are_told(joined):
 def test_no_more_requests_at_a_time_than_the_server_takes(model):
     with vllm_server_stand_in.serving("good", model[True], max_num_seqs=3) as server:
         policy = policy_of(True, {"server_url": server.url})
-        engine, running, most, one = engine_of(policy), set(), [], VllmServerGeneration._one
+        engine, running, most, one = engine_of(policy), set(), [], VllmGeneration._one
         engine.update_weights(policy.state_dict(), 0)
 
         def counted(request, *given):
@@ -140,7 +155,7 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_command_that_starts_on
     with vllm_server_stand_in.serving(wrong[0], model[True], **facts) as server:
         policy = policy_of(True, {"server_url": server.url, **vllm}).config
         with pytest.raises(ValueError, match=re.escape(REFUSED[wrong])) as error:
-            check_server(policy)
+            check_server(client_of(policy), policy)
     assert f"is started like this:\n  {server_command(policy)}" in str(error.value)
 
 
@@ -148,7 +163,7 @@ def test_nobody_listens(model):
     with vllm_server_stand_in.serving("good", model[True]) as server:
         policy = policy_of(True, {"server_url": server.url})
     with pytest.raises(ValueError, match="where no vLLM answers .*nobody listens at this address"):
-        check_server(policy.config)
+        check_server(client_of(policy.config), policy.config)
 
 
 def test_a_server_of_another_model_or_another_extension_is_refused(model, monkeypatch):
@@ -268,7 +283,7 @@ def test_an_error_of_the_callers_callback_gives_the_requests_up(joined):
 def by_nccl(model, monkeypatch):
     """A server with the extension's NCCL, a policy, its engine, and the phases of the trainer's communicator, which the server hears."""
     monkeypatch.setattr(server_module, "transfer_of", lambda device: "nemo_rl_cpp_nccl")
-    monkeypatch.setattr(server_generation, "road_of", weights_module.NcclRoad)
+    monkeypatch.setattr(vllm_generation, "road_of", weights_module.NcclRoad)
     with vllm_server_stand_in.serving("good", model[True], backend="nemo_rl_cpp_nccl") as server:
 
         class Communicator:

@@ -7,8 +7,7 @@ import pytest
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data.datasets.response_datasets.verifiers_tasks import VerifiersDataset
 from nemo_rl_cpp.distributed.ray_session import ray_module
-from nemo_rl_cpp.models.generation.vllm.process import check_version
-from nemo_rl_cpp.models.generation.vllm.worker_script import TESTED_VERSION
+from nemo_rl_cpp.models.generation.vllm.server import TESTED_VERSION, check_interpreter
 from nemo_rl_cpp.models.hf import library
 from nemo_rl_cpp.serving.command import check_installed
 
@@ -58,7 +57,7 @@ NEEDS = {
     "task set": ("agents", lambda: VerifiersDataset("gsm8k"), "pip install 'nemo-rl-cpp[agents]'"),
     "executor": ("ray", lambda: tiny("cluster.executor=ray"), "pip install 'nemo_rl_cpp[ray]'"),
     "ray itself": ("ray", ray_module, "pip install 'nemo_rl_cpp[ray]'"),
-    "interpreter": ("vllm", lambda: check_version("/python", None), f"install vLLM {TESTED_VERSION} there; docs/vllm.md says how"),
+    "interpreter": ("vllm", lambda: check_interpreter(sys.executable), f"install vLLM {TESTED_VERSION} there; docs/vllm.md says how"),
 }  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""vLLM as the generator: an engine in an interpreter of its own, whose torch is another one."""
+"""vLLM as the generator: a server, whose interpreter has another torch."""

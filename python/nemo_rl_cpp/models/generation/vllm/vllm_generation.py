@@ -1,12 +1,11 @@
-"""Generation by vLLM in a process of its own, with weights of its own that each refit brings."""
+"""Generation by a vLLM server, which the run has started or somebody else, with weights that each refit brings there."""
 
-import json
-import os
+import contextlib
 import time
-from array import array
-from collections.abc import Mapping
-from itertools import chain
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from hashlib import blake2b
+from struct import pack
 from typing import NamedTuple
 
 import torch
@@ -15,184 +14,324 @@ from torch import Tensor
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.models.generation.base_engine import Answers
-from nemo_rl_cpp.models.generation.interfaces import Moved
-from nemo_rl_cpp.models.generation.vllm.process import VllmProcess, check_interpreter
-from nemo_rl_cpp.models.generation.vllm.server import check_server
-from nemo_rl_cpp.models.generation.vllm.server_generation import VllmServerGeneration
-from nemo_rl_cpp.models.generation.vllm.vllm_engine import Request, VllmEngine
-from nemo_rl_cpp.models.generation.vllm.weights import WeightBuffer
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, Asked, BaseEngine
+from nemo_rl_cpp.models.generation.interfaces import Finished, Moved, Responses
+from nemo_rl_cpp.models.generation.vllm.client import ServerClient, VllmError
+from nemo_rl_cpp.models.generation.vllm.server import (
+    GENERATE,
+    StartedServer,
+    ask,
+    check_interpreter,
+    check_server,
+    client_of,
+)
+from nemo_rl_cpp.models.generation.vllm.weights import WeightsRoad, road_of
 from nemo_rl_cpp.models.trained_model import TrainedModel
-from nemo_rl_cpp.telemetry.memory import available_bytes
 
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
-_ROWS = 256  # responses at the same time, where max_batch_size is null
-_LEAST_CACHE = 64_000_000
-
-
-class Model(NamedTuple):
-    """The model that vLLM makes: a folder with its config.json, the JSON itself, and the longest sequence."""
-
-    folder: str
-    config: dict[str, Plain]
-    longest: int
+_REFIT, _GENERATE = "a refit", "generate"
+_PLAIN = {  # what a server's own defaults must not change
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0,
+    "logprobs": 0, "ignore_eos": True, "detokenize": False, "n": 1,
+}  # fmt: skip
 
 
-def engine_arguments(policy: PolicyConfig, model: Model) -> dict[str, object]:
-    """Keyword arguments of `vllm.LLM`; those of `vllm_kwargs` last, which `config/rules_vllm.py` keeps from changing ours."""
-    generation = policy.generation
-    vllm = generation.vllm_cfg
-    rows = generation.max_batch_size or _ROWS
-    dtype = vllm.dtype_for(policy.precision)
-    arguments: dict[str, object] = {
-        "model": model.folder, "dtype": dtype, "max_model_len": model.longest, "max_num_seqs": rows,
-        "max_num_batched_tokens": max(generation.prefill_chunk_tokens, rows, model.longest),
-        "kv_cache_memory_bytes": _cache_bytes(generation.kv_cache_gb, model, rows, _BYTES[dtype]),
-        "enforce_eager": vllm.enforce_eager, "seed": 0, "load_format": "dummy", "skip_tokenizer_init": True,
-        "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
-        "distributed_executor_backend": "uni", "async_scheduling": False,
-        "enable_chunked_prefill": False,  # a prompt in two parts takes its seed's generator back by a step, which those of CPUs cannot
-    }  # fmt: skip
-    if vllm.enable_prefix_caching is not None:
-        arguments["enable_prefix_caching"] = vllm.enable_prefix_caching
-    return {**arguments, **generation.vllm_kwargs}
+class Request(NamedTuple):
+    """One response that vLLM is asked for. `row` is that of the batch, `room` the most tokens that it may have."""
+
+    row: int
+    prompt: list[int]
+    room: int
+    seed: int
+    stops: tuple[str, ...]
 
 
-def _cache_bytes(gigabytes: float | None, model: Model, rows: int, element: int) -> int:
-    """kv_cache_gb, or what `rows` longest sequences take, within half of the memory that is free."""
-    if gigabytes is not None:
-        return int(gigabytes * 1e9)
-    config = model.config.get("text_config") or model.config
-    heads = config.get("num_attention_heads") or 1
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
-    of_token = 2 * (config.get("num_hidden_layers") or 0) * kv_heads * head_dim * element
-    blocks = rows * -(-model.longest // _BLOCK) + 1  # one of them is vLLM's own
-    wanted = max(blocks * _BLOCK * of_token, _LEAST_CACHE)
-    return max(min(wanted, available_bytes() // 2), 1)
+class Text(NamedTuple):
+    """A response that has ended."""
+
+    request: Request
+    tokens: list[int]
+    logprobs: list[float]
+    truncated: bool
 
 
-def worker_environment(given: Mapping[str, object] | None) -> dict[str, str]:
-    """All environment variables of vLLM's process: those of this one, then all of vLLM in one process, as many threads as here,
-    nothing sent out; `env_vars` last, of which null takes a variable away."""
-    ours = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    given = given or {}
-    taken = {name for name, value in given.items() if value is None}
-    every = {**os.environ, **ours, **{name: str(value) for name, value in given.items()}}
-    return {name: value for name, value in every.items() if name not in taken}
+class _Row:
+    """A response in the making: stop strings are looked for in the bytes of its tokens, as the native engine does it."""
+
+    def __init__(self, stops: tuple[str, ...], token_bytes: list[bytes]) -> None:
+        self.stops, self._token_bytes = [text.encode() for text in stops], token_bytes
+        self._kept = max(map(len, self.stops), default=1) - 1  # bytes in which a stop string may have begun
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self._tail, self.stopped = b"", False
+
+    def add(self, token: int, logprob: float) -> None:
+        """One more token; what vLLM sampled beyond a stop string is left out."""
+        if self.stopped:
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.stops:
+            text = self._tail + (self._token_bytes[token] if token < len(self._token_bytes) else b"")
+            self._tail = text[-self._kept :] if self._kept else b""
+            self.stopped = any(stop in text for stop in self.stops)
 
 
-class VllmGeneration(VllmEngine):
-    """vLLM in the interpreter `policy.generation.vllm_cfg.python`. It starts with random weights.
+class VllmGeneration(BaseEngine):
+    """NeMo RL's generation interface on a vLLM server: `policy.generation.vllm_cfg.server_url`, or one that `vllm_cfg.python` runs.
+
+    A server that somebody else has started stays when the run ends, with the last weights, and others may use it, too: their requests
+    end before each refit. vLLM generates nothing before the first `update_weights`. Requests go to vLLM's route of token ids as streams,
+    so that every token is a sign of life, and a response that a stop string has ended is given up there. A sample is drawn by vLLM with
+    a seed made from (seed, stream, draw id, sample, length of the prompt), so that a run that is repeated asks for the same. vLLM's
+    log-probabilities are not those of training to the bit. `generate` raises, besides what `BaseEngine.generate` does, VllmError before
+    the first refit, and WorkerLostError when the server has ended, or has made no token for vllm_cfg.timeout_s.
 
     Args:
-        policy, tokenizer, end_token_ids, seed: as of `VllmEngine`.
+        policy: whose weights vLLM gets.
         config: section `policy`. Read are precision and of `generation` max_new_tokens, temperature, top_p, top_k, val_temperature,
-            val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb, vllm_kwargs and
-            of `vllm_cfg` python, start_timeout_s, timeout_s, max_model_len, precision, enforce_eager, enable_prefix_caching, env_vars.
+            val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size and `vllm_cfg`; for a server that the run starts also
+            prefill_chunk_tokens, kv_cache_gb and vllm_kwargs.
+        tokenizer, end_token_ids, seed: as of `BaseEngine`.
 
-    Raises ValueError for another version of vLLM, WorkerLostError where it does not begin.
+    Attributes:
+        model_config: config.json of the policy's model.
+        weight_version: of the weights that vLLM has; None before the first refit.
+        server: what the run has started; None: somebody else has.
+
+    Raises ValueError for a server that the run cannot use, WorkerLostError for one that does not start.
     """
+
+    owns_process = True
 
     def __init__(
         self, policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, *, end_token_ids: list[int] | None = None, seed: int = 42
     ) -> None:  # fmt: skip
-        super().__init__(policy, config, tokenizer, end_token_ids=end_token_ids, seed=seed)
+        longest = config.generation.effective_max_model_len(config.max_total_sequence_length)
+        super().__init__(config.generation, tokenizer, end_token_ids=end_token_ids, max_model_len=longest, seed=seed)
+        self.sampling(greedy=False, stream="train")  # reports bad values now rather than at the first step
+        self.model_config = policy.saved_config()
+        self.weight_version: int | None = None
+        self._arrived: str | None = None
+        self._label = ""
+        self._vocab_size = vocabulary_of(self.model_config)
         vllm = config.generation.vllm_cfg
-        self._knows_bytes = False
-        self._weights = WeightBuffer(policy.state_dict())
-        environment = worker_environment(vllm.env_vars)
-        self.process = VllmProcess(
-            vllm.python, environment, self._weights.descriptor, vllm.start_timeout_s, vllm.timeout_s
-        )
-        folder = Path(self.process.folder.name) / "model"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(self.model_config), encoding="utf-8")
-        arguments = engine_arguments(config, Model(str(folder), self.model_config, self.max_model_len))
-        self.process.begin({"manifest": self._weights.manifest, "bytes": self._weights.size, "engine": arguments})
+        self.server = StartedServer(config, self.model_config) if vllm.server_url is None else None
+        try:
+            self._join(policy.state_dict(), config)
+        except BaseException:
+            self._end_server()
+            raise
+
+    def _join(self, weights: Mapping[str, Tensor], config: PolicyConfig) -> None:
+        if self.server is None:
+            self._client = client_of(config)
+        else:
+            seconds = config.generation.vllm_cfg.timeout_s
+            self._client = ServerClient(self.server.url, None, seconds, self.server.what_happened)
+        facts = check_server(self._client, config, next(iter(weights.values())).device.type)
+        if self._vocab_size and facts["vocab_size"] != self._vocab_size:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.server_url: the server's model has {facts['vocab_size']} tokens and the policy {self._vocab_size}: "
+                "start it with the policy's model"
+            )
+        self._rows = min(self.config.max_batch_size or facts["max_num_seqs"], facts["max_num_seqs"])
+        self._road: WeightsRoad = road_of(weights, self._client)
+
+    # ---- token ids in, token ids out
+
+    def _respond(self, asked: Asked, on_finished: Finished | None) -> Responses:
+        prompts, room = [row.tolist() for row in asked.batch.rows(asked.batch.tokens["input_ids"])], self._room(asked)
+        draws, samples = asked.draws.tolist(), asked.samples.tolist()
+        requests = [
+            Request(row, prompts[row], room[row], self._seed_of(STREAMS[asked.stream], draws[row], samples[row], len(prompts[row])), asked.stops[row])
+            for row in range(asked.batch.size)
+            if room[row] > 0
+        ]  # fmt: skip
+        answers = Answers(asked.batch.size, on_finished)
+        if requests:
+            self._answer(requests, self._sampling_arguments(asked), answers)
+        responses = answers.responses(self.weight_version)
+        if not bool(torch.isfinite(responses.logprobs).all()):
+            raise RuntimeError("vLLM gave a log-probability that is not finite: the model's logits are not")
+        return responses
 
     def _answer(self, requests: list[Request], sampling: dict[str, float], answers: Answers) -> None:
-        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(request.stops for request in requests))}
-        if any(kinds):
-            self._tell_bytes()
-        message = {
-            "requests": [[len(r.prompt), r.room, r.seed, kinds[r.stops]] for r in requests],
-            "sampling": sampling, "stop_token_ids": self._stop_token_ids,
-            "stops": [[text.encode().hex() for text in kind] for kind in kinds],
+        if self.weight_version is None:
+            raise VllmError(f"vLLM at {self._client.url} has no weights: a refit is missing, or has failed")
+        try:
+            self._answer_all(requests, sampling, answers)
+        finally:
+            self._client.take_up()
+        label = self._client.call(_GENERATE, "GET", "/weight_info").get("weight_version")
+        self._check_label(label)
+
+    def _answer_all(self, requests: list[Request], sampling: dict[str, float], answers: Answers) -> None:
+        token_bytes = self._token_bytes if any(request.stops for request in requests) else []
+        with ThreadPoolExecutor(min(self._rows, len(requests)), thread_name_prefix="vllm") as threads:
+            left = {threads.submit(self._one, request, sampling, token_bytes) for request in requests}
+            try:
+                while left:
+                    done, left = wait(left, return_when=FIRST_COMPLETED)
+                    self._put(done, answers, bool(left))
+            except BaseException:
+                for future in left:
+                    future.cancel()
+                self._client.give_up()  # requests under way end in vLLM with their connections
+                raise
+
+    def _put(self, done: set[Future[Text]], answers: Answers, others_run: bool) -> None:
+        texts = [future.result() for future in done]
+        for text in texts:
+            answers.put(text.request.row, text.tokens, text.logprobs, text.truncated)
+        if others_run:
+            answers.tell([text.request.row for text in texts])
+
+    def _sampling_arguments(self, asked: Asked) -> dict[str, float]:
+        sampling = self.sampling(asked.greedy, asked.stream)
+        if sampling.greedy:
+            return {"temperature": 0.0}
+        return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+
+    def _seed_of(self, stream: int, draw: int, sample: int, length: int) -> int:
+        """63 bits of the key of a response. The prompt's length sets the turns of a conversation apart."""
+        digest = blake2b(pack("<IIqqq", self.seed, stream, draw, sample, length), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def _one(self, request: Request, sampling: Mapping[str, float], token_bytes: list[bytes]) -> Text:
+        row = _Row(request.stops, token_bytes)
+        body = {
+            "token_ids": request.prompt, "stream": True,
+            "sampling_params": {
+                **_PLAIN, **sampling, "max_tokens": request.room, "seed": request.seed, "stop_token_ids": self._stop_token_ids,
+            },
         }  # fmt: skip
-        payload = array("i", chain.from_iterable(request.prompt for request in requests)).tobytes()
+        reason = None
+        with contextlib.closing(self._client.stream(_GENERATE, GENERATE, body)) as events:
+            for choice in _choices(events, self._client.url):
+                ids, chances = _sampled(choice, self._client.url)
+                for token, chance in zip(ids, chances):
+                    row.add(token, chance)
+                if row.stopped:
+                    break
+                reason = choice.get("finish_reason")
+                if reason is not None:
+                    for span in choice.get("weight_versions") or ():
+                        self._check_label(span.get("version"))
+        if not row.stopped and reason not in ("stop", "length"):
+            raise VllmError(
+                f"vLLM at {self._client.url} ended a request by {reason}: somebody has aborted it, or it has failed"
+            )
+        return Text(request, row.tokens, row.logprobs, not row.stopped and reason == "length")
 
-        def take(step: dict, found: bytes) -> None:
-            """A step of vLLM: int32 token ids of all rows that ended, then float32 log-probabilities."""
-            half, begin, done = len(found) // 2, 0, []
-            tokens, logprobs = array("i", found[:half]), array("f", found[half:])
-            for number, length, truncated in step["finished"]:
-                row, end = requests[number].row, begin + length
-                answers.put(row, list(tokens[begin:end]), list(logprobs[begin:end]), truncated)
-                begin = end
-                done.append(row)
-            if step["running"]:
-                answers.tell(done)
+    def _check_label(self, label: object) -> None:
+        if label != self._label:
+            raise VllmError(
+                f"vLLM at {self._client.url} answered with weights {label!r}, and {self._label!r} were sent: somebody else has changed them"
+            )
 
-        answer = self.process.call("generate", message, payload, take)
-        self._check_version(answer["version"])
-
-    def _tell_bytes(self) -> None:
-        """Sends the bytes of all tokens, once."""
-        if not self._knows_bytes:
-            table = self._token_bytes
-            self.process.call("token_bytes", {"lengths": [len(token) for token in table]}, b"".join(table))
-            self._knows_bytes = True
-
-    # ---- weights and memory
+    # ---- weights
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> Moved:
-        """As `VllmEngine.update_weights`, through memory that both processes map."""
-        self.process.wait_until_ready()
+        """Bring the weights to vLLM, in its own types where they differ; those of `version` from then on.
+
+        Requests of others end first. If it fails before the update begins, the server goes on with its old weights; later it stays
+        paused, since it has some of the new ones. Raises RuntimeError when what arrived has another digest than what was sent, or a
+        parameter of vLLM's model got nothing; vLLM generates nothing then.
+        """
         began = time.perf_counter()
         self.weight_version = self._arrived = None
-        sent = self._weights.fill(weights)
-        answer = self.process.call("update", {"digest": sent, "version": version})
-        if answer["digest"] != sent:
+        with self._resumed_where_nothing_changed():
+            self._call("POST", "/pause?mode=wait")
+            self._road.prepare(weights)
+        self._call("POST", "/start_weight_update")
+        sent = self._road.send(weights)
+        label = f"{version}-{sent[:16]}"
+        self._call("POST", "/finish_weight_update", {"weight_version": label})
+        digests = {each.get("digest") for each in ask(self._client, _REFIT)}
+        if digests != {sent}:
             raise RuntimeError(
-                f"the weights that vLLM has are not the policy's: digest {answer['digest']} against {sent}"
+                f"the weights that vLLM has are not the policy's: digest {', '.join(map(str, digests))} against {sent}; the server stays paused"
             )
-        self.weight_version, self._arrived = version, sent
-        self._check_version(answer["version"])
-        return Moved(self._weights.weight_bytes, time.perf_counter() - began, sent)
+        self._call("POST", "/resume")
+        self._label, self.weight_version, self._arrived = label, version, sent
+        return Moved(self._road.weight_bytes, time.perf_counter() - began, sent)
 
-    def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Wakes vLLM up; on a CPU it does not sleep."""
-        return bool(self.process.call("wake")["done"])
+    def _call(self, method: str, path: str, body: object = None) -> dict:
+        return self._client.call(_REFIT, method, path, body)
 
-    def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Lets vLLM sleep; on a CPU it does not."""
-        return bool(self.process.call("sleep")["done"])
+    @contextlib.contextmanager
+    def _resumed_where_nothing_changed(self) -> Iterator[None]:
+        """Whatever ends this: the server, which others may use, has its old weights. A pause that came too late may be one all the same."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(VllmError, WorkerLostError):
+                self._call("POST", "/resume")
+            raise
+
+    def weight_digest(self) -> str:
+        """Of the weights that arrived at the last refit, 32 hexadecimal digits. RuntimeError before the first."""
+        if self._arrived is None:
+            raise RuntimeError("vLLM has no weights before the first sync_weights")
+        return self._arrived
 
     def shutdown(self) -> bool:
-        """Ends vLLM's process and gives the weights' memory back. Safe to call twice."""
-        self.process.kill()
-        self._weights.close()
+        """Give the memory of weights back, and end the server that the run has started. Safe to call twice."""
+        self._client.give_up()
+        self._road.close()
+        self._end_server()
         return True
+
+    def _end_server(self) -> None:
+        if self.server is not None:
+            self.server.close()
+
+
+def _choices(events: Iterator[dict], url: str) -> Iterator[dict]:
+    for event in events:
+        choices = event.get("choices")
+        if not isinstance(choices, list):
+            raise VllmError(f"vLLM at {url} answered with what is no answer: an event without choices")
+        yield from choices
+
+
+def _sampled(choice: dict, url: str) -> tuple[list[int], list[float]]:
+    """Token ids and log-probabilities of a part of a response."""
+    try:
+        ids = [int(token) for token in choice["token_ids"] or ()]
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        chances = {
+            "ids": [int(each["token_id"]) for each in content],
+            "values": [float(each["logprob"]) for each in content],
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise VllmError(f"vLLM at {url} answered with what is no answer ({type(error).__name__}: {error})") from error
+    if chances["ids"] != ids:
+        raise VllmError(
+            f"vLLM at {url} answered with what is no answer: log-probabilities of other tokens than the response's"
+        )
+    return ids, chances["values"]
+
+
+def vocabulary_of(config: dict[str, Plain]) -> int:
+    """Rows of the embedding of a config.json; 0 where it does not say."""
+    return int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0)
 
 
 def check_vllm(policy: PolicyConfig, device: str) -> None:
-    """ValueError where the vLLM of a configuration is not there, or is none that a run on `device` can use."""
+    """Raise ValueError if the vLLM of a configuration is missing, or cannot generate for a run on `device`."""
     if policy.generation.vllm_cfg.server_url is None:
         check_interpreter(policy.generation.vllm_cfg.python)
     else:
-        check_server(policy, device)
+        check_server(client_of(policy), policy, device)
 
 
-def vllm_of(policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> VllmEngine:
-    """vLLM for the policy of a run: in a process of its own, or behind `vllm_cfg.server_url`.
+def vllm_of(policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> VllmGeneration:
+    """Return vLLM for the policy of a run: a server that the run starts, or the one of `vllm_cfg.server_url`.
 
-    ValueError for a policy that does not give its weights out, as one of the user's own may not.
+    Raises ValueError for a policy that does not give its weights out, as a user's class may not.
     """
     vllm = config.generation.vllm_cfg
     key = "python" if vllm.server_url is None else "server_url"
@@ -208,5 +347,4 @@ def vllm_of(policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType
         )
     path = getattr(getattr(policy, "folder", None), "path", None)
     ends = end_token_ids(path, policy.saved_config(), tokenizer)
-    kind = VllmGeneration if vllm.server_url is None else VllmServerGeneration
-    return kind(policy, config, tokenizer, end_token_ids=ends, seed=seed)
+    return VllmGeneration(policy, config, tokenizer, end_token_ids=ends, seed=seed)

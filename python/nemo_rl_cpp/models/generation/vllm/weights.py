@@ -1,9 +1,8 @@
-"""How weights reach vLLM: through memory that both processes map, and to a server also by NCCL."""
+"""How weights reach vLLM's server: through memory that both processes map, or by NCCL."""
 
 import base64
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.models.generation.vllm.server import ServerClient
-from nemo_rl_cpp.models.generation.vllm.worker_script import begin_digest
+from nemo_rl_cpp.models.generation.vllm.client import ServerClient
+from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
 
 _ALIGNED = 64  # bytes
 REFIT = "a refit"
@@ -28,9 +27,9 @@ class WeightBuffer:
     """Memory without a name that holds a copy of a model's weights: it goes with the last process that has it open.
 
     Attributes:
-        manifest: [name, dtype, shape, offset, bytes] of each tensor, as `worker_script.SharedWeights` reads it.
+        manifest: [name, dtype, shape, offset, bytes] of each tensor, as `nemo_rl_cpp_vllm.SharedWeights` reads it.
         size: of the whole, in bytes.
-        descriptor: an open file, for the other process to inherit.
+        descriptor: an open file, which the other process opens by its path in /proc.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -41,7 +40,7 @@ class WeightBuffer:
             self.manifest.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, size])
             end = offset + size
         self.size = max(end, 1)
-        self.descriptor = _unnamed_file()
+        self.descriptor = os.memfd_create("nemo_rl_cpp_weights")
         self._closing = weakref.finalize(
             self, os.close, self.descriptor
         )  # where an engine fails while it is made, nobody closes
@@ -74,13 +73,6 @@ class WeightBuffer:
         """Closes the file; the memory goes with the last view of it. Safe to call twice."""
         self._closing()
         self.descriptor = -1
-
-
-def _unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("nemo_rl_cpp_weights")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class WeightsRoad(Protocol):

@@ -1,37 +1,59 @@
-"""What a vLLM server is started with so that a run can bring it weights:
+"""The part of vLLM's server through which a run brings it weights. vLLM's interpreter loads this file:
 
     VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this folder> python -m vllm.entrypoints.openai.api_server --model MODEL \
         --worker-extension-cls nemo_rl_cpp_vllm.Weights --weight-transfer-config '{"backend": "nemo_rl_cpp_shared_memory"}' ...
 
-`docs/vllm.md` has the whole command. A plain file for vLLM's interpreter, as `worker_script.py`, which it loads from its own folder or
-the one above: on another machine these two files are enough. Importing it makes two weight transfers known to vLLM:
+`docs/vllm.md` has the whole command. A plain file that imports the standard library, torch and vLLM, and nothing of this package,
+which needs another torch: on another machine it is enough alone. vLLM learns two weight transfers from it:
 
     nemo_rl_cpp_shared_memory   the trainer is a process of this machine and of this user; weights lie in memory that both map
     nemo_rl_cpp_nccl            the trainer's GPU broadcasts each tensor, as vLLM's own engine `nccl` expects it (not packed)
 
-Both take a digest of what arrived, and keep it for the trainer to ask for.
+Both take a digest of what arrived, and keep it for the trainer to ask for. The trainer imports the digest and the names from here.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
+import json
+import mmap
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
+
+TESTED_VERSION = "0.32.0"
+"""The one version of vLLM whose interfaces are used here, and with which the tests have run."""
+SHARED_MEMORY, NCCL = "nemo_rl_cpp_shared_memory", "nemo_rl_cpp_nccl"
+PROTOCOL = 1
+"""Rises where a trainer and the extension of a server no longer understand one another."""
 
 
-def _beside(name: str):
-    here = Path(__file__).resolve().parent
-    path = next((folder / name for folder in (here, here.parent) if (folder / name).is_file()), None)
-    if path is None:
-        raise ImportError(f"{name} of nemo-rl-cpp must lie in {here} or in the folder above it")
-    spec = importlib.util.spec_from_file_location("nemo_rl_cpp_worker_script", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def begin_digest(manifest: list) -> hashlib.blake2b:
+    """A digest that has taken in the names, types, shapes and places of all tensors; their bytes follow in this order."""
+    return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16)
 
 
-script = _beside("worker_script.py")
+class SharedWeights:
+    """The trainer's weights in memory that both processes map: [name, dtype, shape, offset, bytes] of each tensor."""
+
+    def __init__(self, descriptor: int, manifest: list, size: int) -> None:
+        self.manifest = manifest
+        self.memory = mmap.mmap(descriptor, size)
+
+    def digest(self) -> str:
+        """Of what has arrived."""
+        digest = begin_digest(self.manifest)
+        view = memoryview(self.memory)
+        for _, _, _, offset, size in self.manifest:
+            digest.update(view[offset : offset + size])
+        return digest.hexdigest()
+
+    def tensors(self):
+        """(name, tensor) one after the other, as views of the shared memory."""
+        import torch
+
+        for name, dtype, shape, offset, size in self.manifest:
+            flat = torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=offset)
+            yield name, flat.view(getattr(torch, dtype)).view(shape)
 
 
 def open_memory(path: str, size: int, manifest: list):
@@ -48,14 +70,43 @@ def open_memory(path: str, size: int, manifest: list):
             raise RuntimeError(
                 f"the trainer's memory {path} is another file here: trainer and vLLM must run on one machine"
             )
-        return script.SharedWeights(descriptor, manifest, size)
+        return SharedWeights(descriptor, manifest, size)
     finally:
         os.close(descriptor)
 
 
+def check_all_loaded(expected: set, loaded: set | None) -> None:
+    """RuntimeError where a parameter of vLLM's model got nothing: it would keep its old values."""
+    missing = sorted(expected - set(loaded or ()))
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} parameters of vLLM's model got no weights from the trainer, first {', '.join(missing[:4])}"
+        )
+
+
+def check_digest(found: str, sent: str) -> None:
+    """RuntimeError where other bytes arrived than the trainer sent."""
+    if found != sent:
+        raise RuntimeError(
+            f"the weights that arrived are not the trainer's: digest {found} against {sent}; vLLM keeps the old ones"
+        )
+
+
+def pack_again(model) -> None:
+    """On a CPU a head that shares the embedding's weights has a packed copy of its own, which the reload forgets."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+
+
 def shared_memory_engine() -> type:
-    """The class of the weight transfer through shared memory."""
-    from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
+    """Return the class of the weight transfer through shared memory: it reloads layer after layer, as vLLM's own engines do."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     @dataclass
     class Init(WeightTransferInitInfo):
@@ -64,26 +115,36 @@ def shared_memory_engine() -> type:
         manifest: list = field(default_factory=list)
         digest: str = ""
 
-    class SharedMemoryOfATrainer(script.transfer_engine()):
-        init_info_cls = Init
-        digest = None
+    @dataclass
+    class Update(WeightTransferUpdateInfo):
+        pass
+
+    class SharedMemoryOfATrainer(WeightTransferEngine):
+        init_info_cls, update_info_cls = Init, Update
+        weights = digest = None
 
         def init_transfer_engine(self, init_info: Init) -> None:
             """Before each update: what lies in the memory now must be what the trainer has, or vLLM keeps the weights that it has."""
             self.weights = self.digest = None
             weights = open_memory(init_info.path, init_info.size, init_info.manifest)
             self.found = weights.digest()
-            script.check_digest(self.found, init_info.digest)
-            self.weights = weights
-            super().init_transfer_engine(init_info)
+            check_digest(self.found, init_info.digest)
+            self.weights, self.expected = weights, {name for name, _ in self.model.named_parameters()}
 
         def start_weight_update(self) -> None:
             if self.weights is None:
                 raise RuntimeError("no trainer has said where its weights lie")
-            super().start_weight_update()
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Update) -> None:
+            check_all_loaded(self.expected, self.model.load_weights(self.weights.tensors()))
 
         def finish_weight_update(self) -> None:
-            super().finish_weight_update()
+            finalize_layerwise_reload(self.model, self.model_config)
+            pack_again(self.model)
             self.digest, self.weights = self.found, None
 
         def shutdown(self) -> None:
@@ -112,13 +173,13 @@ def nccl_engine() -> type:
 
         def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
             manifest = [list(each) for each in zip(update_info.names, update_info.dtype_names, update_info.shapes)]
-            digest, loaded = script.begin_digest(manifest), set()
+            digest, loaded = begin_digest(manifest), set()
             for name, dtype, shape in manifest:
                 weight = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
                 self.model_update_group.broadcast(weight, src=0)  # on the current stream
                 digest.update(weight.contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
                 loaded |= set(self.model.load_weights([(name, weight)]) or ())
-            script.check_all_loaded(self.expected, loaded)
+            check_all_loaded(self.expected, loaded)
             self.digest = digest.hexdigest()
 
     return NcclOfATrainer
@@ -136,8 +197,8 @@ def register() -> None:
     """Makes the transfers known to vLLM."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(script.SHARED_MEMORY, __name__, "SharedMemoryOfATrainer")
-    WeightTransferEngineFactory.register_engine(script.NCCL, __name__, "NcclOfATrainer")
+    WeightTransferEngineFactory.register_engine(SHARED_MEMORY, __name__, "SharedMemoryOfATrainer")
+    WeightTransferEngineFactory.register_engine(NCCL, __name__, "NcclOfATrainer")
 
 
 class Weights:
@@ -150,7 +211,7 @@ class Weights:
 
         config, engine = self.vllm_config, self.weight_transfer_engine
         return {
-            "protocol": script.PROTOCOL, "vllm": vllm.__version__, "digest": getattr(engine, "digest", None),
+            "protocol": PROTOCOL, "vllm": vllm.__version__, "digest": getattr(engine, "digest", None),
             "transfer": None if config.weight_transfer_config is None else config.weight_transfer_config.backend,
             "is_cpu": current_platform.is_cpu(), "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode, "max_model_len": config.model_config.max_model_len,
@@ -159,4 +220,5 @@ class Weights:
         }  # fmt: skip
 
 
-register()
+if not __package__:  # in vLLM's interpreter: the trainer imports this file as a module of its package
+    register()

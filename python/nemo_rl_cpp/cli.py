@@ -22,7 +22,7 @@ COMMANDS: dict[str, str] = {
     "configs": "list the shipped configurations, each with what it is",
     "models": "list the supported models with the memory that they need",
     "report": "write report.html of a log folder again",
-    "compare": "compare runs: results, timings, keys that differ, curves over one another",
+    "compare": "compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed",
     "doctor": "look at this machine and this installation, and train three tiny steps",
 }
 """Name of a command -> what it does; the module commands/NAME.py runs it."""

@@ -1,23 +1,26 @@
-"""An evaluation as a page, prompts with all their answers, what went wrong first; and two evaluations of the same prompts side by side."""
+"""An evaluation as a page, prompts with all their answers, what went wrong first; and evaluations of the same prompts side by side."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
-from nemo_rl_cpp.evals.metrics import Interval, normal_interval
+from nemo_rl_cpp.evals.metrics import normal_interval
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.report.compare import Block, Comparison, Row, different_folders, differing_keys
 from nemo_rl_cpp.report.samples import clip, printable
-from nemo_rl_cpp.report.shell import PageSection, document
+from nemo_rl_cpp.report.shell import PageSection, document, parts
 
 PAGE = "evaluation.html"
 _MOST = 60
 """Prompts of a section that the page shows; all are in evaluation_data.json."""
 Sample = Mapping[str, object]
+Answer = tuple[float, str, str]
+"""(reward, a note above the response, the response)."""
 
 
 @dataclass(frozen=True)
@@ -58,53 +61,35 @@ def _truth(info: object) -> str | None:
 
 def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt], now: float | None = None) -> str:
     """The page. `facts`: the rows of the terminal's table; `now`: Unix time that it says it was written at."""
-    parts = (
-        ("wrong", "Wrong", [prompt for prompt in prompts if max(prompt.rewards) <= 0]),
-        (
-            "part",
-            "Right in part",
-            [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1],
-        ),
-        ("right", "Right", [prompt for prompt in prompts if min(prompt.rewards) >= 1]),
-    )
+    wrong = [prompt for prompt in prompts if max(prompt.rewards) <= 0]
+    right = [prompt for prompt in prompts if min(prompt.rewards) >= 1]
+    part = [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1]
     sections = [
-        PageSection(key, f"{name}: {len(found)} of {len(prompts)} prompts", cards(map(card, found[:_MOST]), len(found)))
-        for key, name, found in parts
+        PageSection(
+            key, f"{name}: {len(found)} of {len(prompts)} prompts", _cards([(each, _answers(each)) for each in found])
+        )
+        for key, name, found in (("wrong", "Wrong", wrong), ("part", "Right in part", part), ("right", "Right", right))
         if found
     ]
-    tiles = "".join(
-        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value.partition(" (")[0])}</b>'
-        f"<small>{escape(value.partition(' (')[2].rstrip(')'))}</small></div>"
-        for name, value in facts.items()
-    )
-    header = f'<div class="top"><h1>evaluation</h1></div><p class="verdict">{escape(title)}</p><div class="tiles">{tiles}</div>'
+    tiles = [(name, value.partition(" (")[0], value.partition(" (")[2].rstrip(")")) for name, value in facts.items()]
+    header = parts().header({"title": "evaluation", "status": "", "total_steps": 0}, 0, title, tiles)
     return document(f"evaluation: {title}", header, sections, {}, now=now, scripts=())
 
 
-def cards(shown: Iterable[str], count: int) -> str:
-    """Cards one below the other, and how many there are beyond them."""
-    more = f'<p class="muted">{count - _MOST} more are in evaluation_data.json.</p>' if count > _MOST else ""
-    return "".join(shown) + more
+def _answers(prompt: Prompt) -> Sequence[Answer]:
+    return [
+        (reward, "cut off" if cut else "", response)
+        for reward, response, cut in zip(prompt.rewards, prompt.responses, prompt.cut, strict=True)
+    ]
 
 
-def card(prompt: Prompt) -> str:
-    """A prompt with the expected answer and each answer's reward."""
-    answers = "".join(map(_answer, prompt.rewards, prompt.responses, prompt.cut))
-    return f'<div class="sample">{heading(prompt)}<div class="answers">{answers}</div></div>'
-
-
-def heading(prompt: Prompt) -> str:
-    """The prompt and the expected answer."""
-    truth = "" if prompt.truth is None else (
-        f'<p class="truth"><span class="muted">expected </span><code>{escape(clip(prompt.truth))}</code></p>'
-    )  # fmt: skip
-    return f'<pre class="prompt">{escape(clip(prompt.text))}</pre>{truth}'
-
-
-def _answer(reward: float, response: str, cut: bool) -> str:
-    note = '<div class="meta">cut off</div>' if cut else ""
-    text = escape(clip(response)) or "<em>(empty)</em>"
-    return f'<div class="answer"><div class="score"><b>{reward:.3g}</b></div><div><pre>{text}</pre>{note}</div></div>'
+def _cards(found: Sequence[tuple[Prompt, Sequence[Answer]]]) -> str:
+    """Return prompts with answers as HTML, one below the other, and how many there are beyond them."""
+    cards = [
+        (clip(prompt.text), clip(prompt.truth or ""), [(reward, note, clip(text)) for reward, note, text in answers])
+        for prompt, answers in found[:_MOST]
+    ]
+    return str(parts().answers(cards, len(found) - _MOST))
 
 
 def page_of(folder: Path | str) -> Path:
@@ -121,111 +106,78 @@ def is_evaluation(folder: Path | str) -> bool:
     return (Path(folder) / DATA).is_file()
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two evaluations, `names`, with the prompts of each; the prompts are the same, in the same order."""
+def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
+    """Compare evaluations of the same prompts, each with the first one: rewards, keys that differ, prompts that changed.
 
-    names: tuple[str, str]
-    models: tuple[str, str]
-    first: Sequence[Prompt]
-    second: Sequence[Prompt]
-
-    @staticmethod
-    def of(folders: Sequence[Path | str]) -> Comparison:
-        """Reads two folders. ValueError where they are not two, cannot be read, or have other prompts."""
-        if len(folders) != 2:
-            raise ValueError(f"evaluations are compared two at a time, but {len(folders)} folders are given")
-        read = [_read(Path(folder)) for folder in folders]
-        (_, first), (_, second) = read
-        if [prompt.text for prompt in first] != [prompt.text for prompt in second]:
+    ValueError for a folder that cannot be read, is given twice, or has other prompts.
+    """
+    names = different_folders(folders)
+    configs, prompts = zip(*(_read(Path(folder)) for folder in folders))
+    for folder, other in zip(folders, prompts):
+        if [prompt.text for prompt in other] != [prompt.text for prompt in prompts[0]]:
             raise ValueError(
-                f"{folders[0]} and {folders[1]} have other prompts ({len(first)} and {len(second)}): compare evaluations of the same data, "
+                f"{folders[0]} and {folder} have other prompts ({len(prompts[0])} and {len(other)}): compare evaluations of the same data, "
                 "with the same seed and prompt template"
             )
-        return Comparison((str(folders[0]), str(folders[1])), (read[0][0], read[1][0]), first, second)
+    models = [str(config["model_name"]) for config in configs]
+    better, worse = (_changed(list(zip(*prompts)), sign) for sign in (1, -1))
+    equal = len(prompts[0]) - len(better) - len(worse)
+    verdict = [
+        *(f"{name}: {difference(prompts[0], other)}" for name, other in zip(names[1:], prompts[1:])),
+        f"of {len(prompts[0])} prompts {len(better)} are better, {len(worse)} worse, {equal} equal in {names[-1]} against {names[0]}",
+    ]
+    blocks = [
+        Block(
+            "results",
+            "Side by side",
+            [Row("model", models), Row("mean reward", [f"{_mean(each):.4f}" for each in prompts])],
+        ),
+        Block("keys", "Keys that differ", differing_keys(configs, ("model_name",))),
+    ]
+    examples = []
+    for word, found in (("worse", worse), ("better", better)):
+        title = f"{word.capitalize()}: {len(found)} prompt{'' if len(found) == 1 else 's'}"
+        cards = _cards([(each[0], [(a.mean, name, a.responses[0]) for name, a in zip(names, each)]) for each in found])
+        if found:
+            blocks.append(Block(word, title, html=lambda cards=cards: cards))
+        for answers in found[:_EXAMPLES]:
+            examples.append(f"\n{word}, {answers[0].mean:.3g} -> {answers[-1].mean:.3g}: {_short(answers[0].text)}")
+            examples += [f"  {name}: {_short(answer.responses[0])}" for name, answer in zip(names, answers)]
+    return Comparison("evaluations", names, models, "\n".join(verdict), blocks, examples=examples)
 
-    @property
-    def means(self) -> tuple[float, float]:
-        """The mean rewards."""
-        return statistics.fmean(p.mean for p in self.first), statistics.fmean(p.mean for p in self.second)
 
-    @property
-    def difference(self) -> tuple[float, Interval | None]:
-        """Second less first, and its 95 % interval: mean +- 1.96 s / sqrt(P) of the P prompts' differences. None for one prompt."""
-        gaps = [b.mean - a.mean for a, b in zip(self.first, self.second)]
-        return statistics.fmean(gaps), normal_interval(gaps) if len(gaps) > 1 else None
-
-    def changed(self, sign: int) -> list[tuple[Prompt, Prompt]]:
-        """The prompts whose mean reward rose (sign 1) or fell (-1), the largest change first."""
-        both = [(a, b) for a, b in zip(self.first, self.second) if sign * (b.mean - a.mean) > 0]
-        return sorted(both, key=lambda pair: -abs(pair[1].mean - pair[0].mean))
-
-    def verdict(self) -> str:
-        """In a sentence."""
-        (before, after), (gap, interval) = self.means, self.difference
-        text = f"mean reward {before:.4f} -> {after:.4f}, difference {gap:+.4f}"
-        if interval is None:
-            return text
-        chance = " (may be chance)" if interval.low <= 0 <= interval.high else ""
-        return f"{text}, 95 % interval {interval.low:+.4f} to {interval.high:+.4f}{chance}"
+def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:
+    """Say how the mean reward changed, with the 95 % interval mean +- 1.96 s / sqrt(P) of the P prompts' differences."""
+    gaps = [b.mean - a.mean for a, b in zip(first, second, strict=True)]
+    text = f"mean reward {_mean(first):.4f} -> {_mean(second):.4f}, difference {statistics.fmean(gaps):+.4f}"
+    if len(gaps) < 2:
+        return text
+    low, high = normal_interval(gaps)
+    return f"{text}, 95 % interval {low:+.4f} to {high:+.4f}{' (may be chance)' if low <= 0 <= high else ''}"
 
 
-def _read(folder: Path) -> tuple[str, list[Prompt]]:
+def _mean(prompts: Sequence[Prompt]) -> float:
+    return statistics.fmean(prompt.mean for prompt in prompts)
+
+
+def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
+    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from the first to the last evaluation, the largest change first."""
+    found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
+    return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
+
+
+def _read(folder: Path) -> tuple[dict[str, Plain], list[Prompt]]:
+    """Return config.json and the prompts of an evaluation."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         samples = json.loads((folder / DATA).read_text(encoding="utf-8"))["evaluation_data"]
-        return str(config["model_name"]), prompts_of(samples, int(config["num_tests_per_prompt"]))
+        return {"model_name": "", **config}, prompts_of(samples, int(config["num_tests_per_prompt"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{folder} is no folder of an evaluation ({type(error).__name__}: {error}): give two that eval.save_path has named"
+            f"{folder} is no folder of an evaluation ({type(error).__name__}: {error}): give folders that eval.save_path has named"
         ) from None
-
-
-def text_of(comparison: Comparison) -> str:
-    """The comparison for a terminal, with some prompts that changed."""
-    better, worse = comparison.changed(1), comparison.changed(-1)
-    lines = [
-        *(printable(f"{name}: {model}") for name, model in zip(comparison.names, comparison.models)), comparison.verdict(),
-        f"of {len(comparison.first)} prompts {len(better)} are better, {len(worse)} worse, "
-        f"{len(comparison.first) - len(better) - len(worse)} equal",
-    ]  # fmt: skip
-    for word, pairs in (("worse", worse), ("better", better)):
-        for a, b in pairs[:_EXAMPLES]:
-            lines += [f"\n{word}, {a.mean:.3g} -> {b.mean:.3g}: {_short(a.text)}"]
-            lines += [f"  before: {_short(a.responses[0])}", f"  after:  {_short(b.responses[0])}"]
-    return "\n".join(lines)
 
 
 def _short(text: str) -> str:
     line = printable(" ".join(text.split()))
     return line if len(line) <= 110 else f"{line[:70]} ... {line[-30:]}"
-
-
-def page(comparison: Comparison, now: float | None = None) -> str:
-    """The comparison as a page: what got worse, then what got better."""
-    better, worse = comparison.changed(1), comparison.changed(-1)
-    sections = [
-        PageSection(
-            key,
-            f"{title}: {len(pairs)} prompt{'' if len(pairs) == 1 else 's'}",
-            cards((_card(a, b) for a, b in pairs[:60]), len(pairs)),
-        )
-        for key, title, pairs in (("worse", "Worse", worse), ("better", "Better", better))
-        if pairs
-    ]
-    names = "".join(
-        f"<p>{escape(name)}: <b>{escape(model)}</b></p>" for name, model in zip(comparison.names, comparison.models)
-    )
-    header = (
-        f'<div class="top"><h1>two evaluations</h1></div><p class="verdict">{escape(comparison.verdict())}</p>{names}'
-    )
-    return document("two evaluations compared", header, sections, {}, now=now, scripts=())
-
-
-def _card(before: Prompt, after: Prompt) -> str:
-    answers = "".join(
-        f'<div class="answer"><div class="score"><b>{prompt.mean:.3g}</b></div><div><div class="meta">{word}</div>'
-        f"<pre>{escape(clip(prompt.responses[0])) or '<em>(empty)</em>'}</pre></div></div>"
-        for word, prompt in (("before", before), ("after", after))
-    )
-    return f'<div class="sample">{heading(before)}<div class="answers">{answers}</div></div>'

@@ -1,7 +1,8 @@
-"""Runs side by side: what they reached, how long they took, and which keys of their configurations differ."""
+"""Runs, or evaluations, side by side: one table for the terminal and one page, whichever they are."""
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,171 +13,238 @@ from nemo_rl_cpp.files.durable import json_rows
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
+from nemo_rl_cpp.report.chart_data import metric_data
 from nemo_rl_cpp.report.findings_health import STEP_TIME, stage_shares
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
+from nemo_rl_cpp.report.page import curves_section
+from nemo_rl_cpp.report.panels import panels_of
+from nemo_rl_cpp.report.samples import printable, writable
 from nemo_rl_cpp.report.sections import timing_name
-from nemo_rl_cpp.report.shell import duration
+from nemo_rl_cpp.report.shell import PageSection, document, duration, parts
 from nemo_rl_cpp.report.writer import FACTS
 
 _WHERE_ONLY = ("logger.", "checkpointing.checkpoint_dir")
 """Keys that say where a run writes, and nothing about it."""
+_COLORS = 9  # as many as chart.js has
 
 
 class Row(NamedTuple):
-    """A line of a comparison: what it is of, and its text for each run."""
+    """A line of a comparison: its name, and the text of each run."""
 
     name: str
     values: list[str]
 
 
+class Block(NamedTuple):
+    """A part of a comparison: a table, which terminal and page show, or HTML for the page alone."""
+
+    key: str
+    title: str
+    rows: Sequence[Row] = ()
+    html: Callable[[], str] | None = None
+
+
+@dataclass
+class Comparison:
+    """What terminal and page show of several runs or evaluations.
+
+    Attributes:
+        what: "runs" or "evaluations".
+        names: short ones that tell them apart, in the order in which they were given.
+        titles: the title of each run, or the model of each evaluation.
+        verdict: sentences that say which is better, or that it may be chance.
+        blocks: the parts, in the order of the page.
+        histories: metrics, by name, that the page's charts show; {}: none.
+        examples: further lines for the terminal.
+    """
+
+    what: str
+    names: list[str]
+    titles: list[str]
+    verdict: str
+    blocks: list[Block]
+    histories: dict[str, MetricHistory] = field(default_factory=dict)
+    examples: Sequence[str] = ()
+
+    def page(self, now: float | None = None) -> str:
+        """Return the page as HTML. `now`: Unix time that it says it was written at."""
+        sections = [
+            PageSection(
+                b.key, b.title, parts().side_by_side(self.names, b.rows, _COLORS) if b.html is None else b.html()
+            )
+            for b in self.blocks
+            if b.rows or b.html is not None
+        ]
+        data: dict[str, Plain] = {}
+        if self.histories:
+            panels = panels_of(list(self.histories.values()))
+            specs: list[Plain] = [panel.spec() for panel in (*panels.moving, *panels.flat)]
+            data["data-metrics"] = metric_data(self.histories) | {"panels": specs}
+        title = f"comparison of {len(self.names)} {self.what}"
+        header = parts().compared(title, list(zip(self.names, self.titles)), self.verdict, _COLORS)
+        scripts = {} if self.histories else {"scripts": ()}
+        return writable(document(title, header, sections, data, now=now, **scripts))
+
+    def print(self) -> None:
+        """Print the tables, the verdict and the examples."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console(highlight=False)
+        for block in self.blocks:
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+            table.add_column(block.title.lower(), no_wrap=True)
+            for name in self.names:
+                table.add_column(Text(printable(name)), overflow="fold")
+            for row in block.rows:
+                table.add_row(*(Text(printable(cell)) for cell in (row.name, *row.values)))
+            if block.rows:
+                with console.capture() as lines:
+                    console.print(table)
+                print("\n".join(line.rstrip() for line in lines.get().splitlines()), end="\n\n")
+        for line in (self.verdict, *self.examples):
+            print(line)
+
+
+def different_folders(folders: Sequence[Path | str]) -> list[str]:
+    """Return a name for each folder, its path below what all have in common; ValueError for one that is given twice."""
+    real = [Path(folder).resolve() for folder in folders]
+    for number, folder in enumerate(real):
+        if folder in real[:number]:
+            raise ValueError(f"{folders[number]} is given twice: compare takes different folders")
+    top = os.path.commonpath([folder.parent for folder in real])
+    return [folder.relative_to(top).as_posix() for folder in real]
+
+
+def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...] = ()) -> list[Row]:
+    """Return the keys of configurations whose values differ, but for those that begin with one of `ignored`."""
+    flat = [flatten_dict(config, expand_lists=False) for config in configs]
+    keys = sorted({key for one in flat for key in one})
+    return [
+        Row(key, [_text(one[key]) if key in one else "–" for one in flat])
+        for key in keys
+        if not key.startswith(ignored) and any(one.get(key) != flat[0].get(key) for one in flat)
+    ]
+
+
+# ---- runs
+
+
 @dataclass
 class LoggedRun:
-    """A run as its log folder tells it."""
+    """A run, read from its log folder."""
 
-    folder: Path
-    name: str
     history: MetricHistory
     config: dict[str, Plain] = field(default_factory=dict)
     facts: dict[str, Plain] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> "LoggedRun":
-        """ValueError where the folder holds no run."""
-        folder = run_folder(folder)
+        """Read a log folder that holds metrics."""
         with open(folder / METRICS, encoding="utf-8", errors="replace") as file:
             rows = list(json_rows(file))
         config = _read(folder / HYPERPARAMS)
-        return cls(folder, folder.name, MetricHistory(rows, config), config, _read(folder / FACTS))
+        return cls(MetricHistory(rows, config), config, _read(folder / FACTS))
 
     def values(self, name: str) -> list[float]:
         """The finite values of a metric."""
         return self.history.curve(name).finite().values
 
 
-@dataclass
-class Comparison:
-    """Runs with names that tell them apart."""
+def compare_runs(folders: Sequence[Path | str]) -> Comparison:
+    """Compare the runs of log folders: results, curves, keys that differ, timings.
 
-    runs: list[LoggedRun]
+    ValueError for a folder that holds no run, or that is given twice.
+    """
+    found = [run_folder(Path(folder)) for folder in folders]
+    names, runs = different_folders(found), [LoggedRun.read(folder) for folder in found]
+    histories = [run.history for run in runs]
+    panels = panels_of(histories)
+    without = [name for name, run in zip(names, runs) if not run.config]
+    verdict = [
+        _validations(names, histories),
+        f"Keys are not compared: {', '.join(without)} has no {HYPERPARAMS} that can be read." if without else "",
+    ]
+    blocks = [
+        Block("results", "Side by side", _results(runs)),
+        Block("curves", "Curves", html=lambda: curves_section(panels.moving, panels.flat, histories)),
+        Block("keys", "Keys that differ", [] if without else differing_keys([run.config for run in runs], _WHERE_ONLY)),
+        Block("time", "Seconds a step, by stage", _timings(runs)),
+        Block("metrics", "All metrics", html=lambda: parts().metrics()),
+    ]
+    titles = [str(run.facts.get("title") or "") for run in runs]
+    return Comparison("runs", names, titles, "\n".join(filter(None, verdict)), blocks, dict(zip(names, histories)))
 
-    @classmethod
-    def of(cls, folders: Sequence[Path | str]) -> "Comparison":
-        """Reads the log folders; ValueError for one that holds no run, or that is given twice."""
-        runs = [LoggedRun.read(Path(folder)) for folder in folders]
-        real = [run.folder.resolve() for run in runs]
-        for number, folder in enumerate(real):
-            if folder in real[:number]:
-                raise ValueError(f"{runs[number].folder} is given twice: compare takes different log folders")
-        for run, name in zip(runs, short_names(real), strict=True):
-            run.name = name
-        return cls(runs)
 
-    @property
-    def word(self) -> str:
-        """`accuracy` or `reward`, for the validations of all runs."""
-        return validation_word(*(run.history for run in self.runs))
+def _results(runs: Sequence[LoggedRun]) -> list[Row]:
+    """Return the rows of what the runs reached."""
 
-    def results(self) -> list[Row]:
-        """What the runs reached."""
-        rows = [
-            Row("title", [str(run.facts.get("title") or "–") for run in self.runs]),
-            Row("status", [str(run.facts.get("status") or "–") for run in self.runs]),
-            Row("steps", [str(run.history.last_step) for run in self.runs]),
-            self._row("train/reward", "reward", lambda v: f"{v[0]:.3f} → {v[-1]:.3f} (best {max(v):.3f})"),
-            Row(f"validation {self.word}, last", [_validation(run) for run in self.runs]),
-            Row(f"validation {self.word}, best", [_best(run.history) for run in self.runs]),
-            self._row("train/mean_gen_tokens_per_sample", "response length, last", lambda v: f"{v[-1]:.1f}"),
-            self._row("performance/tokens_per_sec", "tokens a second", lambda v: f"{sum(v) / len(v):,.0f}"),
-            self._row(STEP_TIME, "seconds a step", lambda v: f"{sum(v) / len(v):.3g}"),
-            self._row(STEP_TIME, "time in steps", lambda v: duration(math.fsum(v)) if math.fsum(v) else "–"),
-            self._row("memory/peak_rss_gb/run", "peak memory, GiB", lambda v: f"{max(v):.2f}"),
-            self._row("train/token_mult_prob_error", "token_mult_prob_error, most", lambda v: f"{max(v):.9g}"),
-            self._row("train/max_logprob_gap", "log-probability gap, most", lambda v: f"{max(v):.3g}"),
-        ]
-        return [row for row in rows if any(value not in ("", "–") for value in row.values)]
-
-    def _row(self, metric: str, name: str, text: Callable[[list[float]], str]) -> Row:
-        """What a metric's values of each run come to; a dash where a run has none."""
-        every = [run.values(metric) for run in self.runs]
+    def row(metric: str, name: str, text: Callable[[list[float]], str]) -> Row:
+        every = [run.values(metric) for run in runs]
         return Row(name, [text(values) if values else "–" for values in every])
 
-    def timings(self) -> list[tuple[str, list[float]]]:
-        """(stage, its seconds a step in each run), the longest first; stages below half a percent of every run are left out."""
-        labels: dict[str, list[float]] = {}
-        for run in self.runs:
-            for label, share in stage_shares(run.history).items():
-                if share >= 0.005:
-                    labels.setdefault(label, [])
-        for label, means in labels.items():
-            for run in self.runs:
-                steps = len(run.values(STEP_TIME))
-                means.append(run.history.total(timing_name(run.history, label)) / steps if steps else 0.0)
-        return sorted(labels.items(), key=lambda item: -max(item[1]))
+    word = validation_word(*(run.history for run in runs))
+    rows = [
+        Row("title", [str(run.facts.get("title") or "–") for run in runs]),
+        Row("status", [str(run.facts.get("status") or "–") for run in runs]),
+        Row("steps", [str(run.history.last_step) for run in runs]),
+        row("train/reward", "reward", lambda v: f"{v[0]:.3f} → {v[-1]:.3f} (best {max(v):.3f})"),
+        Row(f"validation {word}, last", [_validation(run.history) for run in runs]),
+        Row(f"validation {word}, best", [_best(run.history) for run in runs]),
+        row("train/mean_gen_tokens_per_sample", "response length, last", lambda v: f"{v[-1]:.1f}"),
+        row("performance/tokens_per_sec", "tokens a second", lambda v: f"{sum(v) / len(v):,.0f}"),
+        row(STEP_TIME, "seconds a step", lambda v: f"{sum(v) / len(v):.3g}"),
+        row(STEP_TIME, "time in steps", lambda v: duration(math.fsum(v)) if math.fsum(v) else "–"),
+        row("memory/peak_rss_gb/run", "peak memory, GiB", lambda v: f"{max(v):.2f}"),
+        row("train/token_mult_prob_error", "token_mult_prob_error, most", lambda v: f"{max(v):.9g}"),
+        row("train/max_logprob_gap", "log-probability gap, most", lambda v: f"{max(v):.3g}"),
+    ]
+    return [row for row in rows if any(value not in ("", "–") for value in row.values)]
 
-    def differing_keys(self) -> list[Row]:
-        """Keys of the configurations whose values differ, but for those that say where a run writes."""
-        flat = [flatten_dict(run.config, expand_lists=False) for run in self.runs]
-        if not all(flat):
-            return []
-        keys = sorted({key for one in flat for key in one})
-        return [
-            Row(key, [_text(one[key]) if key in one else "–" for one in flat])
-            for key in keys
-            if not key.startswith(_WHERE_ONLY) and any(one.get(key) != flat[0].get(key) for one in flat)
-        ]
 
-    def no_keys(self) -> str:
-        """Why `differing_keys` is empty, for a reader."""
-        without = [run.name for run in self.runs if not run.config]
-        if not without:
-            return "No key of their configurations differs."
-        names = f"{', '.join(without[:-1])} and {without[-1]}" if len(without) > 1 else without[0]
-        have = "have" if len(without) > 1 else "has"
-        return f"Their configurations cannot be compared: {names} {have} no {HYPERPARAMS} in the log folder that can be read."
-
-    def verdict(self) -> str:
-        """Which of the first two runs validates better, and whether the validations tell them apart; where their last ones are of
-        different steps, the last step that both have, too."""
-        return self._last_validations() + self._common_validation()
-
-    def _common_validation(self) -> str:
-        first, second = (
-            dict(zip(*run.history.curve("validation/accuracy").finite(), strict=True)) for run in self.runs[:2]
-        )
-        common = max(first.keys() & second.keys(), default=0)
-        if common == 0 or max(first) == max(second):
-            return ""
-        names = [run.name for run in self.runs]
-        return f" At step {common}, the last that both have: {names[0]} {first[common]:.3f}, {names[1]} {second[common]:.3f}."
-
-    def _last_validations(self) -> str:
-        first, second = self.runs[:2]
-        ends = [_end(run) for run in (first, second)]
-        if None in ends:
-            return ""
-        a, b = ends
-        step = "" if a.step == b.step else f" (after steps {a.step} and {b.step})"
-        if a.low is None or b.low is None:
-            return f"Validation {self.word}: {first.name} {a.mean:.3f}, {second.name} {b.mean:.3f}{step}."
-        low, high = newcombe(b, a)
-        name, other = (second.name, first.name) if b.mean >= a.mean else (first.name, second.name)
-        gap = abs(b.mean - a.mean)
-        if low <= 0 <= high:
-            return (
-                f"The validations do not tell {first.name} and {second.name} apart: {self.word} {a.mean:.3f} and {b.mean:.3f}{step}, "
-                f"difference {b.mean - a.mean:+.3f} (95 % interval {low:+.3f} to {high:+.3f})."
-            )
-        inside = (low, high) if b.mean >= a.mean else (-high, -low)
-        return f"{name} validates better than {other} by {gap:.3f} (95 % interval {inside[0]:.3f} to {inside[1]:.3f}){step}."
+def _timings(runs: Sequence[LoggedRun]) -> list[Row]:
+    """Return each stage's seconds a step, the longest first; stages below half a percent of every run are left out."""
+    labels = dict.fromkeys(
+        label for run in runs for label, share in stage_shares(run.history).items() if share >= 0.005
+    )
+    means = {
+        label: [run.history.total(timing_name(run.history, label)) / max(len(run.values(STEP_TIME)), 1) for run in runs]
+        for label in labels
+    }
+    return [
+        Row(label, [f"{seconds:.3g}" for seconds in means[label]])
+        for label in sorted(means, key=lambda at: -max(means[at]))
+    ]
 
 
 class Validated(NamedTuple):
-    """The last validation of a run, with its 95 % interval where it has one."""
+    """A validation of a run: its mean, with its 95 % interval where it has one."""
 
-    step: int
     mean: float
     low: float | None
     high: float | None
+
+
+def _validations(names: Sequence[str], histories: Sequence[MetricHistory]) -> str:
+    """Say which of the first two runs validates better at the last step that both have, and whether that may be chance."""
+    first, second = (_validated(history) for history in histories[:2])
+    step = max(first.keys() & second.keys(), default=None)
+    if step is None:
+        return ""
+    (one, other), word, (a, b) = names[:2], validation_word(*histories), (first[step], second[step])
+    last = "" if max(first) == max(second) else ", the last that both have"
+    if a.low is None or b.low is None:
+        return f"Validation {word} at step {step}{last}: {one} {a.mean:.3f}, {other} {b.mean:.3f}."
+    low, high = newcombe(b, a)
+    if low <= 0 <= high:
+        return (
+            f"The validations do not tell {one} and {other} apart at step {step}{last}: {word} {a.mean:.3f} and {b.mean:.3f}, "
+            f"difference {b.mean - a.mean:+.3f} (95 % interval {low:+.3f} to {high:+.3f})."
+        )
+    if b.mean < a.mean:
+        one, other, low, high = other, one, -high, -low
+    return f"{other} validates better than {one} at step {step}{last}, by {abs(b.mean - a.mean):.3f} (95 % interval {low:.3f} to {high:.3f})."
 
 
 def newcombe(a: Validated, b: Validated) -> tuple[float, float]:
@@ -202,35 +270,25 @@ def run_folder(folder: Path) -> Path:
     return inside[-1]
 
 
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """The fewest last parts of the folders' paths that tell all of them apart; of numbered ones in several places the place, too."""
-    places = {folder.parent for folder in folders}
-    least = 2 if len(places) > 1 and any(folder.name.startswith("exp_") for folder in folders) else 1
-    for count in range(least, max(len(folder.parts) for folder in folders) + 1):
-        names = ["/".join(folder.parts[-count:]).lstrip("/") for folder in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
+def _validated(history: MetricHistory) -> dict[float, Validated]:
+    """Return the validations of a run, by their steps."""
+    low, high = (
+        dict(zip(*history.curve(f"validation/accuracy_ci95_{end}").finite(), strict=True)) for end in ("low", "high")
+    )
+    means = history.curve("validation/accuracy").finite()
+    return {
+        step: Validated(mean, low.get(step), high.get(step))
+        for step, mean in zip(means.steps, means.values, strict=True)
+    }
 
 
-def _end(run: LoggedRun) -> Validated | None:
-    means = run.history.curve("validation/accuracy").finite()
-    if not means.values:
-        return None
-    step = means.steps[-1]
-    bounds = [
-        dict(zip(*run.history.curve(f"validation/accuracy_ci95_{end}").finite(), strict=True)).get(step)
-        for end in ("low", "high")
-    ]
-    return Validated(step, means.values[-1], *bounds)
-
-
-def _validation(run: LoggedRun) -> str:
-    end = _end(run)
-    if end is None:
+def _validation(history: MetricHistory) -> str:
+    validations = _validated(history)
+    if not validations:
         return "–"
+    step, end = list(validations.items())[-1]
     interval = f" ({end.low:.3f} to {end.high:.3f})" if end.low is not None and end.high is not None else ""
-    return f"{end.mean:.3f}{interval}, step {end.step}"
+    return f"{end.mean:.3f}{interval}, step {step}"
 
 
 def _best(history: MetricHistory) -> str:

@@ -1,15 +1,14 @@
-"""The page of an evaluation's samples, and two evaluations side by side."""
+"""The page of an evaluation's samples, and evaluations side by side."""
 
 import json
 import math
 import re
 import statistics
 
-import pytest
 from nemo_rl_cpp.commands import compare as command
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.evals.metrics import Interval
-from nemo_rl_cpp.evals.pages import Comparison, evaluation_page, is_evaluation, prompts_of, text_of
+from nemo_rl_cpp.evals.pages import compare_evaluations, difference, evaluation_page, is_evaluation, prompts_of
 from nemo_rl_cpp.evals.report import EvalResult, save_evaluation_data
 
 
@@ -52,24 +51,40 @@ def test_the_page_says_what_it_leaves_out():
 
 
 def test_the_difference_is_that_of_pairs(tmp_path):
-    found = Comparison.of([folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new", "b")])
-    gaps = [0.5, 0.5, -1.0]
-    mean, interval = found.difference
-    half = 1.959963984540054 * statistics.stdev(gaps) / math.sqrt(3)
-    assert (mean, interval.low, interval.high) == pytest.approx((0.0, -half, half)) and found.means == (0.5, 0.5)
-    text = text_of(found)
-    assert "of 3 prompts 2 are better, 1 worse, 0 equal" in text and "(may be chance)" in text
-    assert "worse, 1 -> 0: prompt 2 <b>\n  before: a4\n  after:  b4" in text
-    same = Comparison.of([tmp_path / "a", tmp_path / "a"])
-    assert same.difference == (0.0, (0.0, 0.0)) and same.changed(1) == same.changed(-1) == []
+    half = 1.959963984540054 * statistics.stdev([0.5, 0.5, -1.0]) / math.sqrt(3)
+    found = compare_evaluations([folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new", "b")])
+    told, counts = found.verdict.splitlines()
+    interval = f"95 % interval {-half:+.4f} to {half:+.4f} (may be chance)"
+    assert told == f"b: mean reward 0.5000 -> 0.5000, difference +0.0000, {interval}"
+    assert counts == "of 3 prompts 2 are better, 1 worse, 0 equal in b against a"
+    assert found.examples[:3] == ["\nworse, 1 -> 0: prompt 2 <b>", "  a: a4", "  b: b4"]
+    better, one = prompts_of(samples([0.0, 0.5, 0.0, 1.0]), 2), prompts_of(samples([0.0, 0.0]), 2)
+    worse = prompts_of(samples([0.0, 0.0, 0.5, 0.0]), 2)
+    assert "chance" not in difference(worse, better) and difference(one, one).endswith("difference +0.0000")
+
+
+def test_several_evaluations_are_each_compared_with_the_first(tmp_path):
+    folders = [
+        folder(tmp_path / name, rewards, f"model {name}")
+        for name, rewards in (("a", BEFORE), ("b", AFTER), ("c", BEFORE))
+    ]
+    (tmp_path / "c" / "config.json").write_text(json.dumps({"model_name": "c", "num_tests_per_prompt": 2, "seed": 7}))
+    found = compare_evaluations(folders)
+    assert [line.partition(":")[0] for line in found.verdict.splitlines()[:2]] == ["b", "c"]
+    assert "0 are better, 0 worse, 3 equal in c against a" in found.verdict
+    assert [(row.name, row.values) for row in found.blocks[1].rows] == [("seed", ["–", "–", "7"])]
 
 
 def test_the_command_compares_evaluations(tmp_path, capsys):
     first, second = folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new")
     page = tmp_path / "out" / "page.html"
     assert is_evaluation(first) and command.main([str(first), str(second), "--out", str(page)]) == 0
-    assert f"{first}: old\n{second}: new\nmean reward 0.5000 -> 0.5000" in capsys.readouterr().out
-    assert re.findall(r"<h2>([^<]*)</h2>", page.read_text()) == ["Worse: 1 prompt", "Better: 2 prompts"]
+    text = capsys.readouterr().out
+    assert (
+        re.search(r"model +old +new\nmean reward +0.5000 +0.5000\n", text) and "b: mean reward 0.5000 -> 0.5000" in text
+    )
+    titles = ["Side by side", "Worse: 1 prompt", "Better: 2 prompts"]
+    assert re.findall(r"<h2>([^<]*)</h2>", page.read_text()) == titles and "<script" not in page.read_text()
 
 
 def test_what_cannot_be_compared(tmp_path, capsys):
@@ -77,7 +92,7 @@ def test_what_cannot_be_compared(tmp_path, capsys):
     for folders, words in (
         ([first, other], "have other prompts (3 and 2): compare evaluations of the same data"),
         ([first, tmp_path / "nothing"], "nothing is no folder of an evaluation"),
-        ([first, first, other], "compared two at a time, but 3 folders are given"),
+        ([first, first], "is given twice"),
     ):
         assert command.main([*map(str, folders)]) == 2 and words in capsys.readouterr().err
 
@@ -89,7 +104,7 @@ def test_a_terminal_obeys_no_text_of_a_model(tmp_path, capsys):
     assert command.main([*map(str, folders), "--out", str(page)]) == 0
     told = capsys.readouterr().out
     told.encode()  # half a character would raise
-    assert "before: \\x1b]0;title\\x07 \\ud83d \\u202e👩\u200d🔬 ü 4\n" in told and "a\\x1b[2J\n" in told
+    assert "a: \\x1b]0;title\\x07 \\ud83d \\u202e👩\u200d🔬 ü 4\n" in told and "a\\x1b[2J " in told
     assert all(each.isprintable() or each in "\n\u200d" for each in told)
     assert "title" in page.read_text(encoding="utf-8")
 

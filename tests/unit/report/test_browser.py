@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import synthetic_run
 from nemo_rl_cpp.report import ReportWriter
-from nemo_rl_cpp.report.compare import Comparison
-from nemo_rl_cpp.report.compare_page import render_comparison
+from nemo_rl_cpp.report.compare import compare_runs
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from browser import CHROMIUM, READY, Browser
@@ -143,7 +142,7 @@ def test_a_running_page_follows_the_run_and_keeps_the_readers_place(browser, run
 def test_nothing_is_wider_than_the_window(browser, run, tmp_path, width):
     synthetic_run.write_run(tmp_path / "a_second_run_with_a_long_name", steps=12, seed=3)
     page = tmp_path / "compare.html"
-    page.write_text(render_comparison(Comparison.of([run, tmp_path / "a_second_run_with_a_long_name"])))
+    page.write_text(compare_runs([run, tmp_path / "a_second_run_with_a_long_name"]).page())
     for path in (write(run, "finished").path, page):
         browser.resize(width, 800)
         browser.open(path)

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import synthetic_run
 from nemo_rl_cpp.commands import compare as command
-from nemo_rl_cpp.report import compare_page
-from nemo_rl_cpp.report.compare import Comparison, Validated, newcombe, run_folder, short_names
-from nemo_rl_cpp.report.compare_page import render_comparison
+from nemo_rl_cpp.report import compare
+from nemo_rl_cpp.report.compare import Validated, compare_runs, different_folders, newcombe, run_folder
 from test_report import check, unpacked
 
 
@@ -41,7 +40,7 @@ def test_two_runs_side_by_side(tmp_path, capsys):
     assert lines["policy.lr"] == ["0.001", "0.0001"] and "logger.log_dir" not in text and "policy.name" not in text
     assert lines["generation"] == ["1", "1"] and lines["seconds a step"] == ["2", "2"]
     # sqrt(2) * 0.05 on both sides of 0.4
-    assert "b/exp_001 validates better than a/exp_001 by 0.400 (95 % interval 0.329 to 0.471)." in " ".join(
+    assert "b/exp_001 validates better than a/exp_001 at step 3, by 0.400 (95 % interval 0.329 to 0.471)." in " ".join(
         text.split()
     )
     checker = check(page.read_text())
@@ -53,31 +52,28 @@ def test_two_runs_side_by_side(tmp_path, capsys):
 
 
 def test_validations_that_do_not_tell_runs_apart(tmp_path):
-    comparison = Comparison.of([write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.52)])
-    assert (
-        "do not tell a and b apart" in comparison.verdict()
-        and "+0.020 (95 % interval -0.051 to +0.091)" in comparison.verdict()
-    )
-    without = Comparison.of([write_log(tmp_path / "c", 0.5, interval=0), tmp_path / "a"])
-    assert without.verdict() == "Validation accuracy: c 0.500, a 0.500."
-    worse = Comparison.of([write_log(tmp_path / "d", 0.9), tmp_path / "a"]).verdict()
-    assert worse.startswith("d validates better than a by 0.400 (95 % interval 0.329 to 0.471)")
+    told = compare_runs([write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.52)]).verdict
+    assert "do not tell a and b apart at step 3" in told and "+0.020 (95 % interval -0.051 to +0.091)" in told
+    without = compare_runs([write_log(tmp_path / "c", 0.5, interval=0), tmp_path / "a"])
+    assert without.verdict == "Validation accuracy at step 3: c 0.500, a 0.500."
+    worse = compare_runs([write_log(tmp_path / "d", 0.9), tmp_path / "a"]).verdict
+    assert worse == "d validates better than a at step 3, by 0.400 (95 % interval 0.329 to 0.471)."
 
 
 def test_runs_of_different_lengths_are_compared_where_both_validated(tmp_path):
     folders = [write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.7)]
     with open(folders[1] / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "validation/accuracy": 0.8}\n')
-    verdict = Comparison.of(folders).verdict()
+    verdict = compare_runs(folders).verdict
     assert (
         verdict
-        == "Validation accuracy: a 0.500, b 0.800 (after steps 3 and 9). At step 3, the last that both have: a 0.500, b 0.700."
+        == "b validates better than a at step 3, the last that both have, by 0.200 (95 % interval 0.129 to 0.271)."
     )
 
 
 def test_the_interval_of_a_difference_is_newcombes():
     # Newcombe 1998, table II, row (a): 56/70 against 48/80
-    a, b = Validated(1, 56 / 70, 0.6916, 0.8769), Validated(1, 48 / 80, 0.4904, 0.7004)
+    a, b = Validated(56 / 70, 0.6916, 0.8769), Validated(48 / 80, 0.4904, 0.7004)
     assert newcombe(a, b) == pytest.approx((0.0524, 0.3339), abs=2e-3)
 
 
@@ -99,27 +95,27 @@ def test_the_newest_run_of_a_folder_is_meant(tmp_path):
     assert run_folder(tmp_path).name == "exp_10"
 
 
-def test_names_are_as_short_as_they_can_be(tmp_path):
-    assert short_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
-    assert short_names([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
-    assert short_names([tmp_path / "a" / "exp_001", tmp_path / "b" / "exp_002"]) == ["a/exp_001", "b/exp_002"]
-    assert short_names([tmp_path / "exp_001", tmp_path / "exp_002"]) == ["exp_001", "exp_002"]
+def test_names_begin_where_the_folders_differ(tmp_path):
+    assert different_folders([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert different_folders([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
+    assert different_folders([tmp_path / "a" / "exp_001", tmp_path / "b" / "exp_002"]) == ["a/exp_001", "b/exp_002"]
+    assert different_folders([tmp_path / "exp_001", tmp_path / "exp_002"]) == ["exp_001", "exp_002"]
 
 
 def test_a_page_of_more_runs_of_different_lengths(tmp_path):
     synthetic_run.write_run(tmp_path / "long", steps=30)
     synthetic_run.write_run(tmp_path / "short", steps=12, seed=1)
     write_log(tmp_path / "other", 0.4)
-    comparison = Comparison.of([tmp_path / name for name in ("long", "short", "other")])
-    text = "".join(check(render_comparison(comparison)).text)
+    comparison = compare_runs([tmp_path / name for name in ("long", "short", "other")])
+    text = "".join(check(comparison.page()).text)
     assert "3 runs" in text and "grpo.max_num_steps" in text
 
 
 def test_the_colours_of_many_runs_are_those_of_their_curves(tmp_path):
-    comparison = Comparison.of([write_log(tmp_path / f"run{number}", 0.5, lr=number) for number in range(11)])
-    colors = int(re.search(r"COLORS = (\d+)", Path(compare_page.__file__).with_name("chart.js").read_text())[1])
-    shown = re.findall(r'<(?:i|span|b) class="(?:swatch )?b(\d+)"', render_comparison(comparison))
-    # the legend, the heads of two tables, the bars of a stage
+    comparison = compare_runs([write_log(tmp_path / f"run{number}", 0.5, lr=number) for number in range(11)])
+    colors = int(re.search(r"COLORS = (\d+)", Path(compare.__file__).with_name("chart.js").read_text())[1])
+    shown = re.findall(r'<(?:i|span|b) class="(?:swatch )?b(\d+)"', comparison.page())
+    # the legend and the heads of three tables
     assert list(map(int, shown)) == 4 * [number % colors for number in range(11)] and colors < 11
 
 
@@ -128,5 +124,5 @@ def test_a_run_without_its_configuration_is_named(tmp_path, capsys):
     (folders[1] / "hyperparams.json").unlink()
     page = tmp_path / "page.html"
     assert command.main([*map(str, folders), "--out", str(page)]) == 0
-    told = "Their configurations cannot be compared: b has no hyperparams.json in the log folder that can be read."
+    told = "Keys are not compared: b has no hyperparams.json that can be read."
     assert told in " ".join(capsys.readouterr().out.split()) and told in page.read_text()

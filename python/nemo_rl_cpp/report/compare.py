@@ -1,8 +1,10 @@
 """Runs, or evaluations, side by side: one table for the terminal and one page, whichever they are."""
 
+import io
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +93,8 @@ class Comparison:
         from rich.table import Table
         from rich.text import Text
 
-        console = Console(highlight=False)
+        shown = io.StringIO()
+        console = Console(file=shown, highlight=False, width=shutil.get_terminal_size().columns)
         for block in self.blocks:
             table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
             table.add_column(block.title.lower(), no_wrap=True)
@@ -100,10 +103,9 @@ class Comparison:
             for row in block.rows:
                 table.add_row(*(Text(printable(cell)) for cell in (row.name, *row.values)))
             if block.rows:
-                with console.capture() as lines:
-                    console.print(table)
-                print("\n".join(line.rstrip() for line in lines.get().splitlines()), end="\n\n")
-        for line in (self.verdict, *self.examples):
+                console.print(table, "")
+        tables = map(str.rstrip, shown.getvalue().splitlines())
+        for line in (*tables, self.verdict, *self.examples):
             print(line)
 
 

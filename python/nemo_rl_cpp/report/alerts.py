@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from nemo_rl_cpp.config.access import as_number
-from nemo_rl_cpp.report.finding import Finding
-from nemo_rl_cpp.report.findings import find
+from nemo_rl_cpp.report.findings import Finding, find
 from nemo_rl_cpp.report.history import MetricHistory
 
 _FIRST_LOOK = 3  # steps: one step of a small batch proves nothing

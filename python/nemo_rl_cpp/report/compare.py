@@ -16,12 +16,11 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.report.chart_data import metric_data
-from nemo_rl_cpp.report.findings_health import STEP_TIME, stage_shares
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.page import curves_section
 from nemo_rl_cpp.report.panels import panels_of
 from nemo_rl_cpp.report.samples import printable, writable
-from nemo_rl_cpp.report.sections import timing_name
+from nemo_rl_cpp.report.sections import STEP_TIME, stage_shares, timing_name
 from nemo_rl_cpp.report.shell import PageSection, document, duration, parts
 from nemo_rl_cpp.report.writer import FACTS
 

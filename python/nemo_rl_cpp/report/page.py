@@ -5,13 +5,11 @@ from dataclasses import dataclass, field
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.report.chart_data import metric_data
-from nemo_rl_cpp.report.finding import Finding
-from nemo_rl_cpp.report.findings import find
-from nemo_rl_cpp.report.findings_health import STEP_TIME
+from nemo_rl_cpp.report.findings import Finding, find
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.numbers import format_number
 from nemo_rl_cpp.report.panels import Panel, panels_of
-from nemo_rl_cpp.report.sections import configuration_section, mean_step_time, memory_section, time_spec
+from nemo_rl_cpp.report.sections import STEP_TIME, configuration_section, mean_step_time, memory_section, time_spec
 from nemo_rl_cpp.report.shell import PageSection, document, duration, parts
 
 __all__ = ["RunFacts", "duration", "render", "verdict"]

@@ -1,14 +1,16 @@
 """Sections of the report page that show where time, memory and settings go."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 from nemo_rl_cpp.loggers.interface import flatten_dict
-from nemo_rl_cpp.report.findings_health import BETWEEN_STEPS, STEP_TIME, stage_shares
 from nemo_rl_cpp.report.history import MetricHistory
 from nemo_rl_cpp.report.shell import parts
 
+STEP_TIME = "timing/train/total_step_time"
+BETWEEN_STEPS = ("checkpointing", "validation")  # stages after a step, which its total_step_time leaves out
 _STAGES = (
     "generation",
     "policy_training",
@@ -113,3 +115,21 @@ def differences(config: Mapping[str, object], defaults: Mapping[str, object]) ->
 
     keys = sorted(key for key in flat.keys() | base.keys() if flat.get(key) != base.get(key))
     return [(key, text(flat, key), text(base, key)) for key in keys]
+
+
+def stage_shares(h: MetricHistory) -> dict[str, float]:
+    """The share of each outermost stage in the time of all steps and of what lies between them, largest first.
+
+    Stages within stages (with a `/`) and sums are left out, except that a group known only by its total
+    (`prepare_for_generation/total`) counts as one.
+    """
+    seconds: dict[str, float] = {}
+    for name in h.names("timing/train/"):
+        label = name.removeprefix("timing/train/").removesuffix("/total")
+        if label in ("total_step_time", "accounted_share") or "/" in label or "tokens_per_sec" in label:
+            continue
+        seconds[label] = h.total(name)
+    total = h.total(STEP_TIME) + math.fsum(seconds.get(label, 0.0) for label in BETWEEN_STEPS)
+    if total <= 0:
+        return {}
+    return dict(sorted(((k, v / total) for k, v in seconds.items()), key=lambda item: -item[1]))

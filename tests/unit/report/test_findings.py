@@ -4,10 +4,8 @@ import math
 import random
 
 import pytest
-from nemo_rl_cpp.report import findings_health as health
-from nemo_rl_cpp.report import findings_learning as learning
-from nemo_rl_cpp.report.finding import LEVELS, Finding, count, percent
-from nemo_rl_cpp.report.findings import find, rules
+from nemo_rl_cpp.report import findings
+from nemo_rl_cpp.report.findings import LEVELS, RULES, Finding, count, find, percent
 from nemo_rl_cpp.report.history import MetricHistory
 
 H = MetricHistory.of
@@ -22,49 +20,41 @@ def ramp(low, high, steps=40):
     return [low + (high - low) * i / (steps - 1) for i in range(steps)]
 
 
-def timed(total, **stages):
-    history = H(timing__train__total_step_time=total)
-    for name, values in stages.items():
-        for step, value in enumerate(values, start=1):
-            history.add({"step": step, "timing/train/" + name.replace("__", "/"): value})
-    return history
-
-
 # rule, history that triggers it, level, words of the title, history that does not
 CASES = [
     (
-        learning.reward_trend,
+        findings.reward_trend,
         H(train__reward=noisy(ramp(0.1, 0.6))),
         "good",
         "The reward rose from 0.1",
         H(train__reward=[0.1] * 5),
     ),
-    (learning.reward_trend, H(train__reward=noisy(ramp(0.6, 0.1))), "bad", "The reward fell", H(other=ramp(0, 1))),
+    (findings.reward_trend, H(train__reward=noisy(ramp(0.6, 0.1))), "bad", "The reward fell", H(other=ramp(0, 1))),
     (
-        learning.reward_trend,
+        findings.reward_trend,
         H(train__reward=noisy([0.3] * 40)),
         "warn",
         "has not clearly moved",
         H(train__reward=[0.3] * 5),
     ),
     (
-        learning.validation_trend,
+        findings.validation_trend,
         H(validation__accuracy=[0.1, 0.7, 0.6]),
         "good",
         "rose from 0.1 (step 1) to 0.6",
         H(validation__accuracy=[0.1]),
     ),
-    (learning.validation_trend, H(validation__accuracy=[0.5, 0.4]), "warn", "fell", H()),
-    (learning.validation_trend, H(validation__accuracy=[0.5, 0.5]), "info", "is unchanged", H()),
+    (findings.validation_trend, H(validation__accuracy=[0.5, 0.4]), "warn", "fell", H()),
+    (findings.validation_trend, H(validation__accuracy=[0.5, 0.5]), "info", "is unchanged", H()),
     (
-        learning.past_its_best,
+        findings.past_its_best,
         H(validation__accuracy=[0.1, 0.6, 0.3], train__reward=noisy(ramp(0, 1))),
         "warn",
         "down from 0.6 at step 2",
         H(validation__accuracy=[0.1, 0.6, 0.56], train__reward=noisy(ramp(0, 1))),
     ),
     (
-        learning.equal_rewards,
+        findings.equal_rewards,
         H(
             train__groups__pct_equal=[71.0] * 5,
             train__groups__pct_equal_best=[60.0] * 5,
@@ -75,29 +65,29 @@ CASES = [
         H(train__groups__pct_equal=[39.0] * 5),
     ),
     (
-        learning.equal_rewards,
+        findings.equal_rewards,
         H(train__baseline_reward__pct_mixed=[5.0], train__baseline_reward__pct_0=[95.0]),
         "bad",
         "95 % of groups",
         H(train__baseline_reward__pct_mixed=[80.0]),
     ),
     (
-        learning.no_signal,
+        findings.no_signal,
         H(train__advantages__min=[0.0, -1.0, 0.0], train__advantages__max=[0.0, 1.0, 0.0]),
         "bad",
         "2 of 3 steps had no learning signal",
         H(train__advantages__min=[-1.0], train__advantages__max=[0.0]),
     ),
     (
-        learning.truncation,
+        findings.truncation,
         H(train__truncation_rate=[0.3] * 10),
         "warn",
         "30 % of responses were cut off",
         H(train__truncation_rate=[0.9] * 5 + [0.1] * 10),
     ),
-    (learning.truncation, H(train__truncation_rate=[0.7]), "bad", "70 %", H(train__truncation_rate=[0.19])),
+    (findings.truncation, H(train__truncation_rate=[0.7]), "bad", "70 %", H(train__truncation_rate=[0.19])),
     (
-        learning.truncation,
+        findings.truncation,
         H(
             train__truncation_rate=[0.8, 1.0, 1.0],
             train__reward_of_truncated=[0.3, 0.4, 0.5],
@@ -108,192 +98,143 @@ CASES = [
         H(train__truncation_rate=[0.1], train__reward_of_truncated=[0.3]),
     ),
     (
-        learning.truncation,
+        findings.truncation,
         H(train__truncation_rate=[1.0] * 3, train__reward_of_truncated=[0.1] * 3, train__reward=[0.1] * 3),
         "warn",
         "100 % of responses were cut off",
         H(train__truncation_rate=[0.0]),
     ),
     (
-        learning.truncation,
+        findings.truncation,
         H(train__truncation_rate=[0.7], train__reward_of_truncated=[0.0], train__reward=[0.2]),
         "bad",
         "70 % of responses",
         H(),
     ),
     (
-        learning.prompts_cut,
+        findings.prompts_cut,
         H(train__cut_prompts_rate=[0.25]),
         "warn",
         "25 % of prompts were too long",
         H(train__reward=[0.5]),
     ),
-    (learning.prompts_cut, H(train__cut_prompts_rate=[1.0, 1.0]), "bad", "100 % of prompts were too long", H()),
+    (findings.prompts_cut, H(train__cut_prompts_rate=[1.0, 1.0]), "bad", "100 % of prompts were too long", H()),
     (
-        learning.entropy_collapse,
+        findings.entropy_collapse,
         H(train__approx_entropy=ramp(1.2, 0.02)),
         "warn",
         "The entropy collapsed",
         H(train__approx_entropy=ramp(1.2, 0.5)),
     ),
     (
-        learning.entropy_collapse,
+        findings.entropy_collapse,
         H(train__approx_entropy=ramp(0.5, 0.01)),
         "warn",
         "collapsed",
         H(train__approx_entropy=[0.05] * 40),
     ),
     (
-        learning.entropy_explosion,
+        findings.entropy_explosion,
         H(train__approx_entropy=noisy(ramp(0.5, 4.0))),
         "warn",
         "The entropy grew",
         H(train__approx_entropy=noisy(ramp(0.5, 0.9))),
     ),
     (
-        learning.kl_drift,
+        findings.kl_drift,
         H(train__kl_penalty=[0.8]),
         "warn",
         "far from its reference: KL 0.8",
         H(train__kl_penalty=[0.1]),
     ),
+    (findings.value_quality, H(train__critic__explained_var=[-0.5]), "warn", "explains nothing", H()),
     (
-        learning.length_change,
-        H(train__mean_gen_tokens_per_sample=noisy(ramp(20, 60), 1)),
-        "info",
-        "became longer",
-        H(train__mean_gen_tokens_per_sample=noisy(ramp(20, 25), 1)),
-    ),
-    (
-        learning.length_change,
-        H(train__mean_gen_tokens_per_sample=noisy(ramp(60, 20), 1)),
-        "info",
-        "became shorter",
-        H(train__mean_gen_tokens_per_sample=noisy([40] * 40, 15)),
-    ),
-    (
-        learning.warming_up,
-        H(train__lr=[1e-6, 2e-6, 3e-6]),
-        "info",
-        "still warming up: 3e-6",
-        H(train__lr=[1e-6, 2e-6, 2e-6]),
-    ),
-    (learning.value_quality, H(train__critic__explained_var=[-0.5]), "warn", "explains nothing", H()),
-    (
-        learning.value_quality,
+        findings.value_quality,
         H(train__critic__explained_var=[0.8]),
         "good",
         "80 % of the variance",
         H(train__reward=[1.0]),
     ),
     (
-        learning.sampling_cost,
+        findings.sampling_cost,
         H(train__dynamic_sampling_num_gen_batches=[4.0, 6.0]),
         "warn",
         "needed 5 generation batches",
         H(train__dynamic_sampling_num_gen_batches=[1.0, 2.0]),
     ),
     (
-        health.exactness,
+        findings.exactness,
         H(train__token_mult_prob_error=[1.0, 1.0]),
         "good",
         "exactly 1.0: trainer and generator agree bit for bit",
         H(),
     ),
     (
-        health.exactness,
+        findings.exactness,
         H(train__token_mult_prob_error=[1.0, 1.0000001]),
         "info",
         "in 1 of 2 steps",
         H(train__loss=[1.0]),
     ),
-    (health.exactness, H(train__token_mult_prob_error=[1.0, 1.2]), "bad", "reached 1.2", H()),
+    (findings.exactness, H(train__token_mult_prob_error=[1.0, 1.2]), "bad", "reached 1.2", H()),
     (
-        health.not_finite,
+        findings.not_finite,
         H(train__loss=[0.1, math.nan]),
         "bad",
         "train/loss was not finite in 1 step, first in step 2",
         H(train__probs_ratio_min=[math.inf], train__loss=[0.1]),
     ),
     (
-        health.gradient_spikes,
+        findings.gradient_spikes,
         H(train__grad_norm=[1.0] * 11 + [20.0]),
         "warn",
         "spiked in 1 step (12): up to 20, usually 1",
         H(train__grad_norm=[1.0] * 11 + [7.0]),
     ),
     (
-        health.vanishing_gradient,
+        findings.vanishing_gradient,
         H(train__grad_norm=[1.0, 0.0] + [0.0] * 10),
         "bad",
         "was 0 in the last 10 steps",
         H(train__grad_norm=[0.0, 0.0, 0.1]),
     ),
     (
-        health.masked_sequences,
+        findings.masked_sequences,
         H(train__num_masked_seqs_by_logprob_error=[0.0, 3.0]),
         "warn",
         "Left out: 3 sequences",
         H(train__num_masked_seqs_by_logprob_error=[0.0]),
     ),
     (
-        health.stale_samples,
-        H(train__stale_samples=[0.0, 8.0]),
-        "info",
-        "8 samples came from an older version",
-        H(train__stale_samples=[0.0]),
-    ),
-    (
-        health.verifier_timeouts,
+        findings.verifier_timeouts,
         H(train__math__num_timeouts=[0.0, 2.0]),
         "warn",
         "2 answers could not be verified",
         H(train__math__num_timeouts=[0.0], timing__train__timeout=[5.0]),
     ),
     (
-        health.where_time_goes,
-        timed([10.0, 10.0], generation=[7.0, 7.0], policy_training=[2.0, 2.0]),
-        "info",
-        "generation takes 70 %",
-        timed([10.0], generation=[4.0], policy_training=[4.0]),
-    ),
-    (
-        health.unexplained_time,
-        timed([10.0], accounted_share=[0.7]),
-        "warn",
-        "30 % of a step's time",
-        timed([10.0], accounted_share=[0.97]),
-    ),
-    (
-        health.slowing_down,
-        H(timing__train__total_step_time=noisy(ramp(2, 6)), train__total_num_tokens=[1000.0] * 40),
-        "warn",
-        "Steps became slower",
-        H(timing__train__total_step_time=noisy(ramp(2, 6)), train__total_num_tokens=ramp(1000, 3000)),
-    ),
-    (
-        health.memory_growth,
+        findings.memory_growth,
         H(memory__rss_gb=ramp(1.0, 4.0)),
         "warn",
         "Memory keeps growing",
         H(memory__rss_gb=[1.0] * 10 + [2.0] * 30),
     ),
     (
-        health.logprob_mismatch,
+        findings.logprob_mismatch,
         H(train__exactness__mismatched_tokens=[0.0, 1.0]),
         "warn",
         "gave 1 token another probability",
         H(train__exactness__mismatched_tokens=[0.0]),
     ),
     (
-        health.verifier_timeouts,
+        findings.verifier_timeouts,
         H(train__verifier_timeouts=[3.0], train__math__verifier_timeouts=[3.0]),
         "warn",
         "3 answers",
         H(),
     ),
     (
-        health.unmatchable_truths,
+        findings.unmatchable_truths,
         H(train__a__verifier_unmatchable_truths=[3.0], validation__verifier_unmatchable_truths=[0.0, 1.0]),
         "bad",
         "4 answers scored 0 because nothing can match their truth",
@@ -314,7 +255,7 @@ def test_finding(function, triggers, level, words, silent):
 
 
 def test_every_rule_has_a_case_and_survives_empty_and_odd_histories():
-    assert {case[0] for case in CASES} == set(rules())
+    assert {case[0] for case in CASES} == set(RULES)
     names = {name for case in CASES for name in case[1].names()}
     for values in ([], [0.0], [math.nan], [math.inf] * 30, [0.0] * 30, [-1.0] * 30):
         history = MetricHistory({"step": step, **dict.fromkeys(names, value)} for step, value in enumerate(values))
@@ -330,13 +271,13 @@ def test_the_worst_comes_first():
 
 
 def test_equal_rewards_say_why():
-    easy = learning.equal_rewards(
+    easy = findings.equal_rewards(
         H(train__groups__pct_equal=[71.0], train__groups__pct_equal_best=[65.0], train__groups__pct_equal_worst=[6.0])
     )
-    hard = learning.equal_rewards(
+    hard = findings.equal_rewards(
         H(train__groups__pct_equal=[71.0], train__groups__pct_equal_best=[6.0], train__groups__pct_equal_worst=[65.0])
     )
-    both = learning.equal_rewards(
+    both = findings.equal_rewards(
         H(train__groups__pct_equal=[70.0], train__groups__pct_equal_best=[35.0], train__groups__pct_equal_worst=[35.0])
     )
     assert "too easy" in easy.advice and "too hard" in hard.advice and "others too hard" in both.advice
@@ -408,8 +349,8 @@ def test_advice_fits_its_cause(case):
 def test_a_hard_task_is_still_called_hard():
     history = silent(truncation_rate=0.0, **{"groups/pct_equal": 95.0, "groups/pct_equal_worst": 95.0})
     assert (
-        "too hard" in learning.equal_rewards(history).advice
-        and "Nothing is learned" in health.vanishing_gradient(history).advice
+        "too hard" in findings.equal_rewards(history).advice
+        and "Nothing is learned" in findings.vanishing_gradient(history).advice
     )
 
 
@@ -425,7 +366,7 @@ def test_a_full_context_is_not_called_too_few_tokens():
         ],
         SETTINGS,
     )
-    found = learning.truncation(history)
+    found = findings.truncation(history)
     assert (
         found.title == "50 % of responses were cut off at the end of the context"
         and "max_total_sequence_length = 128" in found.advice
@@ -436,8 +377,8 @@ def test_groups_are_not_judged_where_a_critic_judges_single_responses():
     ppo = {"ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1}}
     plus_plus = settings(grpo={"num_generations_per_prompt": 1, "adv_estimator": {"name": "reinforce_plus_plus"}})
     for given in (ppo, {"ppo": {**ppo["ppo"], "num_generations_per_prompt": 8}}, plus_plus):
-        assert learning.equal_rewards(silent(given)) is None
+        assert findings.equal_rewards(silent(given)) is None
         assert "grpo.use_dynamic_sampling" not in "".join(finding.advice for finding in find(silent(given)))
-        assert "within each group" not in learning.no_signal(silent(given, steps=1)).advice
-    assert learning.equal_rewards(silent()).level == "bad"
-    assert "within each group" in learning.no_signal(silent(steps=1)).advice
+        assert "within each group" not in findings.no_signal(silent(given, steps=1)).advice
+    assert findings.equal_rewards(silent()).level == "bad"
+    assert "within each group" in findings.no_signal(silent(steps=1)).advice

@@ -1,5 +1,5 @@
 import pytest
-from nemo_rl_cpp.report.findings_learning import validation_trend
+from nemo_rl_cpp.report.findings import validation_trend
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.panels import panels_of
 

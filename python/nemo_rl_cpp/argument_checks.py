@@ -2,8 +2,11 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
+
+_WORDS = re.compile(r"[^\W_]+")
 
 
 def in_a_line(value: object, longest: int = 60) -> str:
@@ -17,8 +20,21 @@ def in_a_line(value: object, longest: int = 60) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
     """`did you mean NAME?` with the nearest of the known names; `otherwise` where none is near."""
-    near = difflib.get_close_matches(name, list(known), 1, cutoff)
-    return f"did you mean {near[0]}?" if near else otherwise
+    near = nearest(name, known, cutoff)
+    return f"did you mean {near}?" if near else otherwise
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
+    """Finds the known name that is most like `name`; None where none is alike by difflib's ratio `cutoff`.
+
+    Names that share whole words (`use_`) must be alike in their other words, too: `use_rslora` does not mean `use_triton`.
+    """
+    for near in difflib.get_close_matches(name, list(known), 3, cutoff):
+        words, others = _WORDS.findall(name), _WORDS.findall(near)
+        own, its = ("".join(w for w in some if w not in rest) for some, rest in ((words, others), (others, words)))
+        if not own or not its or difflib.SequenceMatcher(None, own, its).ratio() >= cutoff:
+            return near
+    return None
 
 
 SMALLEST, LARGEST = 1e-38, 1e38

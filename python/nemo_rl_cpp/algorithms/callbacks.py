@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable
+from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, nearest
 from nemo_rl_cpp.errors import one_sentence, user_code
 from nemo_rl_cpp.user_code import call_user
 
@@ -153,7 +152,7 @@ def _check(callback: object, where: str) -> None:
     hooks = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
     unknown = next((hook for hook in hooks if hook not in METHODS), None)
     if unknown is not None:
-        near = _ELSEWHERE.get(unknown) or next(iter(difflib.get_close_matches(unknown, METHODS, 1, 0.6)), None)
+        near = _ELSEWHERE.get(unknown) or nearest(unknown, METHODS, 0.6)
         hint = f"here it is {near}(event)" if near else f"the methods are {', '.join(METHODS)}"
         raise ValueError(f"{where} has the method {name}.{unknown}, which nothing calls; {hint}")
     if not hooks:

@@ -1,9 +1,9 @@
 """Turns further keywords of `train_grpo` and `train_ppo` into keys of the configuration, and says what an unknown keyword is called here."""
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from nemo_rl_cpp.argument_checks import nearest
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.foreign_names import FOREIGN, TABLES
 from nemo_rl_cpp.config.grpo import GRPOConfig
@@ -60,11 +60,9 @@ def dotted_key(name: str, function: Function) -> str:
         raise ValueError(f"{name} is unknown: {NOT_HERE[name]}")
     if (meant := _of_another_trainer(name, function, keys)) is not None:
         raise ValueError(f"{name} is unknown; here it is {meant}")
-    near = difflib.get_close_matches(name, function.arguments, 1, 0.7) or difflib.get_close_matches(
-        name, [*function.arguments, *keys, *OF_TRL], 1, 0.6
-    )
+    near = nearest(name, function.arguments, 0.7) or nearest(name, [*function.arguments, *keys, *OF_TRL], 0.6)
     if near:
-        meant = _of_another_trainer(near[0], function, keys) if near[0] in OF_TRL else near[0]
+        meant = _of_another_trainer(near, function, keys) if near in OF_TRL else near
         if meant is not None:
             raise ValueError(f"{name} is unknown; did you mean {meant}?")
     raise ValueError(

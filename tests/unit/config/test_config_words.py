@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from nemo_rl_cpp.argument_checks import nearest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.foreign_names import FOREIGN
 from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
@@ -104,12 +105,31 @@ def test_keys_of_other_trainers():
 @pytest.mark.parametrize(
     "theirs, key, besides",
     [("lora_r", "dim", ""), ("lora_rank", "dim", ""), ("lora_alpha", "alpha", ""),
-     ("lora_target_modules", "target_modules", " and policy.dtensor_cfg.lora_cfg.match_all_linear=false")],
+     ("r", "dim", ""), ("init_lora_weights", "lora_A_init", ""),
+     ("lora_target_modules", "target_modules", " and policy.dtensor_cfg.lora_cfg.match_all_linear=false"),
+     ("layers_to_transform", "target_modules", " and policy.dtensor_cfg.lora_cfg.match_all_linear=false")],
 )  # fmt: skip
 def test_keys_of_lora_are_answered_with_what_switches_it_on(theirs, key, besides):
     section = "policy.dtensor_cfg.lora_cfg"
     (problem,) = problems(overrides=[f"policy.{theirs}=8"])
     assert problem.endswith(f"other trainers' {theirs} is {section}.{key} (with {section}.enabled=true{besides})")
+
+
+@pytest.mark.parametrize("theirs", ["use_rslora", "use_dora", "layers_pattern", "modules_to_save", "rank_pattern"])
+def test_nothing_is_suggested_for_a_key_that_is_like_none(theirs):
+    (problem,) = problems(overrides=[f"++policy.dtensor_cfg.lora_cfg.{theirs}=8"])
+    assert "is unknown; policy.dtensor_cfg.lora_cfg knows alpha, dim" in problem and "did you mean" not in problem
+
+
+@pytest.mark.parametrize(
+    "name, known, meant",
+    [("use_rslora", "use_triton", None), ("layers_to_transform", "restore_from", None), ("a.b.use_rslora", "a.b.use_triton", None),
+     ("num_train_epochs", "num_workers", None), ("use_tritan", "use_triton", "use_triton"), ("restor_from", "restore_from", "restore_from"),
+     ("max_model_length", "max_model_len", "max_model_len"), ("keep_topk", "keep_top_k", "keep_top_k"), ("clip", "cliprange", "cliprange"),
+     ("numsamples", "num_samples", "num_samples"), ("max_model", "max_model_len", "max_model_len")],
+)  # fmt: skip
+def test_names_are_alike_where_their_own_words_are(name, known, meant):
+    assert nearest(name, [known], 0.55) == meant
 
 
 def test_who_asks_for_adapters_without_enabled_is_told():

@@ -229,7 +229,7 @@ FAULTY = {
     "config is a folder": ("llama", lambda f: (f.remove("config.json").path / "config.json").mkdir(), f"{CONFIG} is not a file"),
     "no config": ("llama", lambda f: f.remove("config.json"), f"no config.json.*{CONFIG} is missing"),
     "adapter alone": ("llama", lambda f: f.remove("config.json").write("adapter_config.json", "{}"), "adapter_config.json.*merge"),
-    "adapter without weights": ("llama", lambda f: f.remove("model.safetensors").write("adapter_config.json", "{}"), "has no weights.*adapter.*merge"),
+    "adapter without weights": ("llama", lambda f: f.remove("model.safetensors").write("adapter_config.json", "{}"), "holds adapter_config.json, an adapter.*merge"),
     "weights of torch": ("llama", lambda f: f.remove("model.safetensors").write("pytorch_model.bin", "x"), "has no weights.*pytorch_model.bin"),
     "no weights": ("llama", lambda f: f.remove("model.safetensors"), f"has no weights: expected {WEIGHTS}"),
     "weights are a folder": ("llama", lambda f: (f.remove("model.safetensors").path / "model.safetensors").mkdir(), "has no weights"),

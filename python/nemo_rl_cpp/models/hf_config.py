@@ -24,6 +24,7 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings",
 )  # fmt: skip
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # PEFT's
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _ACTIVATIONS = {
     "silu": "silu",
@@ -34,14 +35,17 @@ _ACTIVATIONS = {
 
 
 def read_config_file(folder: str | Path) -> dict[str, Plain]:
-    """config.json of a model folder as it stands. Raises ModelFolderError, which names the file, when it is none."""
+    """config.json of a model folder as it stands. Raises ModelFolderError, which names the file, when it is none, or when an adapter
+    lies beside the model, which transformers would apply."""
     path = Path(folder) / "config.json"
+    adapter = next((name for name in _ADAPTER_FILES if (Path(folder) / name).exists()), None)
+    if adapter is not None:
+        alone = f", or remove {adapter} to use the model without it" if path.is_file() else ""
+        raise ModelFolderError(
+            f"{folder} holds {adapter}, an adapter, which is not applied to a model here: merge it into its base model with peft "
+            f"(merge_and_unload, save_pretrained) and give that folder{alone}"
+        )
     if not path.is_file():
-        if (Path(folder) / "adapter_config.json").is_file():
-            raise ModelFolderError(
-                f"{folder} holds an adapter (adapter_config.json) and no model: merge it into its base model with peft "
-                "(merge_and_unload, save_pretrained) and give that folder as policy.model_name"
-            )
         if (inner := find_policy_weights(str(folder))) != str(folder):
             raise ModelFolderError(
                 f"{folder} is a checkpoint of a run, and its model lies within: did you mean {inner}?"

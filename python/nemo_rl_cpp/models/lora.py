@@ -19,6 +19,7 @@ from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.model_folder import ModelFolder
+from nemo_rl_cpp.models.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.weights import Slices, named_whole, own_part
 
 ADAPTER = "adapter"
@@ -82,7 +83,7 @@ class Lora:
             wanted.dim,
             wanted.alpha,
             wanted.lora_A_init,
-            config.model_name,
+            findable_name(config.model_name),
             folder.value_head,
         )
 
@@ -141,7 +142,7 @@ class Lora:
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.value_head else "CAUSAL_LM",
-            "base_model_name_or_path": self.base,
+            "base_model_name_or_path": None if self.base == TINY_RANDOM else self.base,
             "r": self.dim,
             "lora_alpha": self.alpha,
             "lora_dropout": 0.0,

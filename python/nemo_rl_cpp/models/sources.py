@@ -29,7 +29,13 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 _PREPARING_SECONDS = 3600.0  # that another process may take to convert a model
 _HUB_DEADLINE = 8.0  # seconds until a hub that does not answer counts as unreachable
-_MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
+_MODEL_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+]
 _TOKENIZER_FILES = [
     "tokenizer*",
     "special_tokens_map.json",
@@ -105,6 +111,14 @@ def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str
 def _expanded(name: str | Path) -> Path:
     """With the home folder for `~`. (Path.expanduser raises where a user is not known, and its is_dir for a name too long.)"""
     return Path(os.path.expanduser(name))
+
+
+def findable_name(name: str) -> str:
+    """Names a model so that it is found from any folder: by an absolute path where it lies on this machine, else as on the hub."""
+    path = _expanded(name)
+    if not os.path.isdir(path) and name.lower() == SMOLLM2:
+        path = cache_root() / "models" / SMOLLM2
+    return os.path.abspath(path) if os.path.isdir(path) else name
 
 
 def check_is_no_file(name: str, key: str) -> None:

@@ -122,8 +122,6 @@ def _inside(folder: Path, name: str, named_by: str) -> Path:
 
 def _other_weights(folder: Path) -> str:
     """What a folder without safetensors of a model holds in their place, and the remedy."""
-    if (folder / "adapter_model.safetensors").exists() or (folder / "adapter_config.json").exists():
-        return "; it holds an adapter: merge it into its base model with peft (merge_and_unload, save_pretrained)"
     if found := sorted(file.name for file in folder.glob("*.safetensors")):
         return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
     for pattern in ("pytorch_model*.bin", "*.gguf", "consolidated*", "*.pth", "*.pt"):

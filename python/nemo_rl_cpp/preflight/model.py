@@ -170,7 +170,12 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Whether the model has the layers that `lora_cfg` names."""
+    """Whether the model has the layers that `lora_cfg` names, and whether PEFT will find it for the saved adapter."""
+    if model.lora is not None and model.model_name == TINY_RANDOM:
+        yield Finding(
+            "warning", f"{section}.dtensor_cfg.lora_cfg.enabled", f"is true, and {TINY_RANDOM} is in no folder that PEFT could load: the saved "
+            "adapter names no base, so use the merged model, in whose folder it lies"
+        )  # fmt: skip
     sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None or adapted_modules(model.lora, sizes.num_hidden_layers):
         return

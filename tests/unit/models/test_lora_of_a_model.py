@@ -65,6 +65,23 @@ def adapted(lora, folder, seed=3, weights=None, model_seed=0):
     return model
 
 
+@pytest.mark.parametrize(
+    "name, base",
+    [("./base", "{0}/base"), ("base", "{0}/base"), ("~/base", "{0}/base"), ("{0}/base/../base", "{0}/base"), ("Org/base", "Org/base"),
+     ("smollm2-135m-instruct", "{0}/cache/models/smollm2-135m-instruct"), ("tiny-random", None)],
+)  # fmt: skip
+def test_a_saved_adapter_names_a_base_that_is_found_from_elsewhere(tmp_path, monkeypatch, name, base):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "cache"))
+    for folder in ("base", "cache/models/smollm2-135m-instruct"):
+        (tmp_path / folder).mkdir(parents=True)
+    config = PolicyConfig(model_name=name.format(tmp_path), dtensor_cfg={"lora_cfg": LoraConfig(enabled=True, dim=4)})
+    lora = Lora.of(config, tiny_random(SIZES), "policy")
+    monkeypatch.chdir(tmp_path / "base")
+    assert lora.peft_config()["base_model_name_or_path"] == (base and base.format(tmp_path))
+
+
 @pytest.mark.parametrize("init", ["xavier", "kaiming", "uniform"])
 def test_a_is_drawn_from_the_seed_and_b_is_zero(init):
     folder = tiny_random(SIZES)

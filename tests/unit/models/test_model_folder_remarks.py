@@ -2,13 +2,16 @@
 
 import json
 
+import nemo_rl_cpp
 import pytest
 import torch
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models import model_folder
+from nemo_rl_cpp.models.hf.folder import open_frozen
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, parameter_shapes
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.preflight import model
+from nemo_rl_cpp.serving.load import load_model
 from safetensors.torch import save_file
 
 
@@ -36,3 +39,25 @@ def test_what_the_check_said_is_not_repeated(folder, capsys):
     assert any("model.safetensors counts" in finding.message for finding in model.check(config))
     open_model_folder(str(folder))
     assert capsys.readouterr().err == ""
+
+
+def train(path):
+    nemo_rl_cpp.train_grpo(path, ["1+1="], lambda completions, **_: [0.0] * len(completions), num_steps=1)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize(
+    "read",
+    [nemo_rl_cpp.load, nemo_rl_cpp.TextGenerator, load_model, open_model_folder, lambda path: open_frozen(path, "float32", device="cpu"), train],
+    ids=["load", "generate", "serve", "open", "hf", "train"],
+)  # fmt: skip
+def test_an_adapter_beside_the_model_is_refused_by_every_reader(folder, file, read):
+    (folder / file).write_text("{}")
+    with pytest.raises(ValueError, match=rf"holds {file}, an adapter, .* or remove {file} to use the model without it"):
+        read(str(folder))
+
+
+def test_an_adapter_in_a_folder_of_the_model_is_no_part_of_it(folder):
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    open_model_folder(str(folder)).check_weights()

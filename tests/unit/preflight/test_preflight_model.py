@@ -376,6 +376,11 @@ BROKEN = {
         (folder / "config.json").rename(folder / "adapter_config.json"),
         (folder / "model.safetensors").unlink(),
     ],
+    "adapter beside the model": lambda folder: [
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"})),
+        (folder / "adapter_model.safetensors").write_bytes(b""),
+    ],
+    "weights of an adapter beside the model": lambda folder: (folder / "adapter_model.bin").write_bytes(b""),
     "config is no JSON": lambda folder: (folder / "config.json").write_text("{"),
 }
 

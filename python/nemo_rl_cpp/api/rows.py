@@ -10,6 +10,7 @@ from nemo_rl_cpp.argument_checks import described, in_a_line, names_of
 from nemo_rl_cpp.data.conversation import is_conversation, prompt_of
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 from nemo_rl_cpp.data.interfaces import Row
+from nemo_rl_cpp.data.plain_rows import came_through_pandas, comes_from_arrow, plain, row_at, without_padding
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
 _RESERVED = ("prompts", "completions")
@@ -34,10 +35,13 @@ def rows_of(given: object, name: str) -> list[Row]:
     """Rows with the key `prompt`, each checked. `name` is the argument that messages name.
 
     A text is one prompt, unless it names a data file, which is read. A mapping of columns, a data frame (pandas, polars,
-    pyarrow) and a `datasets.Dataset` are rows. Raises ValueError for all else.
+    pyarrow) and a `datasets.Dataset` are rows. Rows come out as `data.plain_rows` writes them. Raises ValueError for all else.
     """
     items, source = _items(given, name)
+    padded = comes_from_arrow(given) or any(comes_from_arrow(item) or came_through_pandas(item) for item in items)
     rows = [_row(item, i, source) for i, item in enumerate(items)]
+    if padded:
+        rows = [without_padding(row) for row in rows]
     if not rows:
         raise ValueError(f"{source} is empty: {FORMS}")
     for i, row in enumerate(rows):
@@ -63,14 +67,17 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
         raise ValueError(f"{name} is an open file: give its path, {in_a_line(getattr(given, 'name', 'data.jsonl'))}")
     if isinstance(given, Mapping):
         return _from_mapping(given, name), name
-    for method, options in (("to_dicts", {}), ("to_pylist", {}), ("to_dict", {"orient": "records"})):
-        if hasattr(given, method) and hasattr(given, "columns"):  # polars; pyarrow; pandas
-            return getattr(given, method)(**options), name
+    if hasattr(given, "columns"):
+        if hasattr(given, "iloc"):  # pandas, whose missing values are NaN
+            return given.astype(object).where(given.notna(), None).to_dict(orient="records"), name
+        for method in ("to_dicts", "to_pylist"):  # polars; pyarrow
+            if hasattr(given, method):
+                return getattr(given, method)(), name
     if (dimensions := getattr(given, "ndim", 1)) != 1:
         raise ValueError(f"{name} is {described(given)} of {dimensions} dimensions: {FORMS}")
     if not isinstance(given, Iterable):
         raise ValueError(f"{name} is {described(given)}: {FORMS}")
-    items = given.tolist() if hasattr(given, "tolist") else list(given)  # of numpy and pandas
+    items = list(given)
     return ([items] if is_conversation(items) else items), name
 
 
@@ -111,7 +118,7 @@ def _read(path: str, name: str) -> tuple[list[object], str]:
         raise ValueError(
             f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {' '.join(str(error).split())}"
         ) from None
-    rows = list(found)
+    rows = [row_at(found, i) for i in range(len(found))]
     if path.lower().endswith(".txt"):  # its lines are the prompts
         rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]
     return rows, f"{name} ({path})"
@@ -129,7 +136,7 @@ def _from_mapping(given: Mapping[str, object], name: str) -> list[object]:
         )
     if "prompt" not in given:
         raise ValueError(f"{name} is a mapping without the key 'prompt', it has {names_of(given)}: {FORMS}")
-    if isinstance(given["prompt"], str) or is_conversation(given["prompt"]):
+    if isinstance(given["prompt"], str) or is_conversation(plain(given["prompt"])):
         return [given]  # one row
     wrong = next(
         (
@@ -143,7 +150,7 @@ def _from_mapping(given: Mapping[str, object], name: str) -> list[object]:
         raise ValueError(
             f"{name} is a mapping of columns, whose column {in_a_line(wrong)} is {described(given[wrong])}: each must be a list, one value a row"
         )
-    columns = {key: value.tolist() if hasattr(value, "tolist") else list(value) for key, value in given.items()}
+    columns = {key: list(value) for key, value in given.items()}
     lengths = {key: len(values) for key, values in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
@@ -153,13 +160,20 @@ def _from_mapping(given: Mapping[str, object], name: str) -> list[object]:
 
 
 def _row(item: object, index: int, source: str) -> Row:
-    if isinstance(item, Mapping):
-        return dict(item)
-    if isinstance(item, str) or is_conversation(item):
-        return {"prompt": item}
-    shape = f" of {len(item)}" if isinstance(item, (list, tuple)) else ""
+    if hasattr(item, "_asdict"):  # of DataFrame.itertuples
+        found = plain(item._asdict())
+    elif hasattr(item, "iloc") and all(isinstance(key, str) for key in item.index):  # of DataFrame.iterrows
+        found = plain(item.to_dict())
+    else:
+        found = plain(item)
+    if isinstance(found, dict):
+        return found
+    if isinstance(found, str) or is_conversation(found):
+        return {"prompt": found}
+    shown = item if isinstance(item, tuple) else found
+    shape = f" of {len(shown)}" if isinstance(shown, (list, tuple)) else ""
     raise ValueError(
-        f"row {index} of {source} is {described(item)}{shape}; a row is a text, a conversation (a list of messages with role and content), "
+        f"row {index} of {source} is {described(shown)}{shape}; a row is a text, a conversation (a list of messages with role and content), "
         'or a mapping such as {"prompt": "1+1=", "answer": "2"}'
     )
 

@@ -182,6 +182,6 @@ def _plain(value: object) -> object:
         return (type(value) if type(value) in (list, tuple) else list)(_plain(item) for item in value)
     if hasattr(value, "model_dump"):
         return _plain(value.model_dump())
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        return _plain(value.item())
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy
+        return _plain(value.tolist())
     return f"<{type(value).__name__}>"

@@ -8,10 +8,12 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, names_of
+from nemo_rl_cpp.data.plain_rows import plain
 
+T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool",
@@ -59,6 +61,11 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
     if not value:
         raise ValueError(f"{key!r} is an empty list of messages")
     return [_message(message, f"{key}[{i}]") for i, message in enumerate(value)]
+
+
+def text_of(value: T) -> T | str:
+    """Turns a number into text, since it stands in a message; everything else stays."""
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
@@ -155,7 +162,8 @@ def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
         raise ValueError(f"prompts is {described(prompts)}; give a text, a conversation, or a list of these")
     else:
-        several = list(prompts)
+        several = plain(prompts if hasattr(prompts, "dtype") else list(prompts))
+        several = [several] if is_conversation(several) else several
     return [prompt_of(prompt, f"prompt {i}") for i, prompt in enumerate(several)]
 
 

@@ -61,7 +61,7 @@ def test_a_line_of_a_text_file_ends_at_a_line_end_alone(tmp_path):
     ("given", "prompts"),
     [
         ("1+1=", ["1+1="]), ("Read data.jsonl and sum it up.", ["Read data.jsonl and sum it up."]), (["rows.jsonl"], ["rows.jsonl"]),
-        (["1+1=", "2+2="], ["1+1=", "2+2="]), (TALK, [TALK]), ([TALK, "1+1="], [TALK, "1+1="]), ([tuple(TALK)], [tuple(TALK)]),
+        (["1+1=", "2+2="], ["1+1=", "2+2="]), (TALK, [TALK]), ([TALK, "1+1="], [TALK, "1+1="]), ([tuple(TALK)], [TALK]),
         ([{"from": "human", "value": "1+1="}], [[{"from": "human", "value": "1+1="}]]), ({"prompt": "1+1="}, ["1+1="]), ({"prompt": TALK}, [TALK]), (pandas.Series(["a", "b"]), ["a", "b"]), (np.array(["a", "b"]), ["a", "b"]),
         (datasets.Dataset.from_list(ROWS)["prompt"], ["1+1=", "2+2="]), ("7" * 5000, ["7" * 5000]), ("a\0b", ["a\0b"]), ("1/2", ["1/2"]), ("What is in rows.jsonl?\n", ["What is in rows.jsonl?\n"]),
         ("Is 3.5 > 2.txt\nor not", ["Is 3.5 > 2.txt\nor not"]), (" 1+1= ", [" 1+1= "]),

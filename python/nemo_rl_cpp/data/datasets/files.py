@@ -6,9 +6,14 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
 from nemo_rl_cpp.data.interfaces import Row
+from nemo_rl_cpp.data.plain_rows import without_padding
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at the beginning of a file's
@@ -104,15 +109,21 @@ def _arrow_rows(path: Path) -> list[Row]:
     except ImportError:
         raise ValueError(f"reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSONL") from None
     try:
-        if path.suffix.lower() == ".parquet":
-            return pyarrow.parquet.read_table(path).to_pylist()
-        with pyarrow.memory_map(str(path)) as source:
-            try:
-                return pyarrow.ipc.open_stream(source).read_all().to_pylist()
-            except pyarrow.ArrowInvalid:
-                return pyarrow.ipc.open_file(source).read_all().to_pylist()
+        return [without_padding(row) for row in _arrow_table(path).to_pylist(maps_as_pydicts="lossy")]
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"data: {path}: not a readable {path.suffix} file: {str(error).splitlines()[0]}") from None
+
+
+def _arrow_table(path: Path) -> "pyarrow.Table":
+    import pyarrow
+
+    if path.suffix.lower() == ".parquet":
+        return pyarrow.parquet.read_table(path)
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            return pyarrow.ipc.open_stream(source).read_all()
+        except pyarrow.ArrowInvalid:
+            return pyarrow.ipc.open_file(source).read_all()
 
 
 def _text_rows(path: Path) -> list[Row]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
 from nemo_rl_cpp.data.interfaces import Indexed, Row
+from nemo_rl_cpp.data.plain_rows import row_at
 from nemo_rl_cpp.data.random_order import permutation
 
 
@@ -114,6 +115,6 @@ class ChainedDataset:
         left = index + len(self) if index < 0 else index
         for part in self._parts:
             if 0 <= left < len(part):
-                return part[left]
+                return row_at(part, left)
             left -= len(part)
         raise IndexError(f"row {index} of {len(self)}")

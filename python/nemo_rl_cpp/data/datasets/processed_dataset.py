@@ -7,6 +7,7 @@ from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos
 from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed, LLMMessageLogType, Row, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
 from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
+from nemo_rl_cpp.data.plain_rows import row_at
 from nemo_rl_cpp.user_code import call_user, is_users
 
 
@@ -61,7 +62,7 @@ class AllTaskProcessedDataset:
         return table[task_name]
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        entry = self.dataset[idx]
+        entry = row_at(self.dataset, idx)
         spec, process = self._processor(entry)
         preprocess = self.task_data_preprocessors
         if isinstance(preprocess, Mapping):

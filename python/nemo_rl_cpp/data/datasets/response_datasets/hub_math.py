@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from nemo_rl_cpp.data.conversation import text_of
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
-from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import text_of
 from nemo_rl_cpp.data.datasets.utils import load_hub_dataset, merge_datasets
 from nemo_rl_cpp.data.interfaces import Message, Row
 

@@ -2,22 +2,23 @@
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
 
-from nemo_rl_cpp.data.conversation import check_characters, conversation_of, is_list, look_up, split_conversation
+from nemo_rl_cpp.data.conversation import (
+    check_characters,
+    conversation_of,
+    is_list,
+    look_up,
+    split_conversation,
+    text_of,
+)
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 from nemo_rl_cpp.data.interfaces import Row
+from nemo_rl_cpp.data.plain_rows import comes_from_arrow, without_padding
 
-T = TypeVar("T")
 _INPUT, _OUTPUT = "input", "output"
 _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage", "choices", "options")
 """Names under which data sets keep a part of the prompt beside the question."""
-
-
-def text_of(value: T) -> T | str:
-    """Numbers as text, since they stand in a message; everything else unchanged."""
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def task_name_of(data_path: str) -> str:
@@ -53,6 +54,7 @@ class ResponseDataset(RawDataset):
         self.data_path = data_path
         self.task_name = task_name_of(data_path)
         self.dataset = load_dataset_from_path(data_path, subset, split or "train")
+        self._padded = comes_from_arrow(self.dataset)
         columns = self.dataset.column_names
         ready = (
             next((name for name in ("messages", "conversations") if name in columns), None)
@@ -88,7 +90,7 @@ class ResponseDataset(RawDataset):
 
     def _formatted(self, row: Row, number: int) -> Row:
         try:
-            formatted = self.format_data(row)
+            formatted = self.format_data(without_padding(row) if self._padded else row)
         except ValueError as error:
             raise ValueError(f"data: {self.data_path}, row {number + 1}: {error}") from None
         return (

@@ -26,10 +26,10 @@ _MEANS = {
 def aggregate_microbatch_metrics(
     all_mb_metrics: Mapping[str, list[float]], num_global_batches: int = 1
 ) -> dict[str, float]:
-    """One value a metric from its values over micro-batches.
+    """Return one value a metric from its values over micro-batches (see `collect_metrics`).
 
     Losses and shares are normalised by global counts, so they add up. Minima and maxima ignore infinities (-1.0 when
-    nothing is left, as in NeMo RL); `lr`, `wd` and counts of the global batch are averaged. Micro-batches without a valid
+    nothing is left, as in NeMo RL); `lr`, `wd` and counts of the global batch are averaged over global batches. Micro-batches without a valid
     sample (`num_valid_samples` 0) do not count.
 
     `token_mult_prob_error` is divided once, where the policy also gives its numerators (`token_mult_prob_error_sum`): it is
@@ -57,8 +57,8 @@ def aggregate_microbatch_metrics(
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """The means of global batches, added up. `sums` and `tokens` have an entry a micro-batch: the sum over its own tokens,
-    and how many tokens its global batch has. Global batches of equally many tokens are divided together."""
+    """Add up the means of global batches. `sums` and `tokens` have entries that belong together: a sum over tokens, and how
+    many tokens its global batch has. Global batches of equally many tokens are divided together."""
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
         total.setdefault(count, []).append(value)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -186,6 +187,30 @@ def test_a_rate_is_logged_as_it_is_however_many_global_batches():
     metrics = policy.train(make_data(policy), LOSS, gbs=3)["all_mb_metrics"]
     assert metrics["lr"] == [1e-2] * 4 and metrics["wd"] == [0.1] * 4
     assert metrics["global_valid_seqs"] == [3.0] * 4
+
+
+def test_metrics_do_not_depend_on_the_size_of_micro_batches():
+    """Global batches of different token counts, one with a masked sample, and a gap to generation."""
+
+    def metrics(size):
+        policy = make_policy(train_micro_batch_size=size)
+        data = make_data(policy)
+        data["sample_mask"][5] = 0.0
+        data["generation_logprobs"] = data["generation_logprobs"] + 0.01 * torch.arange(9) / 9
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum(1).view(3, 4).sum(1)
+        assert len(set(tokens.tolist())) > 1
+        return training_metrics(policy.train(data, LOSS, gbs=4)), float(tokens.mean())
+
+    whole, tokens = metrics(4)
+    assert whole["global_valid_toks"] == pytest.approx(tokens, abs=1e-12)
+    assert whole["global_valid_seqs"] == pytest.approx(11 / 3, abs=1e-12)
+    counts = {"global_valid_toks", "global_valid_seqs", "num_valid_samples", "lr", "wd"}
+    for size in (3, 1):
+        got, _ = metrics(size)
+        assert got.keys() == whole.keys()
+        assert {name: got[name] for name in counts} == {name: whole[name] for name in counts}
+        for name, value in whole.items():
+            assert got[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
 def test_a_flipped_weight_bit_shows_in_both_metrics():

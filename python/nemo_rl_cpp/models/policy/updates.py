@@ -1,5 +1,6 @@
 """What the optimizer steps of one `train` call came to, of one rank or of all, and where a gradient that is not finite comes from."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -54,7 +55,7 @@ class Updates:
         return {
             "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),
             "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),
-            "all_mb_metrics": collect_metrics(sum(self.metrics, []), self.num_global_batches),
+            "all_mb_metrics": collect_metrics(self.metrics),
             "packed_tokens": self.packed_tokens,
         }
 
@@ -72,20 +73,31 @@ def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value
     return joined
 
 
-_UNDIVIDED = {"lr", "wd", "global_valid_seqs", "global_valid_toks", "token_mult_prob_error_sum"}
+_OF_GLOBAL_BATCH = {"lr", "wd", "global_valid_seqs", "global_valid_toks"}
+_NUMERATOR = "token_mult_prob_error_sum"
 
 
-def collect_metrics(metrics: list[dict[str, float]], num_global_batches: int) -> dict[str, list[float]]:
-    """name -> one value a micro-batch. Sums over a global batch are divided by the number of global batches, as NeMo RL
-    does; minima, maxima, what is a property of the whole global batch, and a sum that is yet to be divided by the global
-    batch's tokens (`token_mult_prob_error_sum`) are not."""
+def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, list[float]]:
+    """Return name -> values from the metrics of each micro-batch of each global batch, without micro-batches that have no
+    valid sample.
+
+    A share has one value a micro-batch, divided by the number of global batches as in NeMo RL; minima and maxima are not
+    divided. What describes a global batch (`lr`, `wd`, the counts of valid samples and tokens, and
+    `token_mult_prob_error_sum`, which is summed) has one value a global batch, so that its mean does not depend on the size
+    of micro-batches.
+    """
     collected: dict[str, list[float]] = {}
-    for micro in metrics:
-        if micro.get("num_valid_samples", 1) == 0:
-            continue
-        for name, value in micro.items():
-            whole = "_min" in name or "_max" in name or name in _UNDIVIDED
-            collected.setdefault(name, []).append(value if whole else value / num_global_batches)
+    for micro_batches in global_batches:
+        kept = [metrics for metrics in micro_batches if metrics.get("num_valid_samples", 1) != 0]
+        for name in dict.fromkeys(name for metrics in kept for name in metrics):
+            values = [metrics[name] for metrics in kept if name in metrics]
+            if name in _OF_GLOBAL_BATCH:
+                values = values[:1]
+            elif name == _NUMERATOR:
+                values = [math.fsum(values)]
+            elif "_min" not in name and "_max" not in name:
+                values = [value / len(global_batches) for value in values]
+            collected.setdefault(name, []).extend(values)
     return collected
 
 

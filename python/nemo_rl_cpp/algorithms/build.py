@@ -40,6 +40,7 @@ from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.experience.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
+from nemo_rl_cpp.loggers.backends import check_trackers
 from nemo_rl_cpp.loggers.folders import get_experiment_dir
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue, value_class
@@ -149,6 +150,7 @@ def make_parts(
         resume.load_data_position(loader, config.data)
         if config.policy.generation.runs_vllm:
             check_vllm(config.policy, config.cluster.device)  # before a model is loaded
+        check_trackers(config.logger)
         cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
         stage("loading the model")
         generation, listener = None, listener_of(config.policy)

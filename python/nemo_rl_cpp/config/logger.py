@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WandbConfig(Section):
-    """Weights & Biases; used when logger.wandb_enabled."""
+    """Weights & Biases; used when logger.wandb_enabled. Its environment variables (WANDB_PROJECT, ...) win over these keys."""
 
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
@@ -26,7 +26,7 @@ class WandbConfig(Section):
     tags: list[str] | None = key(None, "tags")
     notes: str | None = key(None, "text shown with the run")
     mode: Literal["online", "offline", "disabled", "shared"] | None = key(
-        None, "online, offline, disabled or shared; null: WANDB_MODE"
+        None, "online, offline, disabled or shared; the variable WANDB_MODE wins"
     )
     id: str | None = key(None, "identifier of a run to continue")
     resume: Literal["allow", "must", "never", "auto"] | None = key(None, "how that run continues")
@@ -44,11 +44,11 @@ class SwanlabConfig(Section):
 
 
 class MLflowConfig(Section):
-    """MLflow; used when logger.mlflow_enabled."""
+    """MLflow; used when logger.mlflow_enabled. Its environment variables win over these keys."""
 
     experiment_name: str = key("grpo-dev", "experiment")
     run_name: str | None = key("grpo-dev-logger", "name of the run")
-    tracking_uri: str | None = key(None, "server, or a folder; null: MLFLOW_TRACKING_URI")
+    tracking_uri: str | None = key(None, "server, or a folder; the variable MLFLOW_TRACKING_URI wins")
     run_id: str | None = key(None, "identifier of a run to continue")
     artifact_location: str | None = key(None, "where files go; null: the run's log folder")
 

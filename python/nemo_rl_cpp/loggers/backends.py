@@ -1,15 +1,22 @@
 """Experiment trackers: wandb, mlflow, swanlab and trackio. Each package is imported only when its backend is enabled."""
 
+import hashlib
 import importlib
 import os
+import posixpath
+import re
+import secrets
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 
 from nemo_rl_cpp.config.access import to_plain
-from nemo_rl_cpp.config.logger import MLflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
+from nemo_rl_cpp.config.logger import LoggerConfig, MLflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
 from nemo_rl_cpp.config.sections import read_section
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
@@ -42,10 +49,61 @@ class _RunFile:
             self._path.write_text(str(run))
 
 
+def check_server(uri: str, what: str) -> None:
+    """Raise ValueError when nothing listens at the address of a tracker's server within three seconds. A folder or database
+    is not asked, nor is a server behind a proxy."""
+    address = urlsplit(uri)
+    if address.scheme not in ("http", "https") or address.hostname is None or address.scheme in getproxies():
+        return
+    try:
+        socket.create_connection(
+            (address.hostname, address.port or (443 if address.scheme == "https" else 80)), timeout=3
+        ).close()
+    except OSError as error:
+        raise ValueError(
+            f"{what}: no server answers at {uri} ({error}): start it, or give another address or a folder, or switch the tracker off"
+        ) from error
+
+
+def accepted_name(name: str, refused: str, longest: int) -> str:
+    """Return the name if a tracker takes it, else a similar one: `_` for each character that matches `refused`, for empty
+    parts of the path and for `.` and `..`. A digest of the name keeps two replaced names apart, in this run and when it
+    resumes."""
+    parts = re.sub(refused, "_", name).split("/")
+    taken = posixpath.join(*("_" if part in ("", ".", "..") else part for part in parts))
+    if taken == name and len(name) <= longest:
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{taken[: longest - 9]}_{digest}"
+
+
 class TrackerLogger(LoggerInterface):
-    """A backend that hands everything to the package of a tracker. One that logs numbers alone overrides `send`."""
+    """A backend that hands everything to the package of a tracker. One that logs numbers alone overrides `send`.
+
+    `refused` and `longest` say which names the tracker takes; `variables` names the environment variables that its package
+    reads itself, which win over the keys of the section.
+    """
 
     package = staticmethod(import_tracker)
+    refused = r"[\ud800-\udfff]"
+    longest = 250
+    variables: Mapping[str, str] = {}
+
+    def given(self, cfg: object) -> dict[str, Plain]:
+        """Return the keys of the section that have a value and no environment variable of the tracker."""
+        section = to_plain(cfg or {})
+        items = section.items() if isinstance(section, dict) else ()
+        return {
+            key: value for key, value in items if value is not None and not os.getenv(self.variables.get(key, "") or "")
+        }
+
+    def restart(self, step: int) -> None:
+        """Begin a new run of the tracker, which the steps up to `step` are logged into again: the run resumes from there,
+        and the old run of the tracker has later steps, which no tracker takes back."""
+
+    def accepted(self, name: str) -> str:
+        """Return the name under which the tracker takes a metric."""
+        return accepted_name(name, self.refused, self.longest)
 
     def send(self, row: dict[str, float], step: int) -> None:
         """Logs numbers by their names."""
@@ -66,32 +124,51 @@ class TrackerLogger(LoggerInterface):
         """Every number by the name that it is logged under."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {name: scalar_of(value) for name, value in flat.items()}
-        return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
+        return {
+            self.accepted(name): value
+            for name, value in scalars.items()
+            if value is not None and not isinstance(value, str)
+        }
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """The summary of the values is logged: the package has no histograms."""
-        self.send(_summary(name, to_plain(histogram)), step)
+        self.send(_summary(self.accepted(name), to_plain(histogram)), step)
 
 
 class WandbLogger(TrackerLogger):
     """Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
 
+    variables = {
+        "project": "WANDB_PROJECT", "name": "WANDB_NAME", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
+        "job_type": "WANDB_JOB_TYPE", "tags": "WANDB_TAGS", "notes": "WANDB_NOTES", "mode": "WANDB_MODE",
+        "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME",
+    }  # fmt: skip
+
     def __init__(self, cfg: WandbConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.wandb`, passed on to `wandb.init` (project, name, entity, tags, ...)."""
         self._wandb = self.package("wandb")
-        options = _given(cfg)
+        self._cfg, self._log_dir = cfg, log_dir
+        self._start(_RunFile(log_dir).read())
+
+    def _start(self, known: str | None, **more: Plain) -> None:
+        options = self.given(self._cfg) | more
         options.pop("log_nemo_gym_full_result_tables", None)
-        file = _RunFile(log_dir)
-        if "id" not in options and (known := file.read()):
+        if known and "id" not in options and not os.getenv("WANDB_RUN_ID"):
             options |= {"id": known, "resume": "allow"}
         try:
-            self.run = self._wandb.init(**options, dir=log_dir)
+            self.run = self._wandb.init(**options, dir=self._log_dir)
         except Exception as error:  # its own kinds of errors differ by version
             raise ValueError(
                 f"logger.wandb_enabled=true, but wandb does not start ({error}): run `wandb login` or set WANDB_API_KEY; without an "
                 "account set WANDB_MODE=offline, or logger.wandb_enabled=false"
             ) from error
-        file.write(self.run.id)
+        _RunFile(self._log_dir).write(self.run.id)
+
+    def restart(self, step: int) -> None:
+        """Begin a new W&B run, whose config names the old one."""
+        old = self.run.id
+        self.finish()
+        self._start(None, id=secrets.token_hex(4), resume="never", config={"resumed_from": f"{old}, step {step}"})
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         """Gives the metrics that match `name` (for example `ray/*`) an x axis of their own."""
@@ -106,7 +183,7 @@ class WandbLogger(TrackerLogger):
         step_finished: bool = False,
     ) -> None:
         """Logs into the step's row, which W&B sends when `step_finished` or when a later step begins."""
-        row = {name: to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
+        row = {self.accepted(name): to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
         if step_metric and (step_metric in metrics or step_metric in row):
             self.run.log(row, commit=False)
         elif step_finished:
@@ -136,29 +213,42 @@ class WandbLogger(TrackerLogger):
 class MLflowLogger(TrackerLogger):
     """MLflow. Scalars only: lists are logged as their mean, p50, p90 and max."""
 
+    refused = r"[^/\w.\- :]"  # mlflow.utils.validation
+
     def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.mlflow` with experiment_name, run_name, run_id, tracking_uri, artifact_location; the variables
-        MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME stand in for absent ones."""
+        MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME win over them."""
         self._mlflow = self.package("mlflow")
 
         section = read_section(cfg or {}, MLflowConfig, experiment_name=None, run_name=None)
-
-        def option(name: str) -> str | None:
-            return getattr(section, name) or os.getenv(f"MLFLOW_{name.upper()}")
-
-        file = _RunFile(log_dir)
-        if uri := option("tracking_uri"):
+        self._file, self._step = _RunFile(log_dir), 0
+        self._name = mlflow_option(section, "run_name")
+        if uri := mlflow_option(section, "tracking_uri"):
+            check_server(uri, "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI")
             self._mlflow.set_tracking_uri(uri)
-        run_id = option("run_id") or file.read()
+        run_id = mlflow_option(section, "run_id") or self._file.read()
         if self._mlflow.active_run() is not None:
             self._mlflow.end_run()
         if run_id:
-            run = self._mlflow.start_run(run_id=run_id)
+            self._start(run_id=run_id)
         else:
-            self._choose_experiment(option("experiment_name"), section.artifact_location or log_dir)
-            run = self._mlflow.start_run(run_name=option("run_name"))
-        self.run_id = run.info.run_id
-        file.write(self.run_id)
+            self._choose_experiment(mlflow_option(section, "experiment_name"), section.artifact_location or log_dir)
+            self._start(run_name=self._name)
+
+    def _start(self, **options: object) -> None:
+        run = self._mlflow.start_run(**options)
+        self.run_id, self._experiment = run.info.run_id, getattr(run.info, "experiment_id", None)
+        self._file.write(self.run_id)
+
+    def restart(self, step: int) -> None:
+        """Begin a new MLflow run in the same experiment, whose tag names the old one."""
+        self._mlflow.end_run()
+        tags = {"resumed_from": f"{self.run_id}, step {step}"}
+        self._start(run_name=self._name, experiment_id=self._experiment, tags=tags)
+
+    def truncate_after(self, step: int) -> None:
+        """Note the step that the run resumes from, for the parameters that have changed."""
+        self._step = step
 
     def _choose_experiment(self, name: str | None, artifacts: str | None) -> None:
         if name is None:
@@ -172,7 +262,7 @@ class MLflowLogger(TrackerLogger):
         row: dict[str, float] = {}
         named = prefixed(merge_generation_workers(metrics), prefix, None)
         for name, value in flatten_dict(named, sep="/", expand_lists=False).items():
-            number = scalar_of(value)
+            number, name = scalar_of(value), self.accepted(name)
             if isinstance(value, list) and len(value) != 1:
                 row |= _summary(name, value)
             elif number is not None and not isinstance(number, str):
@@ -184,22 +274,65 @@ class MLflowLogger(TrackerLogger):
             self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Logs the flattened configuration as parameters."""
-        self._mlflow.log_params(flatten_dict(to_plain(params)), run_id=self.run_id)
+        """Log the flattened configuration as parameters. MLflow never changes one: a value that is another than before the
+        run resumed becomes the parameter `NAME.from_step_N`."""
+        flat = {self.accepted(name): value for name, value in flatten_dict(to_plain(params)).items()}
+        if self._step:
+            logged = self._mlflow.get_run(self.run_id).data.params
+            flat = dict(filter(None, (_changed(logged, name, value, self._step) for name, value in flat.items())))
+        if flat:
+            self._mlflow.log_params(flat, run_id=self.run_id)
 
     def finish(self) -> None:
         """Ends the run."""
         self._mlflow.end_run()
 
 
+def mlflow_option(section: MLflowConfig, name: str) -> str | None:
+    """Return the environment variable of MLflow for a key, or else the key."""
+    return os.getenv(f"MLFLOW_{name.upper()}") or getattr(section, name)
+
+
+def _changed(logged: Mapping[str, str], name: str, value: object, step: int) -> tuple[str, object] | None:
+    """Return the name and value under which a changed parameter is logged; None when the newest one has this value."""
+    newest, last = -1, None
+    for known, text in logged.items():
+        if known == name or known.startswith(f"{name}.from_step_"):
+            since = int(known.removeprefix(f"{name}.from_step_").split(".")[0]) if known != name else 0
+            if since >= newest:
+                newest, last = since, text
+    if last is None:
+        return name, value
+    if last == str(value)[: len(last)] and (
+        len(last) == len(str(value)) or len(last) >= 500
+    ):  # MLflow cuts long values
+        return None
+    key, number = f"{name}.from_step_{step}", 2
+    while key in logged:
+        key, number = f"{name}.from_step_{step}.{number}", number + 1
+    return key, value
+
+
 class SwanlabLogger(TrackerLogger):
     """SwanLab."""
+
+    variables = {
+        "project": "SWANLAB_PROJ_NAME",
+        "name": "SWANLAB_EXP_NAME",
+        "workspace": "SWANLAB_WORKSPACE",
+        "mode": "SWANLAB_MODE",
+    }
 
     def __init__(self, cfg: SwanlabConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.swanlab`, passed on to `swanlab.init` (project, name, ...)."""
         self._swanlab = self.package("swanlab")
-        options = _given(cfg)
-        self.run = self._swanlab.init(**options, logdir=log_dir)
+        self._options = self.given(cfg) | {"logdir": log_dir}
+        self.run = self._swanlab.init(**self._options)
+
+    def restart(self, step: int) -> None:
+        """Begin a new SwanLab run."""
+        self._swanlab.finish()
+        self.run = self._swanlab.init(**self._options)
 
     def send(self, row: dict[str, float], step: int) -> None:
         self.run.log(row, step=step)
@@ -219,13 +352,20 @@ class TrackioLogger(TrackerLogger):
     def __init__(self, cfg: TrackioConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.trackio`, passed on to `trackio.init` (project, name, space_id, ...)."""
         self._trackio = self.package("trackio")
-        options = _given(cfg)
-        options.setdefault("project", "nemo-rl-cpp")
-        file = _RunFile(log_dir)
-        if known := file.read():
-            options |= {"name": known, "resume": "allow"}
-        self.run = self._trackio.init(**options)
-        file.write(self.run.name)
+        self._options, self._file = self.given(cfg), _RunFile(log_dir)
+        self._options.setdefault("project", "nemo-rl-cpp")
+        known = self._file.read()
+        self._start({"name": known, "resume": "allow"} if known else {})
+
+    def _start(self, more: Mapping[str, Plain]) -> None:
+        self.run = self._trackio.init(**self._options | more)
+        self._file.write(self.run.name)
+
+    def restart(self, step: int) -> None:
+        """Begin a new Trackio run, whose name says the step that it resumed from."""
+        name = f"{self.run.name}-from-step-{step}"
+        self._trackio.finish()
+        self._start({"name": name, "resume": "never"})
 
     def send(self, row: dict[str, float], step: int) -> None:
         self._trackio.log(row, step=step)
@@ -239,10 +379,10 @@ class TrackioLogger(TrackerLogger):
         self._trackio.finish()
 
 
-def _given(cfg: object) -> dict[str, Plain]:
-    """The keys of a tracker's section that have a value."""
-    section = to_plain(cfg or {})
-    return {key: value for key, value in section.items() if value is not None} if isinstance(section, dict) else {}
+def check_trackers(cfg: LoggerConfig) -> None:
+    """Raise ValueError when the server of an enabled tracker does not answer; called before a model is loaded."""
+    if cfg.is_enabled("mlflow") and (uri := mlflow_option(cfg.mlflow, "tracking_uri")):
+        check_server(uri, "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI")
 
 
 def _summary(name: str, values: object) -> dict[str, float]:

@@ -3,19 +3,19 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from nemo_rl_cpp.config.access import to_json, to_plain, written
+from nemo_rl_cpp.config.access import as_number, to_json, to_plain, written
 from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
 from nemo_rl_cpp.config.sections import check_keys, read_section
-from nemo_rl_cpp.files.durable import disk_trouble, own_copy
+from nemo_rl_cpp.files.durable import disk_trouble, json_rows, own_copy, read_text
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.loggers.backends import WandbLogger
-from nemo_rl_cpp.loggers.files import JsonlLogger
+from nemo_rl_cpp.loggers.backends import TrackerLogger, WandbLogger
+from nemo_rl_cpp.loggers.files import METRICS, JsonlLogger
 from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
 from nemo_rl_cpp.loggers.ledger import LogLedger
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
@@ -175,9 +175,17 @@ class Logger(LoggerInterface):
         """Forgets every metric, event, rollout and plot of a step later than `step`: the run resumes there. Only files that
         this folder's runs wrote are touched (see `LogLedger`).
 
-        Trackers that keep their data elsewhere continue their own run instead.
+        A tracker that has later steps keeps them in its run, and gets a new run with the lines of metrics.jsonl up to
+        `step`, so that it shows one curve (`TrackerLogger.restart`).
         """
+        metrics = self.log_dir / METRICS
+        later = any(row["step"] > step for row in _metric_rows(metrics))
         self._each(lambda logger: logger.truncate_after(step))
+        if later and (trackers := [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]):
+            self._each(lambda logger: logger.restart(step) if logger in trackers else None)
+            for row in _metric_rows(metrics):
+                number = int(row.pop("step"))
+                self._each(lambda logger: logger.log_metrics(row, number) if logger in trackers else None)
         self._ledger.cut(step)
 
     def finish(self) -> None:
@@ -212,6 +220,14 @@ class Logger(LoggerInterface):
 
     def __exit__(self, *exc: object) -> None:
         self.finish()
+
+
+def _metric_rows(path: Path) -> Iterator[dict[str, Plain]]:
+    """Yield the lines of a metrics.jsonl with numbers for what `to_json` wrote as "nan", "inf" and "-inf"."""
+    if path.is_file():
+        for row in json_rows(read_text(path).splitlines()):
+            if isinstance(row.get("step"), int):
+                yield {name: value if (number := as_number(value)) is None else number for name, value in row.items()}
 
 
 _encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for every line

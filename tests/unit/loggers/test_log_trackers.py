@@ -1,9 +1,15 @@
 """The trackers: wandb for real (offline), the others against stand-ins that record how they are called."""
 
+import posixpath
+import re
+import socket
 import sys
 import types
+from hashlib import sha256
 
 import pytest
+from nemo_rl_cpp.config.logger import LoggerConfig
+from nemo_rl_cpp.loggers.backends import accepted_name, check_trackers
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger, parse_gpu_table
 
@@ -30,6 +36,7 @@ class Recorder(types.ModuleType):
                     info=types.SimpleNamespace(run_id="run-1"), config={}, id="run-1", name="n-1"
                 )
                 run.log = lambda row, step: self.calls.append(("run.log", (row,), {"step": step}))
+                run.finish = lambda: self.calls.append(("run.finish", (), {}))
                 return run
             return None
 
@@ -77,6 +84,14 @@ def test_wandb_offline_and_its_resumption(tmp_path, monkeypatch):
     assert list((tmp_path / "wandb").rglob("*.wandb"))
     with Logger(cfg) as logger:
         assert logger.wandb_logger.run.id == first
+        logger.log_metrics({"loss": 0.25}, 2, prefix="train")
+    with Logger(cfg) as logger:
+        logger.truncate_after(1)
+        assert logger.wandb_logger.run.id != first, "step 2 stays in the first run"
+        assert logger.wandb_logger.run.config["resumed_from"] == f"{first}, step 1"
+        logger.log_metrics({"reward": 1.0}, 2, prefix="train", step_finished=True)
+        summary = dict(logger.wandb_logger.run.summary)
+        assert summary["train/loss"] == 0.5 and summary["train/reward"] == 1.0
 
 
 def test_mlflow(tmp_path, fake):
@@ -123,6 +138,159 @@ def test_swanlab_and_trackio(tmp_path, fake):
     assert swanlab.of("finish") and trackio.of("finish")
     Logger(cfg | {"swanlab_enabled": False}).finish()
     assert trackio.of("init")[-1] == ((), {"project": "q", "name": "n-1", "resume": "allow"})
+
+
+class Mlflow(types.ModuleType):
+    """MLflow with runs in memory: refuses the names that MLflow 3 refuses, and other values of a parameter."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.runs, self.uri = [], None
+
+    def set_tracking_uri(self, uri):
+        self.uri = uri
+
+    def active_run(self):
+        return None
+
+    def get_experiment_by_name(self, name):
+        return types.SimpleNamespace(name=name)
+
+    def set_experiment(self, name):
+        pass
+
+    def start_run(self, run_id=None, run_name=None, experiment_id=None, tags=None):
+        if run_id is None:
+            run_id = str(len(self.runs))
+            self.runs.append(types.SimpleNamespace(params={}, curves={}, tags=tags or {}))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id, experiment_id="0"))
+
+    def end_run(self):
+        pass
+
+    def get_run(self, run_id):
+        return types.SimpleNamespace(data=self.runs[int(run_id)])
+
+    def log_params(self, params, run_id):
+        known = self.runs[int(run_id)].params
+        for name, value in params.items():
+            self.check(name)
+            if known.setdefault(name, str(value)) != str(value):
+                raise RuntimeError(f"Changing param values is not allowed: {name}")
+
+    def log_metrics(self, row, step, run_id):
+        for name in row:
+            self.check(name)
+        for name, value in row.items():
+            self.runs[int(run_id)].curves.setdefault(name, []).append((step, value))
+
+    @staticmethod
+    def check(name):
+        normal = posixpath.normpath(name)
+        if not re.fullmatch(r"[/\w.\- :]+", name) or len(name) > 250 or normal != name or normal[0] in "/.":
+            raise RuntimeError(f"Invalid value {name!r}")
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    module = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return module
+
+
+NAMES = [
+    "exact match (strict)", "exact match [strict]", "exact match _strict_", "/a", "a/", "a//b", "../a", ".", "", "größe",
+    "長さ", "n" * 300, "n" * 299 + "m", "a\nb", "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_name_that_mlflow_refuses_is_replaced_and_the_row_is_there(tmp_path, mlflow):
+    with Logger(config(tmp_path, mlflow_enabled=True)) as logger:
+        logger.log_metrics({name: float(i) for i, name in enumerate(NAMES)} | {"loss": 0.5}, 1, prefix="train")
+        logger.log_hyperparams({"env": {"exact match (strict)": 1}, "seed": 2})
+    curves, params = mlflow.runs[0].curves, mlflow.runs[0].params
+    assert curves["train/loss"] == [(1, 0.5)] and curves["train/größe"] == [(1, float(NAMES.index("größe")))]
+    assert curves["train/exact match _strict_"] == [(1, 2.0)], "an accepted name stays"
+    values = sorted(value for name, curve in curves.items() for _, value in curve if name != "train/loss")
+    assert values == [float(i) for i in range(len(NAMES))], "no name takes the place of another"
+    assert params["seed"] == "2" and len(params) == 2
+
+
+def test_replaced_names_are_the_same_in_every_run():
+    assert accepted_name("train/a (b)", r"[^/\w.\- :]", 250) == "train/a _b__" + sha256(b"train/a (b)").hexdigest()[:8]
+    assert accepted_name("train/loss", r"[^/\w.\- :]", 250) == "train/loss"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_resumed_mlflow_run_has_the_parameters_that_changed(tmp_path, mlflow):
+    def resume(step, params):
+        with Logger(config(tmp_path, mlflow_enabled=True)) as logger:
+            if step:
+                logger.truncate_after(step)
+            logger.log_hyperparams(params)
+
+    resume(0, {"lr": 0.1, "seed": 1})
+    resume(5, {"lr": 0.2, "seed": 1, "new": 3})
+    resume(5, {"lr": 0.2, "seed": 1, "new": 3})
+    resume(7, {"lr": 0.1, "seed": 1, "new": 3})
+    resume(7, {"lr": 0.3, "seed": 1, "new": 3})
+    assert [run.params for run in mlflow.runs] == [
+        {
+            "lr": "0.1", "seed": "1", "new": "3", "lr.from_step_5": "0.2", "lr.from_step_7": "0.1", "lr.from_step_7.2": "0.3",
+        }
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_resumed_from_an_older_checkpoint_is_one_curve(tmp_path, mlflow, fake):
+    trackio = fake("trackio")
+    cfg = config(tmp_path, mlflow_enabled=True, trackio_enabled=True, trackio={"project": "q"})
+    with Logger(cfg) as logger:
+        for step in range(1, 6):
+            logger.log_metrics({"loss": float(step), "gap": float("inf"), "lens": [step, step]}, step, prefix="train")
+    with Logger(cfg) as logger:
+        logger.truncate_after(3)
+        logger.log_metrics({"loss": 9.0}, 4, prefix="train")
+    old, new = mlflow.runs
+    assert old.curves["train/loss"] == [(step, float(step)) for step in range(1, 6)], "the old run stays"
+    assert new.curves["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 9.0)]
+    assert new.curves["train/gap"] == [(step, float("inf")) for step in (1, 2, 3)]
+    assert new.curves["train/lens/mean"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert new.tags == {"resumed_from": "0, step 3"}
+    assert trackio.of("init")[-1][1]["name"] == "n-1-from-step-3"
+    assert [kwargs["step"] for _, kwargs in trackio.of("log")] == [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    with Logger(cfg) as logger:
+        logger.truncate_after(4)
+    assert len(mlflow.runs) == 2, "nothing later was logged: the same run continues"
+
+
+def test_variables_of_a_tracker_win_over_the_keys(tmp_path, mlflow, fake, monkeypatch):
+    wandb = fake("wandb")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    cfg = config(
+        tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": "http://localhost:5000"}, wandb_enabled=True,
+        wandb={"project": "grpo-dev", "name": "n", "mode": "online"},
+    )  # fmt: skip
+    Logger(cfg).finish()
+    assert mlflow.uri == "sqlite:///mine.db"
+    assert wandb.of("init") == [((), {"name": "n", "dir": str(tmp_path / "wandb")})]
+
+
+def test_a_server_that_does_not_answer_is_one_sentence(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr("nemo_rl_cpp.loggers.backends.getproxies", dict)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        cfg = LoggerConfig(mlflow_enabled=True, mlflow={"tracking_uri": uri})
+        with pytest.raises(ValueError, match=f"logger.mlflow.tracking_uri.*no server answers at {uri}"):
+            check_trackers(cfg)
+        taken.listen()
+        check_trackers(cfg)
 
 
 def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):

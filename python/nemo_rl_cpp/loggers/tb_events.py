@@ -1,9 +1,8 @@
-"""TensorBoard event files, written and cut back without TensorBoard: records of small protobuf messages.
+"""TensorBoard event files with tensorboardX's messages and checksums, cut back when a run resumes.
 
-A record is: length u64, masked CRC-32C of it, payload, masked CRC-32C of it. The payload is an `Event` message
-(tensorflow/core/util/event.proto): wall_time = 1 (double), step = 2 (varint), file_version = 3, summary = 5.
-Every event is one write to a file opened for appending, so a killed process loses nothing that was logged before, and a
-resumed run goes on in the same file.
+tensorboardX's `SummaryWriter` is not used: a queue stands between it and its file, which `flush` does not empty. A process
+that was killed after `flush` had 94 of 100 events in its file. Here every event is one write to a file opened for appending, and a resumed run continues in
+the same file. A record is: length u64, masked CRC-32C of it, `Event` message, masked CRC-32C of it.
 """
 
 import os
@@ -12,8 +11,15 @@ import struct
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from nemo_rl_cpp.files.durable import fsync_path, own_copy
+
+if TYPE_CHECKING:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
 
 PATTERN = "events.out.tfevents.*"
 
@@ -31,17 +37,16 @@ class EventFile:
             truncate_events(self.path, None)
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if os.fstat(self._descriptor).st_size == 0:
-            self._append(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
+            self._append(file_version="brain.Event:2")
 
-    def add(self, step: int, values: Sequence[bytes]) -> None:
-        """One event of `step` with these values (`scalar`, `histogram`, `text`, `image`)."""
-        if values:
-            summary = b"".join(_bytes(1, value) for value in values)
-            self._append(_double(1, time.time()) + _varint_field(2, step) + _bytes(5, summary))
+    def add(self, step: int, summary: "Summary") -> None:
+        """Append one event of `step`."""
+        self._append(step=step, summary=summary)
 
-    def _append(self, payload: bytes) -> None:
-        header = struct.pack("<Q", len(payload))
-        os.write(self._descriptor, header + _masked_crc(header) + payload + _masked_crc(payload))
+    def _append(self, **content: "int | str | Summary") -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        os.write(self._descriptor, _record(Event(wall_time=time.time(), **content).SerializeToString()))
 
     def flush(self) -> None:
         """Syncs the file to the disk."""
@@ -61,17 +66,27 @@ class SummaryWriter(EventFile):
         super().__init__(Path(log_dir), own_files)
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """A number (stored as float32)."""
-        self.add(global_step, [scalar(tag, float(scalar_value))])
+        """Append a number, stored as float32."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        limit = float(np.finfo(np.float32).max)
+        value = float(scalar_value) if not np.isfinite(scalar_value) else min(max(float(scalar_value), -limit), limit)
+        self.add(global_step, Summary(value=[Summary.Value(tag=_tag(tag), simple_value=value)]))
 
     def add_histogram(self, tag: str, values: Sequence[float], global_step: int) -> None:
-        """30 equal bins over the values (finite, at least one)."""
-        self.add(global_step, [histogram(tag, values)])
+        """Append a histogram of 30 equal bins over the values (finite, at least one)."""
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import make_histogram
+
+        bars = make_histogram(np.asarray(values, dtype=np.float64), 30)
+        self.add(global_step, Summary(value=[Summary.Value(tag=_tag(tag), histo=bars)]))
 
     def add_hparams(self, hparam_dict: Mapping[str, object], metric_dict: Mapping[str, object]) -> None:
-        """The settings as a text, one `name: value` a line; `metric_dict` is ignored, since metrics are logged as such."""
+        """Append the settings as a text, one `name: value` a line; `metric_dict` is ignored, since metrics are logged as such."""
+        from tensorboardX.summary import text
+
         lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
-        self.add(0, [text("hyperparams", f"```yaml\n{lines}\n```")])
+        self.add(0, text("hyperparams", f"```yaml\n{lines}\n```"))
 
 
 def _new_file(folder: Path) -> Path:
@@ -82,43 +97,15 @@ def _new_file(folder: Path) -> Path:
     return path
 
 
-def scalar(tag: str, value: float) -> bytes:
-    """A `Summary.Value` with a number (stored as float32)."""
-    return _tag(tag) + _key(2, 5) + struct.pack("<f", _clamp_float32(value))
-
-
-def histogram(tag: str, values: Sequence[float]) -> bytes:
-    """A `Summary.Value` with 30 equal bins over the values (finite, at least one)."""
-    low, high = min(values), max(values)
-    width = (high - low) / 30 or 1.0
-    counts = [0.0] * 30
-    for value in values:
-        counts[min(int((value - low) / width), 29)] += 1.0
-    limits = [low + width * (index + 1) for index in range(30)]
-    facts = (low, high, float(len(values)), sum(values), sum(value * value for value in values))
-    message = b"".join(_double(field, value) for field, value in enumerate(facts, start=1))
-    for field, numbers in ((6, limits), (7, counts)):
-        message += _bytes(field, struct.pack(f"<{len(numbers)}d", *numbers))
-    return _tag(tag) + _bytes(5, message)
-
-
-def text(tag: str, content: str) -> bytes:
-    """A `Summary.Value` of the text plugin (Markdown)."""
-    metadata = _bytes(1, _bytes(1, b"text"))
-    tensor = _varint_field(1, 7) + _bytes(2, _bytes(2, _varint_field(1, 1))) + _bytes(8, content.encode())
-    return _tag(f"{tag}/text_summary") + _bytes(8, tensor) + _bytes(9, metadata)
-
-
-def image(tag: str, png: bytes, width: int, height: int) -> bytes:
-    """A `Summary.Value` with a PNG image."""
-    message = _varint_field(1, height) + _varint_field(2, width) + _varint_field(3, 4) + _bytes(4, png)
-    return _tag(tag) + _bytes(4, message)
+def _tag(name: str) -> str:
+    """Return the name, which TensorBoard takes as it stands, with `_` for half of a surrogate pair."""
+    return name.encode(errors="replace").decode()
 
 
 def truncate_events(path: Path, step: int | None) -> None:
     """Keeps the whole records whose step is not later (None: of any step), unchanged byte for byte. Atomic."""
     content = path.read_bytes()
-    kept = b"".join(record for record, payload in records(content) if step is None or step_of_event(payload) <= step)
+    kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
     if kept != content:
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_bytes(kept)
@@ -126,97 +113,27 @@ def truncate_events(path: Path, step: int | None) -> None:
         os.replace(temporary, path)
 
 
-def records(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(whole record, payload) of an event file, up to the first record that is torn or damaged."""
+def records(content: bytes) -> Iterator[tuple[bytes, "Event"]]:
+    """Yield (whole record, event) of an event file, up to the first record that is torn or damaged."""
+    from tensorboardX.proto.event_pb2 import Event
+
     position = 0
     while position + 12 <= len(content):
-        header = content[position : position + 8]
-        (length,) = struct.unpack("<Q", header)
+        (length,) = struct.unpack_from("<Q", content, position)
         end = position + 12 + length + 4
-        if end > len(content) or content[position + 8 : position + 12] != _masked_crc(header):
+        record = content[position:end]
+        if end > len(content) or record[8:12] != _masked_crc(record[:8]):
             return
-        yield content[position:end], content[position + 12 : end - 4]
+        yield record, Event.FromString(record[12:-4])
         position = end
 
 
-def step_of_event(payload: bytes) -> int:
-    """The step of an `Event`; 0 when it has none."""
-    position = 0
-    while position < len(payload):
-        key, position = _read_varint(payload, position)
-        field, kind = key >> 3, key & 7
-        if kind == 0:
-            value, position = _read_varint(payload, position)
-            if field == 2:
-                return value
-        elif kind == 2:
-            length, position = _read_varint(payload, position)
-            position += length
-        else:
-            position += 8 if kind == 1 else 4
-    return 0
-
-
-def _key(field: int, kind: int) -> bytes:
-    return _varint(field << 3 | kind)
-
-
-def _tag(tag: str) -> bytes:
-    return _bytes(1, tag.encode())
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return _key(field, 2) + _varint(len(value)) + value
-
-
-def _double(field: int, value: float) -> bytes:
-    return _key(field, 1) + struct.pack("<d", value)
-
-
-def _varint_field(field: int, value: int) -> bytes:
-    return _key(field, 0) + _varint(value)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    value, shift = 0, 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-
-
-def _clamp_float32(value: float) -> float:
-    limit = 3.4028234e38
-    return value if value != value or abs(value) == float("inf") else max(-limit, min(limit, value))
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return table
-
-
-_CRC = _crc_table()
+def _record(payload: bytes) -> bytes:
+    header = struct.pack("<Q", len(payload))
+    return header + _masked_crc(header) + payload + _masked_crc(payload)
 
 
 def _masked_crc(data: bytes) -> bytes:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    from tensorboardX.record_writer import masked_crc32c
+
+    return struct.pack("<I", masked_crc32c(data))

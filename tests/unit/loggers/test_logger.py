@@ -41,12 +41,9 @@ def steady_rows(path):
 
 def events(folder):
     """(tag, step, value) of every scalar, in file order, read with another project's message classes."""
-    from tensorboardX.proto.event_pb2 import Event
-
     found = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        for _, payload in tb_events.records(path.read_bytes()):
-            event = Event.FromString(payload)
+        for _, event in tb_events.records(path.read_bytes()):
             found += [(v.tag, event.step, v.simple_value) for v in event.summary.value if v.HasField("simple_value")]
     return found
 

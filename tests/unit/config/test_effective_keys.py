@@ -25,6 +25,7 @@ from nemo_rl_cpp.config.keys import fields_of, section_type
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.environments.ray_environment import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
+from nemo_rl_cpp.loggers import backends
 from nemo_rl_cpp.loggers.backends import TrackerLogger
 from nemo_rl_cpp.models.generation.vllm.server import client_of
 
@@ -174,6 +175,7 @@ def reads(tmp_path_factory):
         importlib.util, "find_spec", lambda name, *more: TRACKERS if name in TRACKERS else find_spec(name, *more)
     )
     patch.setattr(TrackerLogger, "package", staticmethod(lambda name: MagicMock()))
+    patch.setattr(backends, "check_server", lambda *address: None)
     patch.setattr(build, "_checked", lambda config: watch.root(check(config)))
     patch.setattr(Section, "model_dump", model_dump)
     patch.setattr(Section, "__getattribute__", lambda section, name: watch.attribute(section, name), raising=False)

@@ -148,21 +148,6 @@ def vanishing_gradient(h: MetricHistory) -> Finding | None:
 
 
 @rule
-def masked_sequences(h: MetricHistory) -> Finding | None:
-    """Sequences left out because trainer and generator disagreed on them."""
-    name = "train/num_masked_seqs_by_logprob_error"
-    number = h.total(name)
-    if number <= 0:
-        return None
-    return Finding(
-        "warn",
-        f"Left out: {count(number, 'sequence')} whose log-probabilities differed too much",
-        "grpo.seq_logprob_error_threshold masks them; the cause is a difference between generator and trainer.",
-        name,
-    )
-
-
-@rule
 def verifier_timeouts(h: MetricHistory) -> Finding | None:
     """Answers whose verifier was stopped at its deadline."""
     names = [name for name in h.names() if "timeout" in name and not name.startswith("timing/")]
@@ -399,32 +384,22 @@ def truncation(h: MetricHistory) -> Finding | None:
 
 
 @rule
-def entropy_collapse(h: MetricHistory) -> Finding | None:
-    """The policy has become nearly deterministic."""
-    trend = h.trend("train/approx_entropy")
-    if trend is None or trend.first <= 0 or trend.last > 0.25 * trend.first or trend.last > 0.2:
+def entropy(h: MetricHistory) -> Finding | None:
+    """The policy has become nearly deterministic, or drifts towards noise."""
+    name, trend = "train/approx_entropy", h.trend("train/approx_entropy")
+    if trend is None or trend.first <= 0:
         return None
-    return Finding(
-        "warn",
-        f"The entropy collapsed from {fmt(trend.first)} to {fmt(trend.last)}",
-        "The policy hardly explores any more. If the reward still has room, lower the learning rate, raise "
-        "loss_fn.ratio_clip_max (clip higher) or the KL weight.",
-        "train/approx_entropy",
-    )
-
-
-@rule
-def entropy_explosion(h: MetricHistory) -> Finding | None:
-    """The policy drifts towards noise."""
-    trend = h.trend("train/approx_entropy")
-    if trend is None or trend.first <= 0 or trend.last < 3 * trend.first or trend.last < 1.0 or trend.sigmas < 3:
-        return None
-    return Finding(
-        "warn",
-        f"The entropy grew from {fmt(trend.first)} to {fmt(trend.last)}",
-        "The policy is becoming random: lower the learning rate or raise the KL weight.",
-        "train/approx_entropy",
-    )
+    span = f"from {fmt(trend.first)} to {fmt(trend.last)}"
+    if trend.last <= min(0.25 * trend.first, 0.2):
+        advice = (
+            "The policy hardly explores any more. If the reward still has room, lower the learning rate, raise "
+            "loss_fn.ratio_clip_max (clip higher) or the KL weight."
+        )
+        return Finding("warn", f"The entropy collapsed {span}", advice, name)
+    if trend.last >= max(3 * trend.first, 1.0) and trend.sigmas >= 3:
+        advice = "The policy is becoming random: lower the learning rate or raise the KL weight."
+        return Finding("warn", f"The entropy grew {span}", advice, name)
+    return None
 
 
 @rule
@@ -443,22 +418,17 @@ def kl_drift(h: MetricHistory) -> Finding | None:
 
 @rule
 def value_quality(h: MetricHistory) -> Finding | None:
-    """PPO: how much of the returns the critic explains."""
+    """PPO: the critic explains nothing of the returns."""
     name = next((n for n in ("train/critic/explained_var", "train/explained_var") if h.curve(n).values), None)
     explained = h.recent(name) if name else None
-    if explained is None:
+    if explained is None or explained >= 0:
         return None
-    if explained < 0:
-        return Finding(
-            "warn",
-            f"The value model explains nothing: explained variance {fmt(explained)}",
-            "Its predictions are worse than the mean return: train it longer before the policy "
-            "(ppo.policy_training_start_step), or raise its learning rate.",
-            name,
-        )
-    level = "good" if explained > 0.5 else "info"
     return Finding(
-        level, f"The value model explains {percent(min(explained, 1.0))} of the variance of the returns", "", name
+        "warn",
+        f"The value model explains nothing: explained variance {fmt(explained)}",
+        "Its predictions are worse than the mean return: train it longer before the policy "
+        "(ppo.policy_training_start_step), or raise its learning rate.",
+        name,
     )
 
 

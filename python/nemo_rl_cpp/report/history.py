@@ -30,10 +30,6 @@ class Trend(NamedTuple):
     sigmas: float
     stretch: int
 
-    @property
-    def change(self) -> float:
-        return self.last - self.first
-
 
 class MetricHistory:
     """All numeric metrics of a run. A metric that was logged twice at a step keeps the later value.

@@ -28,7 +28,6 @@ def test_recent_and_trend():
     assert history.recent("none") is None
     trend = history.trend("train/reward")
     assert trend.stretch == 7 and trend.first == pytest.approx(0.6 / 7) and trend.sigmas > 5
-    assert trend.change == pytest.approx(trend.last - trend.first)
     assert history.trend("flat").sigmas == 0.0 and history.trend("short") is None
     assert MetricHistory.of(x=[0.0] * 5 + [1.0] * 5).trend("x").sigmas > 3
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
+from nemo_rl_cpp.data.plain_rows import row_at
 from nemo_rl_cpp.data.processors import PROMPT_MAKERS, Prompt, multichoice_qa_processor
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 1000
 _MOST_CHARACTERS = 2_000_000
-_MATH_ENVIRONMENTS = ("math", "math_default")
 
 
 class Remark(NamedTuple):
@@ -76,7 +77,7 @@ def inspect_rows(
     lengths, characters = _Lengths(), 0
     step = -(-len(rows) // _MOST_ROWS)
     for number in range(0, len(rows), step):
-        row = rows[number]
+        row = row_at(rows, number)
         if row.get("task_name") not in (None, raw.task_name):
             yield Remark(
                 "error", where, f"row {number + 1}: its task_name {row['task_name']!r} has no processor: this data set's is {raw.task_name!r}; "
@@ -105,7 +106,7 @@ def inspect_rows(
         )  # fmt: skip
     yield from _about_lengths(lengths, limits, where, len(rows))
     name, section = environment
-    if name in _MATH_ENVIRONMENTS:
+    if name in _COMPARING:
         truths = [(number, prompt.extra_env_info.get("ground_truth")) for number, prompt in prompts]
         yield from _about_truths(truths, section or {}, name, where)
 
@@ -138,40 +139,87 @@ _WORD = re.compile(
 )  # of three it makes a product of letters, which only the same text equals
 
 
+_COMPARING = ("math", "math_default", "math_multi_reward", "arithmetic", "reverse_digits", "code")
+"""Environments of this package that compare responses with a row's truth."""
+_Judge = Callable[[object], str | None]  # see `_judge`
+
+
 def _about_truths(
     truths: list[tuple[int, object]], section: Mapping[str, object], name: str, where: str
 ) -> Iterator[Remark]:
-    kind = section.get("verifier_type") or "math"
-    judge = _of_math if kind == "math" else _of_choice
-    dapo = section.get("math_verify_impl") == "dapo_math_verify"
-    verdicts = [(number, truth, judge(truth, dapo)) for number, truth in truths]
-    bad = [(number, truth) for number, truth, verdict in verdicts if verdict is not None]
+    expected, judge = _judge(name, section)
+    verdicts = [(number, truth, judge(truth)) for number, truth in truths]
+    bad = [(number, truth, verdict) for number, truth, verdict in verdicts if verdict is not None]
     if not bad:
         return
-    number, truth = bad[0]
+    number, truth, _ = next((each for each in bad if each[2] == "wrong"), bad[0])
     hopeless = all(verdict == "never" for _, _, verdict in verdicts)
     shown = "null" if truth is None else repr(truth if len(str(truth)) <= 60 else "..." + str(truth)[-57:])
-    expected = "the letter of an option" if kind != "math" else "a number or an expression"
     advice = "give " + expected
     if "####" in str(truth):
         advice = "give what follows ####, the number alone (dataset_name: GSM8K takes it so)"
     yield Remark(
-        "error" if hopeless else "warning",
+        "error" if hopeless or any(verdict == "wrong" for _, _, verdict in bad) else "warning",
         where,
         f"{len(bad):,} of {len(truths):,} truths cannot be parsed (env.{name}): the first is row {number}, {shown}; "
         f"right answers to them score 0: {advice}",
     )
 
 
-def _of_choice(truth: object, _: bool) -> str | None:
+def _judge(name: str, section: Mapping[str, object]) -> tuple[str, _Judge]:
+    """(what the truths of an environment must be, what it says of one).
+
+    It says None where the truth can be compared, "as text" where only the same text matches, "never" where no response does, and
+    "wrong" for a value that the environment refuses or does not compare.
+    """
+    if name == "code":
+        return "tests: inputs and outputs, or asserts", _of_code
+    if name == "arithmetic":
+        return "a number", _of_text(_of_number)
+    if name == "reverse_digits":
+        return "a text that is not empty", _of_text(lambda text: None if text else "wrong")
+    if name == "math_multi_reward":
+        return "a text", _of_text(lambda text: None if text else "never")
+    if (section.get("verifier_type") or "math") != "math":
+        return "the letter of an option", _of_text(_of_choice)
+    dapo = section.get("math_verify_impl") == "dapo_math_verify"
+    return "a number or an expression", _of_text(lambda text: _of_math(text, dapo))
+
+
+def _of_text(judge: Callable[[str], str | None]) -> _Judge:
+    def of_any(truth: object) -> str | None:
+        if truth is not None and (isinstance(truth, bool) or not isinstance(truth, (str, int, float))):
+            return "wrong"
+        return judge("" if truth is None else str(truth))
+
+    return of_any
+
+
+def _of_code(truth: object) -> str | None:
+    from nemo_rl_cpp.environments.code_tests import parse_tests
+
+    try:
+        parse_tests(truth)
+    except (ValueError, TypeError):
+        return "wrong"
+    return None
+
+
+def _of_number(text: str) -> str | None:
+    try:
+        Decimal(text.strip().replace(",", ""))
+    except InvalidOperation:
+        return "wrong"
+    return None
+
+
+def _of_choice(text: str) -> str | None:
     from nemo_rl_cpp.environments.verifiers import normalize_response
 
-    return None if truth is not None and len(normalize_response(str(truth))) == 1 else "never"
+    return None if len(normalize_response(text)) == 1 else "never"
 
 
-def _of_math(truth: object, dapo: bool) -> str | None:
-    """None for a truth that can be read, "never" where no response can match, "as text" where only the same text does."""
-    text = "" if truth is None else str(truth)
+def _of_math(text: str, dapo: bool) -> str | None:
     if not text.strip() or "####" in text:
         return "never"
     if not dapo and "\\boxed" not in text and len(_WORD.findall(text)) >= 3:

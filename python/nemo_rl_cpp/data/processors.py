@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
-from nemo_rl_cpp.data.conversation import ChatMessage, split_conversation, tools_of
+from nemo_rl_cpp.data.conversation import ChatMessage, split_conversation, text_of, tools_of
 from nemo_rl_cpp.data.interfaces import DatumSpec, Row, TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.prompt_place import fill_prompt
 from nemo_rl_cpp.data.prompt_rendering import render_prompt, system_part
@@ -128,9 +128,7 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
     truth = _column(row, "expected_answer", "math_data_processor")
     if spec.prompt:
         problem = fill_prompt(spec.prompt, problem)
-    return Prompt(
-        _separate_messages(problem, spec, tokenizer), {"ground_truth": truth if truth is None else str(truth)}
-    )
+    return Prompt(_separate_messages(problem, spec, tokenizer), {"ground_truth": text_of(truth)})
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
@@ -200,8 +198,7 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
             raise ValueError(f"'options' must be a mapping from letters to texts, but is {options!r}")
         listed = "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
         question = f"{spec.prompt}\n\nQuestion: {question}\nOptions:\n{listed}"
-    answer = _column(row, "answer", name)
-    extra: dict[str, object] = {"ground_truth": answer if answer is None else str(answer)}
+    extra: dict[str, object] = {"ground_truth": text_of(_column(row, "answer", name))}
     if "subject" in row:
         extra["subject"] = row["subject"]
     return Prompt(_separate_messages(question, spec, tokenizer), extra)

@@ -6,7 +6,7 @@ from nemo_rl_cpp.config.env import MathEnvConfig
 from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import assistant_text, correct_or_not
+from nemo_rl_cpp.environments.single_turn import assistant_text, correct_or_not, truth_text
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import (
     EnglishMultichoiceVerifyWorker,
@@ -69,7 +69,7 @@ class MathEnvironment(BaseMathEnvironment):
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
         """Observations say "Environment: correct" or "Environment: incorrect"; `answers` only when asked for."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
-        truths = ["" if info["ground_truth"] is None else str(info["ground_truth"]) for info in metadata]
+        truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
         answers = verdicts.answers if return_extracted_answer else None
         result = self._finish(verdicts.scores, metadata, correct_or_not(verdicts.scores), answers)

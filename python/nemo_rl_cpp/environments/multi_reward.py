@@ -8,7 +8,7 @@ import torch
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.math_environment import MathEnvironmentMetadata
-from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, correct_or_not
+from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, correct_or_not, truth_text
 
 REWARD_NAMES = ("reward/correctness", "reward/integer", "reward/format")
 _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
@@ -37,7 +37,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [extract_answer(response) for response in responses]
         scores = [
-            self._scores(response, answer, str(info["ground_truth"]))
+            self._scores(response, answer, truth_text(info["ground_truth"]))
             for response, answer, info in zip(responses, answers, metadata)
         ]
         observations = correct_or_not(correct for correct, _, _ in scores)

@@ -4,7 +4,7 @@ from nemo_rl_cpp.config.env import PlainEnvConfig
 from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironment, assistant_text
+from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironment, assistant_text, truth_text
 
 
 def fraction_right(text: str, expected: str) -> float:
@@ -27,7 +27,7 @@ class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth]
     ) -> EnvironmentReturn[GroundTruth]:
         texts = [assistant_text(message_log) for message_log in message_log_batch]
-        rewards = [fraction_right(text, str(info["ground_truth"])) for text, info in zip(texts, metadata)]
+        rewards = [fraction_right(text, truth_text(info["ground_truth"])) for text, info in zip(texts, metadata)]
         self._responses += len(rewards)
         self._exact += sum(reward == 1.0 for reward in rewards)
         return self._finish(rewards, metadata, answers=[text.strip() for text in texts])

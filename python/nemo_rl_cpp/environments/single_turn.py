@@ -18,6 +18,11 @@ class GroundTruth(TypedDict):
     ground_truth: str
 
 
+def truth_text(truth: object) -> str:
+    """The text of a right answer, "" where it is none: lists, mappings and truth values are no texts, and null is none."""
+    return str(truth) if isinstance(truth, (str, int, float)) and not isinstance(truth, bool) else ""
+
+
 def assistant_text(message_log: LLMMessageLogType) -> str:
     """All of the model's messages of a conversation, joined."""
     return "".join(str(message["content"]) for message in message_log if message["role"] == "assistant")

@@ -169,8 +169,49 @@ def test_letters_of_multiple_choice(found):
     )
 
 
-def test_other_environments_may_have_any_truths(found):
-    assert found(rows(("1=", None), ("2=", "#### 1")), "++data.train.env_name=reverse_digits") == []
+@pytest.mark.parametrize("name", ["math", "math_multi_reward", "arithmetic", "reverse_digits"])
+@pytest.mark.parametrize("truth", [["1", "2"], ["1"], [], {"value": "1"}, True])
+def test_a_truth_that_is_no_text_is_an_error_even_in_one_row(found, name, truth):
+    [(level, key, message)] = found(
+        rows(("1=", "1"), ("2=", truth)), f"++data.train.env_name={name}", f"++env.{name}={{}}"
+    )
+    assert (level, key) == ("error", "data.train")
+    assert message.startswith(f"1 of 2 truths cannot be parsed (env.{name}): the first is row 2, {truth!r}; ")
+
+
+def test_a_truth_that_is_no_text_is_an_error_for_every_processor(found):
+    row = {"problem": "1=", "expected_answer": ["1", "2"]}
+    [(level, _, message)] = found(
+        [row],
+        "++data.train.input_key=problem",
+        "++data.train.output_key=expected_answer",
+        "++env.math.math_verify_impl=dapo_math_verify",
+    )
+    assert level == "error" and "the first is row 1, ['1', '2']" in message
+
+
+@pytest.mark.parametrize(
+    "name, wrong, right",
+    [
+        ("arithmetic", "two", "1,234.5"),
+        ("arithmetic", None, 2),
+        ("reverse_digits", None, "#### 1"),
+        ("code", "2", ["assert f(1) == 2"]),
+        ("code", {"inputs": ["1"], "outputs": []}, {"inputs": ["1"], "outputs": ["2"]}),
+        ("code", [], '{"asserts": ["assert f(1) == 2"]}'),
+    ],
+)
+def test_truths_that_an_environment_would_refuse_are_an_error(found, name, wrong, right):
+    [(level, _, message)] = found(
+        rows(("1=", right), ("2=", wrong)), f"++data.train.env_name={name}", f"++env.{name}={{}}"
+    )
+    assert level == "error" and message.startswith(f"1 of 2 truths cannot be parsed (env.{name}): the first is row 2")
+    assert found(rows(("1=", right)), f"++data.train.env_name={name}", f"++env.{name}={{}}") == []
+
+
+def test_rewards_of_the_users_may_have_any_truths(found):
+    options = ("++data.train.env_name=reward_functions", "++env.reward_functions.functions=[operator.eq]")
+    assert found(rows(("1=", None), ("2=", ["1", "2"])), *options) == []
 
 
 @pytest.mark.parametrize("template", ["chatml", "Question: {question}", "{{ bos_token }}", "gone.j2"])

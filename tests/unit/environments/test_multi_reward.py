@@ -122,3 +122,10 @@ def test_gdpo_refuses_weights_that_are_given_twice():
         1.0,
         3.0,
     ]
+
+
+@pytest.mark.parametrize("truth", [["4"], {"value": "4"}, True, None])
+def test_a_truth_that_is_no_text_equals_no_answer(truth):
+    log = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": str(truth)}]
+    returned = MathMultiRewardEnvironment({}).step([log], [{"ground_truth": truth}])
+    assert returned.rewards["reward/correctness"].tolist() == [0.0]

@@ -1,0 +1,138 @@
+"""The parts of a training loop, for one that you write yourself: a model, an engine that samples from it, a trainer that changes it.
+
+Both read the same weights in place: after `Trainer.step` the engine samples from the new ones. `examples/grpo_from_scratch.py` shows all three.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.data.boundaries import end_token_ids, save_generation_config
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
+from nemo_rl_cpp.models.model_folder import open_model_folder
+from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
+from nemo_rl_cpp.models.trained_model import DTYPES
+from nemo_rl_cpp.models.weights import save_weights
+
+
+class Model:
+    """A language model on the CPU, whose weights an `Engine` and a `Trainer` share.
+
+    Args:
+        name: a Hugging Face folder, a packaged model, a name on the hub, or "tiny-random".
+        seed: of random weights.
+        precision: "float32", or "bfloat16" with float32 master weights.
+        overrides: entries of config.json that replace the model's, such as `hidden_size=128` of "tiny-random".
+
+    Attributes:
+        tokenizer: that of the folder; of "tiny-random" one of digits, "+" and "=".
+
+    Raises ModelFolderError for a model that is not supported or whose files are damaged.
+    """
+
+    def __init__(self, name: str, *, seed: int = 0, precision: str = "float32", **overrides: object) -> None:
+        if precision not in DTYPES:
+            raise ValueError(f"precision is one of {', '.join(DTYPES)}, not {precision!r}")
+        self.folder = open_model_folder(name, overrides, seed=seed, key="name")
+        self.folder.check_weights()
+        path = self.folder.path
+        self.tokenizer = tiny_tokenizer() if path is None else Tokenizer.from_pretrained(path, section="")
+        self.native = C.DecoderModel(self.folder.native(), DTYPES[precision], trainable=True)
+        self.folder.fill(self.native)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a Hugging Face folder: weights, config.json, generation_config.json, tokenizer."""
+        save_weights(self.native, path, self.folder.config)
+        save_generation_config(self.folder.path, self.folder.config, self.tokenizer, Path(path))
+        self.tokenizer.save_pretrained(str(path))
+
+
+class Engine:
+    """Samples from a model.
+
+    Args:
+        settings: keys of `policy.generation`, such as `max_new_tokens=64, temperature=0.7`.
+        seed: of the random draws; every call draws anew.
+    """
+
+    def __init__(self, model: Model, *, seed: int = 0, **settings: object) -> None:
+        ends = end_token_ids(model.folder.path, model.folder.config, model.tokenizer)
+        longest = model.folder.config["max_position_embeddings"]
+        runner = native_runner(model.native, settings)
+        self._native = NativeGeneration(
+            runner, settings, model.tokenizer, end_token_ids=ends, seed=seed, max_model_len=longest
+        )
+
+    def sample(self, prompts: Sequence[Sequence[int]], n: int = 1, *, greedy: bool = False) -> RaggedBatch:
+        """Answers each prompt `n` times.
+
+        Returns: B = len(prompts) * n sequences, the answers to one prompt next to each other, T tokens in all. `batch.tokens` holds
+        [T] tensors: `input_ids` (prompts with their answers), `token_mask` (1 on sampled tokens) and `generation_logprobs` (0
+        elsewhere). `batch.samples["group_id"]`, int64 [B], is the index of the prompt.
+        """
+        group = torch.arange(len(prompts)).repeat_interleave(n)
+        asked = [torch.tensor(prompts[i], dtype=torch.int64) for i in group.tolist()]
+        lengths = torch.tensor([len(ids) for ids in asked])
+        answers = self._native.generate(RaggedBatch(offsets_of(lengths), {"input_ids": torch.cat(asked)}, {}), greedy)
+
+        def behind_prompts(before: list[Tensor], of_answers: Tensor) -> Tensor:
+            rows = zip(before, answers.rows(of_answers))
+            return torch.cat([part for row in rows for part in row])
+
+        zeros = [torch.zeros(len(ids)) for ids in asked]
+        tokens = {
+            "input_ids": behind_prompts(asked, answers.token_ids),
+            "token_mask": behind_prompts(zeros, torch.ones(len(answers.token_ids))),
+            "generation_logprobs": behind_prompts(zeros, answers.logprobs),
+        }
+        return RaggedBatch(offsets_of(lengths + answers.lengths), tokens, {"group_id": group})
+
+
+class Trainer:
+    """Changes a model's weights with AdamW.
+
+    Args:
+        temperature: that of the engine, under which log-probabilities are computed. They are those of the engine to the last bit
+            as long as it samples without `top_p` and `top_k`.
+    """
+
+    def __init__(self, model: Model, *, temperature: float = 1.0) -> None:
+        self._native, self.temperature = C.Trainer(model.native), temperature
+
+    def forward_backward(self, batch: RaggedBatch, loss_fn: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
+        """Adds the gradient of a loss to that of the next `step`.
+
+        `loss_fn` turns log-probabilities, [T] in the order of `batch.tokens`, 0 where `token_mask` is 0, into a scalar by torch
+        operations. Answers that share a prompt compute it once.
+
+        Returns: the loss, and the log-probabilities. ValueError where the loss is infinite or NaN.
+        """
+        wanted = wanted_tokens(batch)
+        rows = (batch.by_sample(wanted.int()) > 0).nonzero().flatten().tolist()
+        logprobs = torch.zeros(batch.num_tokens, dtype=self._native.out_dtype)
+        if rows:
+            self._native.forward(RowBatch(batch, wanted), rows, self.temperature, True, True, False, logprobs)
+        loss = loss_fn(logprobs.requires_grad_())
+        if not torch.isfinite(loss):
+            raise ValueError(f"the loss is {loss.item()}, expected a finite number: nothing was added to the gradient")
+        if rows:
+            self._native.backward(torch.autograd.grad(loss, logprobs)[0].contiguous())
+        return loss.item(), logprobs.detach()
+
+    def step(
+        self, learning_rate: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+    ) -> float:  # fmt: skip
+        """Updates the weights, and sets the gradient to zero.
+
+        Returns: the gradient's norm before it was clipped to `max_grad_norm` (0: no limit). Where it is not finite, the weights stay.
+        """
+        done = self._native.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
+        self._native.zero_grad()
+        return done.grad_norm

@@ -1,0 +1,60 @@
+"""The example for readers learns, and what it saves is a model; the parts it is made of hold to what they promise."""
+
+import runpy
+from pathlib import Path
+
+import nemo_rl_cpp
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_from_scratch.py"
+
+
+def test_the_example_learns_exactly_and_saves_a_model_for_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, rewards, gap = runpy.run_path(str(EXAMPLE))["train"]()
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.9
+    assert gap == 0
+    model.save(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    asked = torch.tensor([model.tokenizer(text)["input_ids"] for text in ("71=", "38=", "05=")])
+    answered = theirs.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=3, do_sample=False)
+    assert [tokenizer.decode(row) for row in answered] == ["71=777", "38=333", "05=000"]
+    ours = nemo_rl_cpp.Engine(nemo_rl_cpp.Model(str(tmp_path)), max_new_tokens=3).sample(asked.tolist(), greedy=True)
+    assert ours["input_ids"].tolist() == answered.tolist()
+
+
+def test_answers_to_prompts_of_different_lengths_lie_behind_their_prompts():
+    model = nemo_rl_cpp.Model("tiny-random")
+    prompts = [[4, 5, 15], [6]]
+    batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample(prompts, n=3)
+    assert batch.samples["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    rows = batch.rows(batch.tokens["input_ids"]), batch.rows(batch.tokens["token_mask"])
+    for i, (ids, mask) in enumerate(zip(*rows)):
+        prompt = prompts[i // 3]
+        assert ids[: len(prompt)].tolist() == prompt
+        assert mask.tolist() == [0.0] * len(prompt) + [1.0] * (len(ids) - len(prompt))
+
+
+def test_two_backward_passes_add_up_and_a_step_begins_anew():
+    norms = []
+    for passes in (1, 2):
+        model = nemo_rl_cpp.Model("tiny-random", seed=1)
+        trainer = nemo_rl_cpp.Trainer(model)
+        batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample([[4, 5, 15]], n=4)
+        for _ in range(passes):
+            trainer.forward_backward(batch, lambda logprobs: -logprobs.sum())
+        norms.append(trainer.step(0.0))
+        assert trainer.step(0.0) == 0
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_gradient():
+    model = nemo_rl_cpp.Model("tiny-random")
+    trainer = nemo_rl_cpp.Trainer(model)
+    batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample([[4, 5, 15]])
+    with pytest.raises(ValueError, match="the loss is nan"):
+        trainer.forward_backward(batch, lambda logprobs: logprobs.sum() * float("nan"))
+    assert trainer.step(0.1) == 0

@@ -53,7 +53,7 @@ def test_gpu_figures_of_readme_are_those_of_benchmarks():
     assert f"a training step of 16,384 tokens is {claim[1]} times as fast as transformers'" in BENCHMARKS
 
 
-def test_reading_starts_at_the_file_with_the_loop():
-    first = re.search(r"Start reading with `([^`]+)` \(`(\w+)` is one page\)", README)
-    assert first is not None
-    assert f"\ndef {first[2]}(" in (ROOT / "python/nemo_rl_cpp" / first[1]).read_text(encoding="utf-8")
+def test_reading_starts_at_a_page_that_learns_and_goes_on_at_the_file_with_the_loop():
+    page, loop = re.search(r"Start reading with \[`([^`]+)`\].*?`([^`]+)` \(the loop of every run\)", README, re.S).groups()
+    assert (ROOT / page).is_file()
+    assert "def train_loop(" in (ROOT / "python" / "nemo_rl_cpp" / loop).read_text()

@@ -51,10 +51,27 @@ def test_two_backward_passes_add_up_and_a_step_begins_anew():
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)
 
 
-def test_a_loss_that_is_not_finite_leaves_the_gradient():
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda logprobs: logprobs.sum() * float("nan"), "the loss is nan"),
+        (lambda logprobs: logprobs, "expected a scalar"),
+        (lambda logprobs: torch.tensor(1.0), "expected a scalar"),
+        (lambda logprobs: 1.0, "loss_fn gave 1.0"),
+    ],
+)
+def test_a_loss_that_is_no_finite_scalar_leaves_the_gradient(loss_fn, message):
     model = nemo_rl_cpp.Model("tiny-random")
     trainer = nemo_rl_cpp.Trainer(model)
     batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample([[4, 5, 15]])
-    with pytest.raises(ValueError, match="the loss is nan"):
-        trainer.forward_backward(batch, lambda logprobs: logprobs.sum() * float("nan"))
+    with pytest.raises(ValueError, match=message):
+        trainer.forward_backward(batch, loss_fn)
     assert trainer.step(0.1) == 0
+
+
+def test_sampling_nothing_is_an_error():
+    engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4)
+    with pytest.raises(ValueError, match="0 prompts"):
+        engine.sample([])
+    with pytest.raises(ValueError, match="n=0"):
+        engine.sample([[4]], n=0)

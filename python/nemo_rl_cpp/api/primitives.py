@@ -27,7 +27,7 @@ class Model:
     Args:
         name: a Hugging Face folder, a packaged model, a name on the hub, or "tiny-random".
         seed: of random weights.
-        precision: "float32", or "bfloat16" with float32 master weights.
+        precision: "float32", "float64", or "bfloat16" with float32 master weights.
         overrides: entries of config.json that replace the model's, such as `hidden_size=128` of "tiny-random".
 
     Attributes:
@@ -76,6 +76,8 @@ class Engine:
         [T] tensors: `input_ids` (prompts with their answers), `token_mask` (1 on sampled tokens) and `generation_logprobs` (0
         elsewhere). `batch.samples["group_id"]`, int64 [B], is the index of the prompt.
         """
+        if not len(prompts) or n < 1:
+            raise ValueError(f"{len(prompts)} prompts with n={n} answers each: expected at least one of both")
         group = torch.arange(len(prompts)).repeat_interleave(n)
         asked = [torch.tensor(prompts[i], dtype=torch.int64) for i in group.tolist()]
         lengths = torch.tensor([len(ids) for ids in asked])
@@ -111,7 +113,7 @@ class Trainer:
         `loss_fn` turns log-probabilities, [T] in the order of `batch.tokens`, 0 where `token_mask` is 0, into a scalar by torch
         operations. Answers that share a prompt compute it once.
 
-        Returns: the loss, and the log-probabilities. ValueError where the loss is infinite or NaN.
+        Returns: the loss, and the log-probabilities. ValueError where the loss is no scalar, infinite or NaN.
         """
         wanted = wanted_tokens(batch)
         rows = (batch.by_sample(wanted.int()) > 0).nonzero().flatten().tolist()
@@ -119,6 +121,9 @@ class Trainer:
         if rows:
             self._native.forward(RowBatch(batch, wanted), rows, self.temperature, True, True, False, logprobs)
         loss = loss_fn(logprobs.requires_grad_())
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise ValueError(f"loss_fn gave {given}, expected a scalar tensor computed from its log-probabilities")
         if not torch.isfinite(loss):
             raise ValueError(f"the loss is {loss.item()}, expected a finite number: nothing was added to the gradient")
         if rows:

@@ -8,8 +8,8 @@
 namespace nemo_rl::bindings {
 
 /// Return f(interrupted), called without the GIL; interrupted() takes it to let Python see signals. A KeyboardInterrupt
-/// reaches the caller. In the main thread a signal's handler raises it; in another one, where a run works, it is set from
-/// outside (`PyThreadState_SetAsyncExc`), and Python raises it when it next executes a function.
+/// reaches the caller. In the main thread a signal's handler raises it; in another one, where a run works, it is set
+/// from outside (`PyThreadState_SetAsyncExc`), and Python raises it when it next executes a function.
 template <class F>
 auto interruptible(const F& f) {
   try {

@@ -54,6 +54,8 @@ def test_gpu_figures_of_readme_are_those_of_benchmarks():
 
 
 def test_reading_starts_at_a_page_that_learns_and_goes_on_at_the_file_with_the_loop():
-    page, loop = re.search(r"Start reading with \[`([^`]+)`\].*?`([^`]+)` \(the loop of every run\)", README, re.S).groups()
+    page, loop = re.search(
+        r"Start reading with \[`([^`]+)`\].*?`([^`]+)` \(the loop of every run\)", README, re.S
+    ).groups()
     assert (ROOT / page).is_file()
     assert "def train_loop(" in (ROOT / "python" / "nemo_rl_cpp" / loop).read_text()

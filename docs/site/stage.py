@@ -25,7 +25,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     ),
     "Look up": ("configuration", "configurations", "command-line", "api"),
     "Come from": ("coming-from-trl", "coming-from-verl", "porting-from-nemo-rl"),
-    "Change": ("architecture", "kernels", "benchmarks", "benchmarks-in-full", "contributing", "changelog"),
+    "Change": ("architecture", "kernels", "style", "benchmarks", "benchmarks-in-full", "contributing", "changelog"),
 }  # fmt: skip
 """Caption of the sidebar -> its pages, in reading order. A document that stands in none of them is put under "More"; a name without a document is left out."""
 

@@ -207,7 +207,7 @@ class BesideTraining(Collection):
         with timer("exposed_generation"):
             collected = self._batches.popleft().result()
         if collected is None:
-            raise RuntimeError(f"step {version + 1} was not to be: the data had ended")
+            raise RuntimeError(f"step {version + 1} has no prompts: the data ended before it")
         for label, seconds in collected.seconds.items():
             timer.record(label, seconds)
         age = version - collected.weight_version

@@ -224,8 +224,10 @@ class TrainingRun:
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
     def close(self, patience: float | None = None) -> None:
-        """Ends the environments', the cluster's and the engine's processes and gives logs and checkpoint folder free; may be called again. An environment that
-        does not answer for `patience` seconds is left behind; None: waits."""
+        """End the processes of environments, workers and engine, and unlock the log and checkpoint folders. May be called again.
+
+        An environment that does not answer within `patience` seconds is abandoned; None waits for it.
+        """
         self.collection.close()
         self.environments.close(patience)
         shut_down(self.engine_cluster, self.cluster)

@@ -70,7 +70,7 @@ class ClusterConfig(Section):
 
     @property
     def executor_text(self) -> str:
-        """The executor for messages."""
+        """Name the executor for an error message, and the launcher that `auto` found."""
         return (
             f"auto under a launcher of {self.processes} ranks"
             if self.executor == "auto" and self.has_workers

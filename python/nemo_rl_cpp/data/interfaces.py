@@ -19,7 +19,7 @@ Row = dict[str, object]
 
 
 class Indexed(Protocol[T_co]):
-    """Things by their numbers: the rows of a data set, or the samples that are made of them."""
+    """A sequence that is read by index and length alone: rows of a data set, or the samples made from them."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> T_co: ...

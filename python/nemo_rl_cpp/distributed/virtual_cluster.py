@@ -18,7 +18,7 @@ def cuda_usable() -> bool:
 
 
 def check_device(device: str) -> str:
-    """`cluster.device` as it is. Raises ValueError, which says why, where it asks for a GPU that cannot be used."""
+    """Return `cluster.device`. Raise ValueError with the reason if it is `cuda` and no GPU can be used."""
     if device == "cuda" and not cuda_usable():
         raise ValueError(f"cluster.device is cuda, but {_why_no_cuda()}, or set cluster.device=cpu")
     return device

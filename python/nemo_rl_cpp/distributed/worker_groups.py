@@ -84,8 +84,8 @@ class RayWorkerGroup:
         return first
 
     def call_each(self, method_name: str, each: list[tuple[object, ...]], event: str, on_event: list[Callable[..., None] | None]) -> list[Any]:  # fmt: skip
-        """`call_all` with arguments of its own for each worker. What a worker's call hands to its argument `event` comes to the
-        callable of that worker in `on_event`, in this thread."""
+        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. When worker `rank`
+        calls its argument named `event`, `on_event[rank]` is called here with the same arguments."""
         workers = self.cluster.workers
         calls = [
             workers.call(rank, self._target, method_name, pickle.dumps((args, {})), None if told is None else event, told)

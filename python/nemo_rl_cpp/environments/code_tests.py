@@ -76,7 +76,7 @@ Runner = Callable[..., Outcome]
 
 @dataclass(frozen=True)
 class TestResult:
-    """passed of count tests; `outcome`: of the run in which the first one failed; `detail`: what was wrong with it."""
+    """How many of `count` tests a program passed. `outcome` and `detail` describe the first test that failed."""
 
     __test__ = False  # not a class for pytest
 

@@ -83,8 +83,8 @@ def read_saved(folder: Path) -> Saved:
 
 
 def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
-    """The configuration that a checkpoint holds, interpolations as text; None unless this program wrote it: a file of
-    another may name further files."""
+    """Load config.yaml of a checkpoint without resolving interpolations. Return None unless this package wrote the file, since
+    another program's file may include further files."""
     try:
         if all(_OWN_LINE.fullmatch(line) for line in read_text(file).splitlines()):
             return {

@@ -94,7 +94,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]]:
-    """(name, value, note) of what is told at a glance."""
+    """Return (name, value, note) of each figure at the top of the page."""
 
     def values(name: str) -> list[float]:
         return history.curve(name).finite().values

@@ -56,7 +56,7 @@ class Draw:
 
 @dataclass
 class Sample:
-    """One of the answers to a request, as far as it has come."""
+    """The tokens that one answer to a request has so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -243,7 +243,8 @@ class _GlobalBatch:
         return self.result
 
     def _block(self, micro_batches: list[list[int]], sum_begins: bool) -> None:
-        """`sum_begins`: in its last backward, which a micro-batch of samples without a gradient has not."""
+        """Run the micro-batches of one block. With `sum_begins` the ranks begin to add up gradients during the block's last backward
+        pass, which is that of the last micro-batch with a gradient."""
         last = max((i for i, rows in enumerate(micro_batches) if not self._is_apart(rows)), default=-1)
         for i, rows in enumerate(micro_batches):
             if sum_begins and i == last:

@@ -27,6 +27,18 @@ def bits(x):
     return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
+def turned(cache, H, to_pairs):
+    """A cache [blocks, K, 2, H * TILE] of rows as pairs, or of pairs as rows, where this processor keeps bfloat16 in pairs: of keys
+    [H / 2][TILE] pairs of terms, of values [TILE / 2][H] pairs of positions (`PairCache`)."""
+    if cache.dtype != torch.bfloat16 or C.cpu_capability() not in ("amx", "software_tiles"):
+        return cache.clone()
+    kinds = []
+    for tiles, outer, inner in ((cache[:, :, 0], H // 2, TILE), (cache[:, :, 1], TILE // 2, H)):
+        shape = (outer, 2, inner) if to_pairs else (outer, inner, 2)
+        kinds.append(tiles.unflatten(-1, shape).transpose(-1, -2).flatten(-3))
+    return torch.stack(kinds, 2)
+
+
 def table(rows):
     return torch.tensor(rows, dtype=torch.int64)
 
@@ -141,7 +153,7 @@ def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernel
     slices = [(0, 16, 20, [3, 1]), (16, 1, 40, [0, 5]), (17, 1, 0, [2])]
     cache = randn(6, K, 2, H * TILE, dtype=dtype, seed=3)
     qkv = randn(rows, (N + 2 * K) * H, dtype=dtype)
-    expected_cache, got_cache = cache.clone(), cache.clone()
+    expected_cache, got_cache = turned(cache, H, to_pairs=True), cache.clone()
     expected = C.attention_paged(qkv[:18].contiguous(), slices, heads, expected_cache)
     out, tables = torch.full((rows, N * H), 7.0, dtype=dtype), [entry for s in slices for entry in s[3]]
     flat = table([[*s[:3], sum(len(o[3]) for o in slices[:i]), len(s[3])] for i, s in enumerate(slices)])
@@ -150,7 +162,7 @@ def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernel
     )
     assert status == 0
     close(out[:18], expected, bound)
-    assert torch.equal(bits(got_cache), bits(expected_cache))
+    assert torch.equal(bits(got_cache), bits(turned(expected_cache, H, to_pairs=False)))
     assert (out[18:] == 7).all()
 
 
@@ -163,8 +175,11 @@ def test_a_row_without_a_slot_is_not_written(kernels):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_copied_block_equals_the_cpus(kernels, dtype):
-    expected = randn(4, 2, 2, 16 * TILE, dtype=dtype)
-    got = expected.clone()
+    got = randn(4, 2, 2, 16 * TILE, dtype=dtype)
+    expected = turned(got, 16, to_pairs=True)
     C.kv_cache_copy(expected, 1, 3, 7)
     kernels.kv_copy(2, 16, dtype == torch.bfloat16, got, 1, 3, 7)
+    expected = turned(expected, 16, to_pairs=False)
+    values = got[3, :, 1].unflatten(-1, (TILE, 16)), expected[3, :, 1].unflatten(-1, (TILE, 16))
+    values[1][:, 7] = values[0][:, 7]  # beyond the copy: pairs are copied whole
     assert torch.equal(got, expected)

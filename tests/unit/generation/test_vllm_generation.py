@@ -29,6 +29,7 @@ from nemo_rl_cpp.models.generation.vllm.server import (
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
 from nemo_rl_cpp.models.generation.vllm.weights import WeightBuffer
 from paired_prompts import prompts, texts
+from processes import wait_until_gone
 from vllm_policies import MODEL, change, engine_of
 
 REAL = os.environ.get("NEMO_RL_VLLM_PYTHON")
@@ -40,6 +41,11 @@ starts_processes = pytest.mark.slow  # which import torch
 def policy_of(python, tied=True, timeout_s=60.0, start_timeout_s=600.0, **generation):
     vllm = {"python": python, "timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
     return vllm_policies.policy_of(tied, vllm, **generation)
+
+
+def ended(leader):
+    """Whether all processes of a group are gone: those that were killed take a moment."""
+    return not wait_until_gone([line.split()[0] for line in of_group(leader)])
 
 
 def of_group(leader):
@@ -77,7 +83,7 @@ def test_a_started_server_generates_by_the_policys_weights_and_ends(kind, interp
     assert of_group(engine.server.pid)
     engine.shutdown()
     engine.shutdown()
-    assert not of_group(engine.server.pid)
+    assert ended(engine.server.pid)
 
 
 @starts_processes
@@ -101,7 +107,7 @@ def test_a_server_that_does_not_start_is_an_error_and_leaves_no_process(mode, te
                 vllm_server_stand_in.interpreter(tmp_path, mode), start_timeout_s=1.0 if "hangs" in mode else 60.0
             )
         )
-    assert len(started) == 1 and not of_group(started[0].pid)
+    assert len(started) == 1 and ended(started[0].pid)
 
 
 @starts_processes
@@ -112,7 +118,7 @@ def test_a_server_that_is_killed_is_an_error_with_its_end(tmp_path):
     with pytest.raises(WorkerLostError, match="it was doing: generate; its process .* was ended by SIGKILL"):
         engine.generate(prompts())
     engine.shutdown()
-    assert not of_group(engine.server.pid)
+    assert ended(engine.server.pid)
 
 
 def test_a_server_ends_with_the_trainer(tmp_path):
@@ -196,7 +202,7 @@ def test_a_run_of_ppo_on_transformers(interpreter, tmp_path):
         assert run.config.value.backend == "hf" and not run.policy.skips_prev_logprobs
         run.train()
         engine = run.generation
-    assert [row["refit/version"] for row in run.history] == [0, 1] and not of_group(engine.server.pid)
+    assert [row["refit/version"] for row in run.history] == [0, 1] and ended(engine.server.pid)
     for row in run.history:
         assert row["refit/digest"] and 1 <= row["token_mult_prob_error"] < 1.0001 and row["gen_kl_error"] < 1e-6
         assert row["critic/loss"] >= 0
@@ -266,7 +272,7 @@ def test_a_run(kind, interpreter, tmp_path):
         with pytest.raises(WorkerLostError, match="was ended by SIGKILL"):
             engine.generate(prompts())
         assert time.monotonic() - began < 30
-    assert not of_group(engine.server.pid)
+    assert ended(engine.server.pid)
     steps = [json.loads(line) for line in (tmp_path / "logs" / "exp_001" / "metrics.jsonl").read_text().splitlines()]
     refits = [step for step in steps if "train/refit/version" in step]
     assert [step["train/refit/version"] for step in refits] == [0, 1]

@@ -71,6 +71,8 @@ class _Caller:
         self._tasks: set[asyncio.Task] = set()
         self._loop = asyncio.new_event_loop()
         self._waits = False  # in `run_forever` for the next call
+        self._lock = threading.Lock()  # of the two below: a call comes before the end or after it
+        self._depth = 0  # of nested `serve`
         self._ended = False  # by a signal
 
     @property
@@ -87,9 +89,14 @@ class _Caller:
         """Have this thread make a call, from another one."""
         grad = _grad_mode()
         future = Future()
-        if self._ended:
-            raise KeyboardInterrupt
-        self._calls.append((future, call if grad is None else partial(_with_grad_mode, grad, call)))
+        with self._lock:
+            if self._ended:
+                raise KeyboardInterrupt
+            serves = self._depth > 0
+            if serves:
+                self._calls.append((future, call if grad is None else partial(_with_grad_mode, grad, call)))
+        if not serves:  # the run has ended meanwhile
+            return _caller().run(call)
         self._wake()
         return future.result()
 
@@ -106,7 +113,9 @@ class _Caller:
         # a thread sees the caller's context variables, as a direct call would
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="run", daemon=True)
         state = _ProcessState()
-        self._ended = False
+        with self._lock:
+            self._ended = False
+            self._depth += 1
         _serving.append(self)
         try:
             with _outside_event_loop():
@@ -120,12 +129,15 @@ class _Caller:
         return done.result()
 
     def _make_calls(self, done: Future, state: _ProcessState) -> None:
-        """Make calls until `done`. No event loop runs while a function does, which may want to run one itself."""
+        """Make calls until `done`, and no thread waits for a call that was begun. No event loop runs while a function does,
+        which may want to run one itself."""
         while True:
+            with self._lock:
+                if not self._calls and done.done() and (self._depth > 1 or not self._tasks):
+                    self._depth -= 1
+                    return
             if self._calls:
                 self._begin(*self._calls.popleft(), state)
-            elif done.done():
-                return
             else:
                 self._waits = True
                 try:
@@ -151,6 +163,7 @@ class _Caller:
         task = self._loop.create_task(_finish(result, future, state))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._stop_waiting())
 
     def _called(self, call: Callable[[], object]) -> object:
         if self._loop.is_closed():
@@ -170,7 +183,9 @@ class _Caller:
 
     def _end(self, thread: threading.Thread) -> None:
         """End the run's thread and the coroutines after a signal."""
-        self._ended = True
+        with self._lock:
+            self._ended = True
+            self._depth -= 1
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
         )

@@ -10,6 +10,7 @@ import tiny
 import torch
 import user_kinds
 from nemo_rl_cpp import run_grpo_math
+from nemo_rl_cpp.algorithms.callbacks import Callbacks
 from nemo_rl_cpp.environments.utils import ENV_REGISTRY, register_env
 from test_dedicated_engines import apart
 from test_several_processes import workers
@@ -119,6 +120,18 @@ def test_every_kind_has_its_reward_from_python(tmp_path, monkeypatch):
         assert result.log_dir.parent == tmp_path / "logs"
     found = nemo_rl_cpp.evaluate(result, rows, dict(user_kinds.KINDS), temperature=1.0).metrics
     assert {found[f"rewards/{name}"] for name in user_kinds.KINDS} == {found["rewards/plain"]} != {0.0}
+
+
+def test_a_run_beside_rollouts_ends_although_an_async_reward_is_under_way(tmp_path):
+    class Stop(nemo_rl_cpp.Callback):
+        def on_step(self, event):
+            event.stop()
+
+    way = WAYS["async_grpo"]
+    with tiny.make(tmp_path, *COMMON, *PLACES["environment"], *way, "grpo.max_num_steps=50") as run:
+        run.services.callbacks = Callbacks([Stop()])
+        run.train()
+        assert run.state.step == 1
 
 
 def test_losses_estimators_and_callbacks_run_in_the_main_thread(tmp_path):

@@ -155,6 +155,41 @@ def test_a_loss_gets_the_gradient_mode_of_the_trainer():
         assert serve(work) == (True, False)
 
 
+def test_a_run_that_fails_waits_for_calls_that_other_threads_have_begun():
+    results, begun = [], threading.Event()
+
+    async def judge():
+        begun.set()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return 7
+
+    def work():
+        threading.Thread(target=lambda: results.append(call_user(judge))).start()
+        begun.wait()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        serve(work)
+    while not results:  # the thread has its value and is about to take it
+        pass
+    assert results == [7]
+
+
+def test_a_call_after_the_run_is_made_by_the_thread_that_asks():
+    late, go = [], threading.Event()
+
+    def ask():
+        go.wait()
+        late.append(call_user(here))
+
+    thread = threading.Thread(target=ask)
+    serve(thread.start)
+    go.set()
+    thread.join()
+    assert late == [thread]
+
+
 def test_ctrl_c_ends_the_run_and_its_coroutines():
     ended = []
 

@@ -183,7 +183,7 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
         services.report.start()
     try:
         with services.stop, startup_objects_frozen():
-            serve(partial(loop, run))
+            serve(partial(_to_the_end, run, loop))
         status = ended_as(run)
         published = publish(run) if status == "finished" else {}
         services.callbacks.end(run, status)
@@ -200,7 +200,6 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
             raise
         raise told from error
     finally:
-        run.collection.close(wait=message != AT_ONCE)  # who goes on with the engine and the environments has them alone
         if services.report is not None:
             services.report.finish(status, message)
         if services.logger is not None:
@@ -213,6 +212,18 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
                 title=f"{run.config.title}: {status}"
                 + (", but nothing was learned" if services.alerts.learned_nothing else ""),
             )
+
+
+def _to_the_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
+    """Run the loop, then wait for rollouts that were begun for later steps, so that the caller has engine and environments alone."""
+    at_once = False
+    try:
+        loop(run)
+    except KeyboardInterrupt:
+        at_once = True
+        raise
+    finally:
+        run.collection.close(wait=not at_once)
 
 
 def ended_as(run: TrainingRun) -> str:

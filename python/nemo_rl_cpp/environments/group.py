@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import shut_down
+from nemo_rl_cpp.user_code import serve
 
 
 @dataclass
@@ -29,7 +31,9 @@ class Environments:
         self.owned = False
         different = {id(env): env for group in (self.train, self.validation) for env in group.values()}
         for environment in different.values():
+            end = partial(shut_down, environment, patience)
             try:
-                shut_down(environment, patience)
+                # where the run's calls were made, if there is time: a client belongs to the event loop that has used it
+                serve(end) if patience is None else end()
             except TimeoutError:
                 print("an environment hangs and is left behind", file=sys.stderr)

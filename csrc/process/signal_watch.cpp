@@ -7,8 +7,28 @@
 #include <cerrno>
 #include <condition_variable>
 #include <mutex>
+#include <string>
 
 namespace nemo_rl::process {
+
+namespace {
+
+std::string name_of(int number) {
+  switch (number) {
+    case SIGINT:
+      return "interrupted";
+    case SIGTERM:
+      return "ended by SIGTERM";
+    case SIGHUP:
+      return "ended by SIGHUP";
+    case SIGUSR1:
+      return "ended by SIGUSR1";
+    default:
+      return "ended by signal " + std::to_string(number);
+  }
+}
+
+}  // namespace
 
 struct SignalWatch::State {
   int read_end, forward_to;
@@ -20,7 +40,11 @@ struct SignalWatch::State {
 
   void end_after_grace(int number) {
     std::unique_lock<std::mutex> lock(mutex);
-    if (!closing.wait_for(lock, grace, [this] { return closed; })) _exit(128 + number);
+    if (closing.wait_for(lock, grace, [this] { return closed; })) return;
+    // the main thread, which would say so, does not come back, or its code has caught the exception
+    const std::string said = "\n" + name_of(number) + ": stopped at once\n";
+    [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, said.data(), said.size());
+    _exit(128 + number);
   }
 };
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nemo_rl_cpp.config.grpo import GRPOConfig
-from nemo_rl_cpp.experience.batches import TrainBatch
+from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 
 class AdvantageEstimator(Protocol):

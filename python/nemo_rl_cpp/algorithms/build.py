@@ -36,8 +36,8 @@ from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataL
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down, use_threads
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.experience.batches import Rollouts
-from nemo_rl_cpp.experience.rollouts import PromptSource, RolloutRunner
+from nemo_rl_cpp.rollouts.batches import Rollouts
+from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.loggers.backends import check_trackers

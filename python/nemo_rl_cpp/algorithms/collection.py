@@ -19,8 +19,8 @@ from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.experience.batches import Rollouts
-from nemo_rl_cpp.experience.rollouts import PromptSource, RolloutRunner
+from nemo_rl_cpp.rollouts.batches import Rollouts
+from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.files.plain_state import check_state
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, finished_on_error
 from nemo_rl_cpp.telemetry.timer import Timer

@@ -15,7 +15,7 @@ from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.grpo import GRPOConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.experience.train_batch import sampled_by_policy
+from nemo_rl_cpp.rollouts.train_batch import sampled_by_policy
 
 MasterConfig = GRPOMasterConfig
 

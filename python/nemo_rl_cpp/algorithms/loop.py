@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
 from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, require_valid_tokens, train_epochs
-from nemo_rl_cpp.experience.train_batch import LogprobNeeds, add_logprobs, build_train_batch
+from nemo_rl_cpp.rollouts.train_batch import LogprobNeeds, add_logprobs, build_train_batch
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun

@@ -6,7 +6,7 @@ from nemo_rl_cpp.algorithms.loop import train_loop as ppo_train
 from nemo_rl_cpp.algorithms.run import Algorithm
 from nemo_rl_cpp.config.master import PPOMasterConfig
 from nemo_rl_cpp.config.ppo import PPOConfig
-from nemo_rl_cpp.experience.train_batch import spoken_by_assistant
+from nemo_rl_cpp.rollouts.train_batch import spoken_by_assistant
 
 MasterConfig = PPOMasterConfig
 

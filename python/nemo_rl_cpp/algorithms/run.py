@@ -27,8 +27,8 @@ from nemo_rl_cpp.data.token_bytes import bytes_of_token
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, shut_down
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.evals.report import EvalResult
-from nemo_rl_cpp.experience.batches import TrainBatch
-from nemo_rl_cpp.experience.rollouts import PromptSource, RolloutRunner
+from nemo_rl_cpp.rollouts.batches import TrainBatch
+from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.models.generation.interfaces import end_engine

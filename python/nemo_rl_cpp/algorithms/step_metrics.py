@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
+from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.models.interfaces import TrainingResult
 
 Metrics = dict[str, float | str | None | list[float]]

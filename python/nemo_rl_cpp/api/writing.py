@@ -12,7 +12,7 @@ from nemo_rl_cpp.api.prompting import Prompt, prompt_message
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line, stop_texts, whole_number
 from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.experience.turns import generate_responses
+from nemo_rl_cpp.rollouts.turns import generate_responses
 from nemo_rl_cpp.models.generation.interfaces import generating
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from nemo_rl_cpp.algorithms.advantages import GroupAdvantages, TokenAdvantages
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.config.grpo import GRPOConfig
-from nemo_rl_cpp.experience.batches import TrainBatch
+from nemo_rl_cpp.rollouts.batches import TrainBatch
 from reference import losses_torch
 
 LOSS = ClippedPGLossConfig()

@@ -10,7 +10,7 @@ from nemo_rl_cpp.algorithms import grpo, observe
 from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.grpo import GRPOConfig
-from nemo_rl_cpp.experience.batches import TrainBatch
+from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 
 def make(tmp_path, *overrides, num_rows=8, policy=None, respond=None):

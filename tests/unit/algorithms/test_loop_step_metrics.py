@@ -11,8 +11,8 @@ from nemo_rl_cpp.algorithms.step_metrics import (
     rollout_table,
     training_metrics,
 )
-from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
-from nemo_rl_cpp.experience.rollout_metrics import combine_rollout_metrics
+from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
+from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics
 
 INF = float("inf")
 

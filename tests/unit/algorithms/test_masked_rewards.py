@@ -7,7 +7,7 @@ from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, GRPOConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.experience.batches import TrainBatch
+from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 
 def advantages(batch, **grpo):

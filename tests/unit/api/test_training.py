@@ -278,7 +278,7 @@ def captured(monkeypatch, call, reward_funcs=share_right, **options):
 
 def test_gdpo_weighs_the_raw_parts_once(tmp_path, monkeypatch):
     from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
-    from nemo_rl_cpp.experience.rollouts import Conversations
+    from nemo_rl_cpp.rollouts.rollouts import Conversations
 
     functions = {"good": lambda completions: [1.0] * 4, "bad": lambda completions: [0.0, 1.0, 0.0, 1.0]}
     options = dict(adv_estimator="gdpo", reward_weights={"good": 1, "bad": -0.5}, num_generations=4)

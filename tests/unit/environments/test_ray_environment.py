@@ -22,8 +22,8 @@ from nemo_rl_cpp.environments.ray_environment import ActorSettings, RayEnvironme
 from nemo_rl_cpp.environments.remote import EnvironmentLostError, LocalActor, answer_of
 from nemo_rl_cpp.environments.reverse_digits_environment import ReverseDigitsEnvironment
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.experience.rollout_metrics import environment_metrics
-from nemo_rl_cpp.experience.turns import calculate_rewards
+from nemo_rl_cpp.rollouts.rollout_metrics import environment_metrics
+from nemo_rl_cpp.rollouts.turns import calculate_rewards
 from processes import wait_until_gone
 
 SETTINGS = ActorSettings(deadline=120.0, restarts=2)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nemo_rl_cpp.experience.batches import MissingField, Rollouts, TrainBatch
+from nemo_rl_cpp.rollouts.batches import MissingField, Rollouts, TrainBatch
 
 
 def batch():

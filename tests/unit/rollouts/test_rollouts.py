@@ -6,9 +6,9 @@ from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.utils import create_env
-from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
-from nemo_rl_cpp.experience.train_batch import build_train_batch
-from nemo_rl_cpp.experience.turns import calculate_rewards, generate_responses
+from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
+from nemo_rl_cpp.rollouts.train_batch import build_train_batch
+from nemo_rl_cpp.rollouts.turns import calculate_rewards, generate_responses
 
 TOKENIZER = ByteTokenizer()
 

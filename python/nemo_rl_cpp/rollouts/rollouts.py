@@ -15,15 +15,15 @@ from nemo_rl_cpp.data.interfaces import TokenizerType, tokens_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
-from nemo_rl_cpp.experience.agent_rollouts import are_made_by_agents, run_agent_rollouts
-from nemo_rl_cpp.experience.batches import DatumBatch, Rollouts
-from nemo_rl_cpp.experience.rollout_metrics import (
+from nemo_rl_cpp.rollouts.agent_rollouts import are_made_by_agents, run_agent_rollouts
+from nemo_rl_cpp.rollouts.batches import DatumBatch, Rollouts
+from nemo_rl_cpp.rollouts.rollout_metrics import (
     SampleStats,
     combine_rollout_metrics,
     environment_metrics,
     rollout_metrics,
 )
-from nemo_rl_cpp.experience.turns import (
+from nemo_rl_cpp.rollouts.turns import (
     EarlyScoring,
     append_observation,
     attach_responses,

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nemo_rl_cpp.experience.batches import TrainBatch
-from nemo_rl_cpp.experience.train_batch import LogprobNeeds, add_logprobs
+from nemo_rl_cpp.rollouts.batches import TrainBatch
+from nemo_rl_cpp.rollouts.train_batch import LogprobNeeds, add_logprobs
 
 
 class Policy:

@@ -10,8 +10,8 @@ from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.environments.agents import AgentResult, AgentTask
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
-from nemo_rl_cpp.experience.batches import DatumBatch
-from nemo_rl_cpp.experience.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
+from nemo_rl_cpp.rollouts.batches import DatumBatch
+from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
 from nemo_rl_cpp.serving.generation import ServedGeneration
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
 

@@ -23,7 +23,7 @@ from nemo_rl_cpp.rollouts.batches import Rollouts
 from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.files.plain_state import check_state
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, finished_on_error
-from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
 _SAVED = ("rollout_metrics", "sampler_metrics", "finished_epochs", "weight_version")

@@ -19,7 +19,7 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.rollouts.batches import Rollouts
 from nemo_rl_cpp.rollouts.train_batch import sample_mask
 from nemo_rl_cpp.files.plain_state import check_state
-from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.metrics.timer import Timer
 
 
 class DynamicSamplingExhausted(ValueError):

@@ -37,9 +37,9 @@ from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.report.alerts import Alerts
 from nemo_rl_cpp.report.defaults import schema_defaults
 from nemo_rl_cpp.report.progress import Progress
-from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
-from nemo_rl_cpp.telemetry.memory import PhaseMemory
-from nemo_rl_cpp.telemetry.timer import TimeoutChecker, Timer
+from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace
+from nemo_rl_cpp.metrics.memory import PhaseMemory
+from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
 from nemo_rl_cpp.user_code import serve
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 

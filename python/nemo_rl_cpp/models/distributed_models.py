@@ -27,7 +27,7 @@ from nemo_rl_cpp.models.policy.train_step import Loss
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import StaysInPlace, in_layout_of
 from nemo_rl_cpp.models.value.lm_value import Value
-from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.metrics.timer import Timer
 
 ModelConfig = TypeVar("ModelConfig", bound="TrainedModelConfig")
 

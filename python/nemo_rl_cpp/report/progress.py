@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.report.numbers import format_number
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.stages import stage
-from nemo_rl_cpp.telemetry.timer import TOTAL
+from nemo_rl_cpp.metrics.timer import TOTAL
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle

@@ -31,7 +31,7 @@ from nemo_rl_cpp.rollouts.turns import (
     tokenize_observations,
 )
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface
-from nemo_rl_cpp.telemetry.performance import group_reward_metrics, is_equal, rewards_by_group
+from nemo_rl_cpp.metrics.performance import group_reward_metrics, is_equal, rewards_by_group
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.train_state import TrainState

@@ -19,7 +19,7 @@ from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve
 from nemo_rl_cpp.serving.engine_thread import EngineThread, engine_maker, longest_in_cache
 from nemo_rl_cpp.serving.model import Limits, ServedModel
 from nemo_rl_cpp.serving.rollouts import Rollouts
-from nemo_rl_cpp.telemetry.memory import available_bytes
+from nemo_rl_cpp.metrics.memory import available_bytes
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_SLOTS = 64

@@ -16,7 +16,7 @@ from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES, Gener
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.trained_model import TrainedModel
-from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.metrics.timer import Timer
 
 
 class WeightSynchronizer(Protocol):

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl_cpp.config.logger import LoggerConfig
 from nemo_rl_cpp.loggers.backends import accepted_name, check_trackers
 from nemo_rl_cpp.loggers.logger import Logger
-from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger, parse_gpu_table
+from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger, parse_gpu_table
 
 
 def config(tmp_path, **extra):
@@ -328,5 +328,5 @@ def test_gpu_samples_have_their_own_axis_and_file(tmp_path, monkeypatch):
 
 
 def test_monitor_gpus_without_a_gpu_starts_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("nemo_rl_cpp.telemetry.monitor.shutil.which", lambda name: None)
+    monkeypatch.setattr("nemo_rl_cpp.metrics.monitor.shutil.which", lambda name: None)
     assert Logger(config(tmp_path, monitor_gpus=True)).gpu_monitor is None

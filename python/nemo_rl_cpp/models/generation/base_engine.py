@@ -17,7 +17,7 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.models.generation.interfaces import Answer, Finished, GenerationInterface, Prompts, Responses
-from nemo_rl_cpp.telemetry.memory import available_bytes
+from nemo_rl_cpp.metrics.memory import available_bytes
 
 DEFAULT_CHUNK = 2048
 """Tokens of prompts that are computed at once without `prefill_chunk_tokens`."""

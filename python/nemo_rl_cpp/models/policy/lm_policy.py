@@ -21,8 +21,8 @@ from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
 from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, Scoring, TrainingPass
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
-from nemo_rl_cpp.telemetry.memory import available_bytes
-from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.metrics.memory import available_bytes
+from nemo_rl_cpp.metrics.timer import Timer
 
 
 class Policy(TrainedModel, PolicyInterface):

@@ -14,7 +14,7 @@ from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
 from nemo_rl_cpp.models.policy.train_step import Loss, TrainingPass, evaluate_value_loss
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
-from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.metrics.timer import Timer
 
 
 class Value(TrainedModel, ValueInterface):

@@ -26,7 +26,7 @@ from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import
     TESTED_VERSION,
 )
 from nemo_rl_cpp.models.sources import local_folder
-from nemo_rl_cpp.telemetry.memory import available_bytes
+from nemo_rl_cpp.metrics.memory import available_bytes
 
 Refuse = Callable[[str], ValueError]
 PYTHON, SERVER = "policy.generation.vllm_cfg.python", "policy.generation.vllm_cfg.server_url"

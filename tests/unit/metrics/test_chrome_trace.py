@@ -4,8 +4,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
-from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace
+from nemo_rl_cpp.metrics.timer import Timer
 
 
 def stages(path):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from nemo_rl_cpp.telemetry.memory import GIB, rss_bytes
+from nemo_rl_cpp.metrics.memory import GIB, rss_bytes
 
 _END = b"\n]\n"
 

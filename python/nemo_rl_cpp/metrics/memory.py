@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from nemo_rl_cpp.telemetry.timer import TOTAL
+from nemo_rl_cpp.metrics.timer import TOTAL
 
 GIB = float(1 << 30)
 _STATUS = Path("/proc/self/status")

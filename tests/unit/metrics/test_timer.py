@@ -1,6 +1,6 @@
 import pytest
-from nemo_rl_cpp.telemetry import timer as timer_module
-from nemo_rl_cpp.telemetry.timer import TimeoutChecker, Timer, convert_to_seconds
+from nemo_rl_cpp.metrics import timer as timer_module
+from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer, convert_to_seconds
 
 
 class Clock:

@@ -1,8 +1,8 @@
 import gc
 
 import pytest
-from nemo_rl_cpp.telemetry import memory
-from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.metrics import memory
+from nemo_rl_cpp.metrics.timer import Timer
 
 
 def touch(mib):

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from nemo_rl_cpp.telemetry.performance import Devices, group_reward_metrics, performance_metrics
+from nemo_rl_cpp.metrics.performance import Devices, group_reward_metrics, performance_metrics
 
 
 def test_performance_metrics_by_hand():

@@ -13,7 +13,7 @@ from nemo_rl_cpp.models.hf_config import canonical_config, max_positions, native
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.sources import SourceError
 from nemo_rl_cpp.models.weights import load_weights, save_weights
-from nemo_rl_cpp.preflight import model as preflight_of_model
+from nemo_rl_cpp.checks import model as preflight_of_model
 
 IDS = torch.randint(3, 90, (60,), generator=torch.Generator().manual_seed(7))
 

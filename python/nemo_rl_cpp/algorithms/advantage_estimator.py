@@ -23,7 +23,7 @@ from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
 from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.dotted_names import GivenObject, import_object, is_dotted
-from nemo_rl_cpp.preflight.components import ESTIMATORS
+from nemo_rl_cpp.checks.components import ESTIMATORS
 
 
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:

@@ -48,7 +48,7 @@ from nemo_rl_cpp.files.folder_lock import FolderError
 from nemo_rl_cpp.files.plain_state import read_state, write_state
 from nemo_rl_cpp.models.hub_upload import push_to_hub
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-from nemo_rl_cpp.preflight.resumed import IDENTITY
+from nemo_rl_cpp.checks.resumed import IDENTITY
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.observe import StepReport

@@ -20,7 +20,7 @@ from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
 from nemo_rl_cpp.dotted_names import GivenObject, import_object, is_dotted, search_for_modules
 from nemo_rl_cpp.errors import user_code
-from nemo_rl_cpp.preflight.components import ESTIMATORS, LOSS, check_component, make_component
+from nemo_rl_cpp.checks.components import ESTIMATORS, LOSS, check_component, make_component
 from nemo_rl_cpp.user_code import call_user
 
 Estimator = AdvantageEstimator | Callable[..., Tensor] | Mapping[str, object] | str | None

@@ -1,6 +1,6 @@
 """A run opens its folder: locked for as long as it lasts, and resumed only as the run that the checkpoint is of.
 
-What `preflight/resumed.py` sees in configuration and model files is checked again here, and what only the loaded tokenizer
+What `checks/resumed.py` sees in configuration and model files is checked again here, and what only the loaded tokenizer
 and rows can tell: `identity.json` of every checkpoint keeps numbers of them.
 """
 
@@ -20,7 +20,7 @@ from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.model_folder import open_model_folder
-from nemo_rl_cpp.preflight import resumed
+from nemo_rl_cpp.checks import resumed
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.utils import Datasets

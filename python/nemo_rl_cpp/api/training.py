@@ -28,7 +28,7 @@ from nemo_rl_cpp.data.interfaces import Row, TokenizerType
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.environments.reward_environment import RewardFunction, RewardFunctionEnvironment
-from nemo_rl_cpp.preflight import preflight
+from nemo_rl_cpp.checks import preflight
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.own_components import Estimator, Loss

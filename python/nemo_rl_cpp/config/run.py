@@ -15,7 +15,7 @@ from nemo_rl_cpp.errors import guarded
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.interrupts import raise_if_interrupted, say
 from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
-from nemo_rl_cpp.preflight import Finding, banner_lines, preflight
+from nemo_rl_cpp.checks import Finding, banner_lines, preflight
 from nemo_rl_cpp.stages import stage, stages_shown
 
 from .errors import ConfigError
@@ -155,7 +155,7 @@ def find_tokenizer(config: WholeConfig) -> None:
 
 
 def print_findings(findings: Sequence[Finding]) -> int:
-    """Prints what `preflight` found to stderr; returns the number of errors."""
+    """Prints what `checks` found to stderr; returns the number of errors."""
     for finding in findings:
         print(f"{finding.level}: {finding}", file=sys.stderr)
     return sum(finding.level == "error" for finding in findings)

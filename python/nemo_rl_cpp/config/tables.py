@@ -75,7 +75,7 @@ class Table(Mapping[str, Any], Generic[E]):
 
 class OneOf:
     """The mark of a text that must be a name of `names()`, as a Literal of what these are at the time of the check; with `dotted`
-    also any dotted name, of which `preflight` says later whether it leads anywhere."""
+    also any dotted name, of which `checks` says later whether it leads anywhere."""
 
     def __init__(self, names: Callable[[], list[str]], dotted: bool = False) -> None:
         self.names = names

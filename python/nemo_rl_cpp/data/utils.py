@@ -242,7 +242,7 @@ def load_dataloader_state(
 
 
 def _saved_dataset_name(checkpoint: Path) -> str | None:
-    from nemo_rl_cpp.preflight.resumed import read_saved
+    from nemo_rl_cpp.checks.resumed import read_saved
 
     saved = read_saved(checkpoint).config
     name = get_train_dataset_name(saved.get("data")) if saved is not None else None

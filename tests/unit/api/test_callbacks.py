@@ -110,7 +110,7 @@ def test_ctrl_c_in_the_upload_gives_only_that_up(tmp_path, monkeypatch, capsys):
     def interrupted(*folder, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: True)
+    monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: True)
     monkeypatch.setattr("nemo_rl_cpp.algorithms.checkpointing.push_to_hub", interrupted)
     heard = Heard()
     assert len(train(tmp_path, heard, checkpointing__push_to_hub="org/x").history) == 3
@@ -140,7 +140,7 @@ class Hub:
 @pytest.mark.parametrize("name", ["org/taken", "org/refused"])
 def test_a_finished_run_is_pushed(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(hub_upload, "can_push", lambda: True)
-    monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: True)
+    monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: True)
     monkeypatch.setattr(hub_upload, "_client", lambda token: Hub())
     Hub.sent.clear()
     result = train(tmp_path, None, checkpointing__push_to_hub=name, checkpointing__save_optimizer=False)
@@ -157,7 +157,7 @@ def test_a_finished_run_is_pushed(tmp_path, monkeypatch, capsys, name):
 
 
 def test_a_push_needs_a_token_and_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: False)
+    monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: False)
     with pytest.raises(
         ValueError, match="checkpointing.push_to_hub is org/x, but this machine has no token of the hub: log in"
     ):

@@ -177,7 +177,7 @@ def test_a_mistake_leaves_no_folder(tmp_path, monkeypatch):
 
 def test_what_preflight_finds_is_said_before_the_model(tmp_path, monkeypatch, capsys):
     from nemo_rl_cpp.api import training
-    from nemo_rl_cpp.preflight import Finding
+    from nemo_rl_cpp.checks import Finding
 
     findings = [
         Finding("error", "policy.model_name", "has no weights"),

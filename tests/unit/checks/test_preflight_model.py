@@ -9,8 +9,8 @@ import pytest
 from nemo_rl_cpp.cli import main
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.models.hf_config import native_config, parameter_shapes
-from nemo_rl_cpp.preflight import preflight
-from nemo_rl_cpp.preflight.model import check
+from nemo_rl_cpp.checks import preflight
+from nemo_rl_cpp.checks.model import check
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16,
@@ -105,7 +105,7 @@ def test_no_check_loads_torch_or_weights(model):
     code = f"""
 import sys
 from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.preflight.model import check
+from nemo_rl_cpp.checks.model import check
 config = load_grpo_config("grpo_tiny.yaml", ["policy.model_name={model}", "policy.tokenizer.name=null"])
 assert [f.level for f in check(config)] == ["error"], list(check(config))  # the file's overrides are of another model
 print([name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules])
@@ -287,7 +287,7 @@ def test_a_model_in_the_hubs_cache_is_checked_where_it_lies(model, tmp_path):
     code = """
 import sys
 from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.preflight.model import check
+from nemo_rl_cpp.checks.model import check
 names = ["policy.model_name=org/name", "policy.tokenizer.name=null", "~policy.hf_config_overrides", *sys.argv[1:]]
 print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
 """
@@ -335,7 +335,7 @@ def tied_with_a_head_of_its_own(folder):
 
 def resumed(model, tmp_path, saved_keys, *overrides):
     """What is refused when a run of `model` goes on from a checkpoint whose config.json has `saved_keys`."""
-    from nemo_rl_cpp.preflight.resumed import Saved, _model_refusals
+    from nemo_rl_cpp.checks.resumed import Saved, _model_refusals
 
     (tmp_path / "step_1/policy/weights").mkdir(parents=True)
     (tmp_path / "step_1/policy/weights/config.json").write_text(json.dumps(CONFIG | saved_keys))

@@ -11,7 +11,7 @@ from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.memory import checkpoint_bytes
 from nemo_rl_cpp.files.folder_lock import FolderLock
-from nemo_rl_cpp.preflight import folders, preflight
+from nemo_rl_cpp.checks import folders, preflight
 
 Usage = namedtuple("Usage", "total used free")
 SIZES = (
@@ -137,7 +137,7 @@ def test_a_mode_that_there_is_not_is_a_mistake_of_the_file(tmp_path):
 
 
 def test_the_checks_load_no_torch():
-    program = "import sys, nemo_rl_cpp.preflight; print('torch' in sys.modules)"
+    program = "import sys, nemo_rl_cpp.checks; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 

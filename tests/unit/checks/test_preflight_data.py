@@ -9,7 +9,7 @@ from nemo_rl_cpp.data import inspection
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.utils import load_response_data
-from nemo_rl_cpp.preflight import data
+from nemo_rl_cpp.checks import data
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_the_check_of_data_imports_no_torch(tmp_path):
 
     (tmp_path / "d.jsonl").write_text('{"input": "1=", "output": "5元"}\n')
     program = (
-        "import sys\nfrom nemo_rl_cpp.config import load_grpo_config\nfrom nemo_rl_cpp.preflight import data\n"
+        "import sys\nfrom nemo_rl_cpp.config import load_grpo_config\nfrom nemo_rl_cpp.checks import data\n"
         f"config = load_grpo_config('grpo_tiny.yaml', ['~data.train.num_digits', 'data.train.dataset_name=ResponseDataset', "
         f"'++data.train.data_path={tmp_path}/d.jsonl', '++data.train.env_name=math', "
         "'data.validation=null', '++env.math.num_workers=1'])\n"

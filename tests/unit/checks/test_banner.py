@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-import nemo_rl_cpp.preflight.banner as banner
+import nemo_rl_cpp.checks.banner as banner
 import pytest
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.config.memory import certain_bytes
-from nemo_rl_cpp.preflight.banner import banner_lines, count_text, rows_of
+from nemo_rl_cpp.checks.banner import banner_lines, count_text, rows_of
 
 
 def lines_of(config):
@@ -93,7 +93,7 @@ def test_the_lines_need_no_torch():
     code = (
         "import sys\n"
         "from nemo_rl_cpp.config import load_grpo_config\n"
-        "from nemo_rl_cpp.preflight.banner import banner_lines\n"
+        "from nemo_rl_cpp.checks.banner import banner_lines\n"
         "list(banner_lines(load_grpo_config('configs/grpo_tiny.yaml', [])))\n"
         "assert 'torch' not in sys.modules"
     )

@@ -194,7 +194,7 @@ class HfTrainer:
         return nullcontext()
 
 
-class Wish(IntEnum):
+class NextCollective(IntEnum):
     """What a rank is about to do. Of different wishes the largest comes first, and all ranks take part in it."""
 
     END = 0
@@ -226,40 +226,40 @@ class ShardedTrainer(HfTrainer):
         where one has failed."""
         try:
             yield
-            self._agree(Wish.END)
+            self._agree(NextCollective.END)
         except OtherRankFailedError:
             raise
         except Exception:
-            self._say(Wish.FAIL)
+            self._say(NextCollective.FAIL)
             raise
 
-    def _say(self, wish: Wish) -> list[int]:
+    def _say(self, wish: NextCollective) -> list[int]:
         """What all ranks want."""
         every = torch.empty(self._ranks.size, 1, dtype=torch.int64)
         self._ranks.communicator.all_gather(every, torch.tensor([int(wish)]), phase="agreeing on the next pass")
         return every.flatten().tolist()
 
-    def _agree(self, wish: Wish) -> None:
+    def _agree(self, wish: NextCollective) -> None:
         """Takes part in what comes before `wish`, until it is what all others take part in."""
         while True:
-            first = Wish(max(self._say(wish)))
-            if first == Wish.FAIL:
+            first = NextCollective(max(self._say(wish)))
+            if first == NextCollective.FAIL:
                 raise OtherRankFailedError(f"rank {self._ranks.rank} stopped: another rank failed")
             if first == wish:
                 return
-            if first == Wish.BACKWARD:
+            if first == NextCollective.BACKWARD:
                 super().backward(torch.zeros(1 + int(self._kept[1].places.max()), dtype=torch.float32))
             else:
-                keep = first > Wish.SCORE
+                keep = first > NextCollective.SCORE
                 self._kept = None
-                super()._pass(ModelRows.smallest(), Scoring(), keep, first == Wish.FORWARD_AGAIN, False)
+                super()._pass(ModelRows.smallest(), Scoring(), keep, first == NextCollective.FORWARD_AGAIN, False)
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        self._agree((Wish.FORWARD_AGAIN if checkpoint else Wish.FORWARD) if keep else Wish.SCORE)
+        self._agree((NextCollective.FORWARD_AGAIN if checkpoint else NextCollective.FORWARD) if keep else NextCollective.SCORE)
         return super()._pass(rows, scoring, keep, checkpoint, unfiltered)
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None) -> None:
-        self._agree(Wish.BACKWARD)
+        self._agree(NextCollective.BACKWARD)
         super().backward(d_out, d_unfiltered)
 
     def zero_grad(self) -> None:

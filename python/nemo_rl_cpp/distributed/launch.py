@@ -50,7 +50,7 @@ class Launch(NamedTuple):
     job: str
 
 
-class Door(NamedTuple):
+class RendezvousAddress(NamedTuple):
     """Where rank 0 listens, and the secret."""
 
     host: str
@@ -162,7 +162,7 @@ def _enter(launch: Launch) -> tuple[Connection, str]:
     end, why = time.monotonic() + MEETING_SECONDS, "rank 0 has written no address yet"
     while time.monotonic() < end:
         try:
-            door = _door(launch)
+            door = _rendezvous_address(launch)
             reached = socket.create_connection((door.host, door.port), timeout=HANDSHAKE_SECONDS)
             address = reached.getsockname()[0]
             connection = as_connection(reached)
@@ -221,13 +221,13 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 # ---- where rank 0 listens
 
 
-def open_door(launch: Launch) -> tuple[socket.socket, Door, Path | None]:
+def open_rendezvous(launch: Launch) -> tuple[socket.socket, RendezvousAddress, Path | None]:
     """Rank 0 begins to listen: (the listening socket, where and with which secret, the file that says so)."""
     given = os.environ.get(TOKEN)
     host = socket.gethostbyname(launch.host)
     # a port that all ranks know, next to the launcher's own; else any, which the file tells
     listening = socket.create_server((host, launch.port + 1 if given else 0))
-    door = Door(launch.host, listening.getsockname()[1], given.encode() if given else secrets.token_bytes(32))
+    door = RendezvousAddress(launch.host, listening.getsockname()[1], given.encode() if given else secrets.token_bytes(32))
     if given:
         return listening, door, None
     file = folder_of(launch)
@@ -255,12 +255,12 @@ def _check_private(folder: Path) -> None:
         )
 
 
-def _door(launch: Launch) -> Door:
+def _rendezvous_address(launch: Launch) -> RendezvousAddress:
     given = os.environ.get(TOKEN)
     if given:
-        return Door(launch.host, launch.port + 1, given.encode())
+        return RendezvousAddress(launch.host, launch.port + 1, given.encode())
     file = folder_of(launch)
     if file.stat().st_uid != os.getuid():
         raise PermissionError(f"{file} is somebody else's")
     told = json.loads(file.read_text())
-    return Door(told["host"], told["port"], bytes.fromhex(told["token"]))
+    return RendezvousAddress(told["host"], told["port"], bytes.fromhex(told["token"]))

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed import worker_calls
-from nemo_rl_cpp.distributed.launch import MEETING_SECONDS, Launch, admit, launched, open_door
+from nemo_rl_cpp.distributed.launch import MEETING_SECONDS, Launch, admit, launched, open_rendezvous
 from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
 from nemo_rl_cpp.distributed.worker_objects import worker_environment
 
@@ -326,7 +326,7 @@ class LaunchedWorkers(ProcessWorkers):
             )
         self._changed, self._silence = threading.Condition(), silence
         self._workers = []
-        listening, door, file = open_door(launch)
+        listening, door, file = open_rendezvous(launch)
         self.host = host = socket.gethostbyname(launch.host)
         self._store = meeting_place(host, deadline)
         join = {"size": launch.size, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads}

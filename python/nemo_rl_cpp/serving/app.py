@@ -24,7 +24,7 @@ from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.serving.answers import Header, Json, error_body, event
 from nemo_rl_cpp.serving.bodies import Body, ChatBody, CompletionBody, GenerateBody, RequestError, read_body
 from nemo_rl_cpp.serving.kinds import ChatAnswer, CompletionAnswer, GenerateAnswer, TextAnswer
-from nemo_rl_cpp.serving.requests import Draw, Progress, Sample, ServingError, Ticket
+from nemo_rl_cpp.serving.requests import Draw, Progress, Sample, ServingError, PendingRequest
 from nemo_rl_cpp.serving.rollouts import HEADER, Call, Rollout
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Conversation:
         self.samples: list[Sample] = []
         self._kept = False
 
-    def _ticket(self, number: int) -> Ticket:
+    def _ticket(self, number: int) -> PendingRequest:
         loop, answer = asyncio.get_running_loop(), self.answer
 
         def tell(progress: Progress) -> None:
@@ -58,7 +58,7 @@ class Conversation:
                 loop.call_soon_threadsafe(self.news.put_nowait, replace(progress, sample=choice))
 
         draw = self.service.draw(answer.prompts[number], answer.seed, self.rollout)
-        return Ticket(
+        return PendingRequest(
             answer.prompts[number], answer.sampling, draw, tell, samples=answer.samples, every_token=answer.streams
         )
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.serving.requests import Progress, Sample, ServingError, Ticket
+from nemo_rl_cpp.serving.requests import Progress, Sample, ServingError, PendingRequest
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class EngineThread:
         self._engine: C.ResidentEngine | None = None
         self._changed = threading.Condition()
         self._weights = threading.Lock()
-        self._new: deque[Ticket] = deque()
-        self._leaving: list[Ticket] = []
-        self._running: dict[int, Ticket] = {}
+        self._new: deque[PendingRequest] = deque()
+        self._leaving: list[PendingRequest] = []
+        self._running: dict[int, PendingRequest] = {}
         self._version, self._open, self._ends = version, is_open, False
         self._drop_running: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -56,7 +56,7 @@ class EngineThread:
 
     # ---- from any thread
 
-    def submit(self, *tickets: Ticket) -> None:
+    def submit(self, *tickets: PendingRequest) -> None:
         """Lets requests join the batch at the next step, together, so that one version of the weights answers them. Their owners are told
         what comes of them, mistakes in them included (ValueError)."""
         with self._changed:
@@ -65,7 +65,7 @@ class EngineThread:
             self._new.extend(tickets)
             self._changed.notify_all()
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: PendingRequest) -> None:
         """Takes a request out, whose owner is told nothing more; its blocks are free after the present step."""
         with self._changed:
             if ticket in self._new:
@@ -170,7 +170,7 @@ class EngineThread:
             self._new.clear()
             self._changed.notify_all()
 
-    def _distinct(self) -> list[Ticket]:
+    def _distinct(self) -> list[PendingRequest]:
         return list({id(ticket): ticket for ticket in self._running.values()}.values())
 
     def _take_out(self) -> None:
@@ -181,7 +181,7 @@ class EngineThread:
             self._fail(self._distinct(), self._drop_running)
             self._drop_running = None
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: PendingRequest) -> None:
         for number in range(ticket.first, ticket.first + ticket.samples):
             if self._running.get(number) is ticket:
                 self._engine.cancel(number)
@@ -240,7 +240,7 @@ class EngineThread:
                     self._running.pop(number, None)
                     self._changed.notify_all()
 
-    def _fail(self, tickets: list[Ticket], error: Exception) -> None:
+    def _fail(self, tickets: list[PendingRequest], error: Exception) -> None:
         for ticket in tickets:
             self._forget(ticket)
             ticket.tell(Progress(error=error))

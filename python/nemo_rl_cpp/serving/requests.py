@@ -92,7 +92,7 @@ class Progress:
 
 
 @dataclass(eq=False)
-class Ticket:
+class PendingRequest:
     """A request on its way through the engine.
 
     Attributes:

@@ -10,7 +10,7 @@ from nemo_rl_cpp.serving import attach
 from nemo_rl_cpp.serving.command import wait_for_end
 from nemo_rl_cpp.serving.engine_thread import EngineThread
 from nemo_rl_cpp.serving.http_server import listen
-from nemo_rl_cpp.serving.requests import Draw, Sampling, Ticket
+from nemo_rl_cpp.serving.requests import Draw, Sampling, PendingRequest
 
 
 class Stuck:
@@ -37,7 +37,7 @@ def test_closing_an_engine_whose_step_does_not_end_is_an_error():
     stuck = Stuck()
     engine = EngineThread(lambda: stuck)
     engine.step_seconds = 0.01
-    engine.submit(Ticket([1], Sampling(), Draw(0), lambda progress: None))
+    engine.submit(PendingRequest([1], Sampling(), Draw(0), lambda progress: None))
     assert stuck.began.wait(30)
     with pytest.raises(RuntimeError, match="made no step within 0.01 s"):
         engine.close(0.01)

@@ -13,7 +13,7 @@ from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.serving.requests import Likeliest, Sample
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.serving.tool_calls import Spoken
+    from nemo_rl_cpp.serving.tool_calls import ParsedToolCalls
 
 Json = dict[str, object]
 BytesOf = Callable[[int], bytes]
@@ -149,7 +149,7 @@ def generate_logprobs(sample: Sample, count: int) -> Json:
     return {"content": content}
 
 
-def chat_message(spoken: Spoken) -> Json:
+def chat_message(spoken: ParsedToolCalls) -> Json:
     """The assistant's message."""
     message: Json = {"role": "assistant", "content": spoken.text or None if spoken.calls else spoken.text}
     if spoken.calls:

@@ -21,7 +21,7 @@ from nemo_rl_cpp.serving.answers import (
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, TextBody
 from nemo_rl_cpp.serving.chat import Said, chat_prompt, opens_thinking, takes_tools, turn_of, turns_of
 from nemo_rl_cpp.serving.requests import Progress, Sample
-from nemo_rl_cpp.serving.tool_calls import MARKS, Spoken, find_calls
+from nemo_rl_cpp.serving.tool_calls import MARKS, ParsedToolCalls, find_calls
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.model import ServedModel
@@ -164,17 +164,17 @@ class ChatAnswer(TextAnswer):
                 param="max_completion_tokens",
             )
         super().__init__(model, body, rollout, f"chatcmpl-{request_id}")
-        self._whole: dict[int, tuple[Spelled, Spoken]] = {}
+        self._whole: dict[int, tuple[Spelled, ParsedToolCalls]] = {}
 
     def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
         said = [] if rollout is None else list(rollout.said)
         return [chat_prompt(self.served.tokenizer, self._asked.messages, self._tools, said)]
 
-    def _said(self, k: int, sample: Sample) -> tuple[Spelled, Spoken]:
+    def _said(self, k: int, sample: Sample) -> tuple[Spelled, ParsedToolCalls]:
         """Spells a whole answer and finds its calls, once."""
         if k not in self._whole:
             spelled = Speech(self._text_stream(k)).take(sample)
-            spoken = Spoken(spelled.text)
+            spoken = ParsedToolCalls(spelled.text)
             if self._tools:
                 thinks = opens_thinking(self.served.tokenizer, self.prompts[0])
                 spoken = find_calls(spelled.text, f"{self.id[-8:]}_{k}", thinks)

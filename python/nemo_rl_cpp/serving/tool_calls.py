@@ -26,14 +26,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Spoken:
+class ParsedToolCalls:
     """What a model has said: text, and calls."""
 
     text: str
     calls: list[Call] = field(default_factory=list)
 
 
-def find_calls(text: str, request_id: str, thinks: bool = False) -> Spoken:
+def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
     """Finds the calls in the answer's part of `text`; returns them, and the text without them.
 
     `thinks`: whether the prompt has opened the thinking already. Thinking without an end goes to the end of the text. A call
@@ -53,7 +53,7 @@ def find_calls(text: str, request_id: str, thinks: bool = False) -> Spoken:
             calls.append(call)
             kept.append(text[copied : part.start()])
             copied = at
-    return Spoken("".join([*kept, text[copied:]]).strip() if calls else text, calls)
+    return ParsedToolCalls("".join([*kept, text[copied:]]).strip() if calls else text, calls)
 
 
 def _end_of_thinking(text: str, begin: int) -> int:

@@ -24,7 +24,7 @@ Tools = list[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
-class Said:
+class AssistantTurn:
     """A conversation that the model has answered.
 
     Attributes:
@@ -70,7 +70,7 @@ def opens_thinking(tokenizer: TokenizerType, prompt: Sequence[int]) -> bool:
 
 
 def chat_prompt(
-    tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, said: Sequence[Said]
+    tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, said: Sequence[AssistantTurn]
 ) -> list[int]:
     """The prompt of a conversation.
 

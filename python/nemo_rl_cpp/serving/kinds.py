@@ -19,7 +19,7 @@ from nemo_rl_cpp.serving.answers import (
     usage,
 )
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, TextBody
-from nemo_rl_cpp.serving.chat import Said, chat_prompt, opens_thinking, takes_tools, turn_of, turns_of
+from nemo_rl_cpp.serving.chat import AssistantTurn, chat_prompt, opens_thinking, takes_tools, turn_of, turns_of
 from nemo_rl_cpp.serving.requests import Progress, Sample
 from nemo_rl_cpp.serving.tool_calls import MARKS, ParsedToolCalls, find_calls
 
@@ -203,7 +203,7 @@ class ChatAnswer(TextAnswer):
         """The conversation with its first answer."""
         _, spoken = self._said(0, samples[0])
         turn = turn_of("assistant", spoken.text, [(call.name, call.arguments) for call in spoken.calls])
-        said = Said(
+        said = AssistantTurn(
             (*turns_of(self._asked.messages), turn), [*self.prompts[0], *samples[0].token_ids], samples[0].reason == 1, self._tools
         )  # fmt: skip
         rollout.said = [*rollout.said[1 - _MOST_SAID :], said]

@@ -81,7 +81,7 @@ class Rollout:
     stream: int = 2
     sampling: TrainedSampling | None = None
     calls: list[Call] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
+    said: list[AssistantTurn] = field(default_factory=list)
     name: str | None = None
     asked: dict[bytes, Numbers] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.serving.answers import Header, Speech, chat_logprobs, completion_logprobs
 from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody
-from nemo_rl_cpp.serving.chat import Said, chat_prompt, turn_of
+from nemo_rl_cpp.serving.chat import AssistantTurn, chat_prompt, turn_of
 from nemo_rl_cpp.serving.kinds import ChatAnswer, CompletionAnswer
 from nemo_rl_cpp.serving.model import ServedModel
 from nemo_rl_cpp.serving.requests import LENGTH, STOP_STRING, Progress, Sample, Sampling
@@ -36,11 +36,11 @@ def test_a_later_turn_keeps_the_ids_that_were_sampled(tokenizer):
     turns = (turn_of(*user), turn_of("assistant", answer))
     anew = chat_prompt(tokenizer, conversation, None, [])
     for ids, stopped in (([*sampled, end], True), (sampled, False)):
-        going_on = chat_prompt(tokenizer, conversation, None, [Said(turns, [*prompt, *ids], stopped)])
+        going_on = chat_prompt(tokenizer, conversation, None, [AssistantTurn(turns, [*prompt, *ids], stopped)])
         assert going_on[: len(prompt) + len(ids)] == [*prompt, *ids]
         assert tokenizer.decode(going_on) == tokenizer.decode(anew)  # the same text, in other tokens
     other = messages(user, ("assistant", "another"), ("user", "plus"))
-    assert chat_prompt(tokenizer, other, None, [Said(turns, [*prompt, *sampled], False)]) == chat_prompt(
+    assert chat_prompt(tokenizer, other, None, [AssistantTurn(turns, [*prompt, *sampled], False)]) == chat_prompt(
         tokenizer, other, None, []
     )
 
@@ -62,9 +62,9 @@ def test_a_turn_with_other_tools_is_written_anew(tokenizer):
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
     anew = chat_prompt(tokenizer, conversation, [TOOL], [])
-    assert chat_prompt(tokenizer, conversation, [TOOL], [Said(turns, [7, 8], False)]) == anew
-    assert chat_prompt(tokenizer, conversation, None, [Said(turns, [7, 8], False, [TOOL])])[:2] != [7, 8]
-    assert chat_prompt(tokenizer, conversation, [TOOL], [Said(turns, [7, 8], False, [TOOL])])[:2] == [7, 8]
+    assert chat_prompt(tokenizer, conversation, [TOOL], [AssistantTurn(turns, [7, 8], False)]) == anew
+    assert chat_prompt(tokenizer, conversation, None, [AssistantTurn(turns, [7, 8], False, [TOOL])])[:2] != [7, 8]
+    assert chat_prompt(tokenizer, conversation, [TOOL], [AssistantTurn(turns, [7, 8], False, [TOOL])])[:2] == [7, 8]
 
 
 def test_reasoning_of_an_earlier_answer_reaches_the_template():
@@ -73,7 +73,7 @@ def test_reasoning_of_an_earlier_answer_reaches_the_template():
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     conversation[1].reasoning_content = "is it not?"
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
-    ids = chat_prompt(tokenizer, conversation, None, [Said(turns, [7, 8], False)])
+    ids = chat_prompt(tokenizer, conversation, None, [AssistantTurn(turns, [7, 8], False)])
     assert "is it not?there" in tokenizer.decode(ids)
 
 

@@ -90,7 +90,7 @@ class WeightsRoad(Protocol):
         """Gives back what the road holds. Safe to call twice."""
 
 
-class SharedMemoryRoad(WeightsRoad):
+class SharedMemoryTransport(WeightsRoad):
     """Memory that this process and the server's worker map. It has no name but that of this process' open file, so that it goes
     with the last of the two, however they end."""
 
@@ -117,7 +117,7 @@ class SharedMemoryRoad(WeightsRoad):
         self._buffer.close()
 
 
-class NcclRoad(WeightsRoad):
+class NcclTransport(WeightsRoad):
     """NCCL from the trainer's GPU, rank 0, to the server's workers behind it, tensor after tensor in the order of `update_info`.
 
     The workers get NCCL's id by HTTP, greet with a sum of one number, and take a broadcast for each tensor: vLLM's engine `nccl`,
@@ -204,4 +204,4 @@ def _id_of(store: dist.Store, meeting: Future[C.Communicator]) -> bytes:
 def road_of(weights: Mapping[str, Tensor], client: ServerClient) -> WeightsRoad:
     """The road for weights that lie where these do."""
     on_gpu = next(iter(weights.values())).device.type == "cuda"
-    return (NcclRoad if on_gpu else SharedMemoryRoad)(weights, client)
+    return (NcclTransport if on_gpu else SharedMemoryTransport)(weights, client)

@@ -25,7 +25,7 @@ from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
 from nemo_rl_cpp.models.policy.train_step import Loss
 from nemo_rl_cpp.models.policy.updates import Updates
-from nemo_rl_cpp.models.trained_model import StaysInPlace, in_layout_of
+from nemo_rl_cpp.models.trained_model import NoOffload, in_layout_of
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.metrics.timer import Timer
 
@@ -71,7 +71,7 @@ def value_class(config: ValueConfig) -> type[Value]:
     return HfValue
 
 
-class DistributedModel(StaysInPlace):
+class DistributedModel(NoOffload):
     """One model in as many processes as the cluster has workers. Every call goes to all of them with the same batch; each works
     on its samples (`Ranks`), with all of the model or a slice of it, and their results are put together here.
 

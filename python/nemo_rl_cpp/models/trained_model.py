@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class StaysInPlace:
+class NoOffload:
     """A model whose weights, gradients, optimizer state and workspace stay where they are between its uses."""
 
     def _nothing_to_do(self, *args: object, **kwargs: object) -> None:
@@ -52,7 +52,7 @@ class StaysInPlace:
     prepare_for_inference = finish_inference = _nothing_to_do
 
 
-class TrainedModel(StaysInPlace):
+class TrainedModel(NoOffload):
     """One process on one device: what `Policy` and `Value` share.
 
     Args:

@@ -34,14 +34,14 @@ class Sampling(NamedTuple):
     greedy: bool
 
 
-class Asked(NamedTuple):
+class GenerationRequest(NamedTuple):
     """The B rows that one `generate` asks for.
 
     Attributes:
         batch: the prompts.
         greedy: whether the likeliest tokens are asked for.
         stream: of random draws, that of all rows.
-        most_new: int64 [B] the most tokens of each response.
+        max_new_tokens: int64 [B] the most tokens of each response.
         draws, samples: int64 [B] of the key of each row's random numbers.
         stops: the different stop strings of each row.
     """
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     batch: RaggedBatch
     greedy: bool
     stream: str
-    most_new: Tensor
+    max_new_tokens: Tensor
     draws: Tensor
     samples: Tensor
     stops: list[tuple[str, ...]]
@@ -121,7 +121,7 @@ class BaseEngine(GenerationInterface):
         """
         batch = data if isinstance(data, RaggedBatch) else ragged_prompts(data)
         size = batch.size
-        asked = Asked(
+        asked = GenerationRequest(
             batch, greedy, the_stream(data.get("stream"), size), self.max_new_tokens(batch.lengths),
             self.draw_ids(data.get("draw_ids"), size),
             row_integers("sample_index", data.get("sample_index", torch.zeros(size)), size),
@@ -131,13 +131,13 @@ class BaseEngine(GenerationInterface):
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     @abstractmethod
-    def _respond(self, asked: Asked, on_finished: Finished | None) -> Responses:
+    def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
         """The responses to all rows."""
 
-    def _room(self, asked: Asked) -> list[int]:
+    def _room(self, asked: GenerationRequest) -> list[int]:
         """[B]: the most tokens of each response, within `max_model_len`."""
         left = self.max_model_len - asked.batch.lengths
-        return (torch.minimum(asked.most_new, left).clamp(min=0) if self.max_model_len else asked.most_new).tolist()
+        return (torch.minimum(asked.max_new_tokens, left).clamp(min=0) if self.max_model_len else asked.max_new_tokens).tolist()
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:

@@ -15,7 +15,7 @@ from nemo_rl_cpp.models.generation.base_engine import (
     DEFAULT_CHUNK,
     STREAMS,
     Answers,
-    Asked,
+    GenerationRequest,
     BaseEngine,
     EngineOptions,
     get_setting,
@@ -49,7 +49,7 @@ class HfGeneration(BaseEngine):
         self._bytes_per_token: float | None = None
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
 
-    def _respond(self, asked: Asked, on_finished: Finished | None) -> Responses:
+    def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
         if any("" in row for row in asked.stops):
             raise ValueError("stop_strings: an empty text is in every text; leave it out")
         rule = self.sampling_rule(asked.greedy, asked.stream)
@@ -137,7 +137,7 @@ class _Work(Answers):
     token_bytes: list[bytes]
 
     def __init__(
-        self, asked: Asked, room: list[int], on_finished: Finished | None, seed: int, rule: C.SamplingRule, ends: list[int]
+        self, asked: GenerationRequest, room: list[int], on_finished: Finished | None, seed: int, rule: C.SamplingRule, ends: list[int]
     ) -> None:  # fmt: skip
         super().__init__(asked.batch.size, on_finished)
         self.prompts = [row.to(torch.int64) for row in asked.batch.rows(asked.batch.tokens["input_ids"])]

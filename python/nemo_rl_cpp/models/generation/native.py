@@ -16,7 +16,7 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.generation.base_engine import (
     DEFAULT_CHUNK,
     STREAMS,
-    Asked,
+    GenerationRequest,
     BaseEngine,
     EngineOptions,
     get_setting,
@@ -67,7 +67,7 @@ class NativeGeneration(BaseEngine):
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
         self._limit_cache()
 
-    def _respond(self, asked: Asked, on_finished: Finished | None) -> Responses:
+    def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
         prompts = _distinct_prompts(asked.batch)
         self._runner.keep_activations(asked.stream == "train")
         requests = self._requests(asked, prompts.index)
@@ -75,7 +75,7 @@ class NativeGeneration(BaseEngine):
         truncated = generated.finish_reasons == int(C.FinishReason.length)
         return Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
 
-    def _requests(self, asked: Asked, prompt_index: Tensor) -> C.GenerationRequests:
+    def _requests(self, asked: GenerationRequest, prompt_index: Tensor) -> C.GenerationRequests:
         index: dict[tuple[str, ...], int] = {}  # the different sets of stop strings
         chosen = [index.setdefault(texts, len(index)) for texts in asked.stops]
         if any(index) and not self._knows_bytes:
@@ -83,7 +83,7 @@ class NativeGeneration(BaseEngine):
             self._knows_bytes = True
         return C.GenerationRequests(
             prompt_index=prompt_index, draw_ids=asked.draws, sample_index=asked.samples,
-            streams=torch.full((asked.batch.size,), STREAMS[asked.stream]), max_new_tokens=asked.most_new,
+            streams=torch.full((asked.batch.size,), STREAMS[asked.stream]), max_new_tokens=asked.max_new_tokens,
             stop_set=torch.tensor(chosen), seed=self.seed, rule=self.sampling_rule(asked.greedy, asked.stream),
             stop_token_ids=self._stop_token_ids, stop_sets=[[text.encode() for text in texts] for texts in index],
         )  # fmt: skip

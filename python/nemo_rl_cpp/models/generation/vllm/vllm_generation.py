@@ -16,7 +16,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, Asked, BaseEngine
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, GenerationRequest, BaseEngine
 from nemo_rl_cpp.models.generation.interfaces import Finished, Moved, Responses
 from nemo_rl_cpp.models.generation.vllm.client import ServerClient, VllmError
 from nemo_rl_cpp.models.generation.vllm.server import (
@@ -141,7 +141,7 @@ class VllmGeneration(BaseEngine):
 
     # ---- token ids in, token ids out
 
-    def _respond(self, asked: Asked, on_finished: Finished | None) -> Responses:
+    def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
         prompts, room = [row.tolist() for row in asked.batch.rows(asked.batch.tokens["input_ids"])], self._room(asked)
         draws, samples = asked.draws.tolist(), asked.samples.tolist()
         requests = [
@@ -188,7 +188,7 @@ class VllmGeneration(BaseEngine):
         if others_run:
             answers.tell([text.request.row for text in texts])
 
-    def _sampling_arguments(self, asked: Asked) -> dict[str, float]:
+    def _sampling_arguments(self, asked: GenerationRequest) -> dict[str, float]:
         sampling = self.sampling(asked.greedy, asked.stream)
         if sampling.greedy:
             return {"temperature": 0.0}

@@ -75,7 +75,7 @@ def our_step(model, max_tokens: int, halved: bool = False):
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
     from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
-    from nemo_rl_cpp.models.policy.train_step import TrainingPass
+    from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner
 
     trainer = C.Trainer(model)
     # with advantages of 1 and a ratio of 1 the gradient is that of -mean(logprobs), the peer's loss
@@ -90,7 +90,7 @@ def our_step(model, max_tokens: int, halved: bool = False):
             batch["group_id"] = torch.arange(rows) // GROUP
         batching = MicroBatching(max_tokens=samples.computed // 2 + HALF_SLACK if halved else max_tokens)
         trainer.zero_grad()
-        TrainingPass(trainer, loss_fn, batching).forward_backward(RaggedBatch.of(batch), 0, rows, on_policy=True)
+        MicroBatchRunner(trainer, loss_fn, batching).forward_backward(RaggedBatch.of(batch), 0, rows, on_policy=True)
         return trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0).grad_norm
 
     return run

@@ -29,7 +29,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     GlobalBatchResult,
     NonFiniteError,
     Scoring,
-    TrainingPass,
+    MicroBatchRunner,
     without_removed_tokens,
 )
 from nemo_rl_cpp.models.policy.updates import Updates, first_bad_gradient
@@ -208,7 +208,7 @@ class TrainedModel(NoOffload):
         return gbs
 
     def _pass_over(
-        self, batch: RaggedBatch, gbs: int, way: TrainingPass, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
+        self, batch: RaggedBatch, gbs: int, way: MicroBatchRunner, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
         after_first: Callable[[GlobalBatchResult], None] | None = None,
     ) -> Updates:  # fmt: skip
         """One optimizer step a global batch of `gbs` samples, then one of the schedule; with `eval_mode` neither. The first

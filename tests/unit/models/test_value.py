@@ -6,7 +6,7 @@ from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError, TrainingPass, evaluate_value_loss
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError, MicroBatchRunner, evaluate_value_loss
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.models.weights import named_views
 
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_finite_differences():
     data = {k: v.double() if v.is_floating_point() else v for k, v in make_data(value).items()}
     data["values"] = data["values"] + 0.15  # both branches of the clip
 
-    way = TrainingPass(value.trainer, LOSS, value._batching("train"), evaluate=evaluate_value_loss)
+    way = MicroBatchRunner(value.trainer, LOSS, value._batching("train"), evaluate=evaluate_value_loss)
     batch = RaggedBatch.of(data)
 
     def loss():

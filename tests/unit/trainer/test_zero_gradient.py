@@ -7,7 +7,7 @@ from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
-from nemo_rl_cpp.models.policy.train_step import TrainingPass
+from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner
 from test_gradient_invariance import groups_batch
 from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, trainer_of, training_data
 
@@ -142,7 +142,7 @@ def test_a_sum_over_ranks_begins_in_the_last_backward_that_comes(rows, begins):
     """Micro-batches without a gradient come behind it."""
     trainer = Recorded(trainer_of())
     loss_fn, data = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), RaggedBatch.of(data_with_zeros(rows))
-    way = TrainingPass(trainer, loss_fn, MicroBatching(max_samples=2), sums=GradientSums(beside=True))
+    way = MicroBatchRunner(trainer, loss_fn, MicroBatching(max_samples=2), sums=GradientSums(beside=True))
     assert way.forward_backward(data, 0, data.size).zero_gradient_tokens > 0
     asked = [name for name in trainer.asked if name in ("begin_sum", "forward", "forward_with_loss", "finish_backward")]
     assert asked.count("begin_sum") == begins and asked[-1] == "forward"  # of rows apart
@@ -158,7 +158,7 @@ def test_a_loss_that_is_wrong_about_its_gradient_does_not_spoil_a_sum_that_has_b
             return torch.arange(data.size) < 4
 
     data = RaggedBatch.of(training_data())
-    way = TrainingPass(
+    way = MicroBatchRunner(
         trainer_of(),
         Wrong({"reference_policy_kl_penalty": 0.0}),
         MicroBatching(max_samples=2),

@@ -28,7 +28,7 @@ class OptimizerStep(NamedTuple):
 
 
 class HfTrainer:
-    """What `TrainingPass` and `TrainedModel` ask of a trainer.
+    """What `MicroBatchRunner` and `TrainedModel` ask of a trainer.
 
     A forward pass keeps torch's tape, and `backward` goes back along it. Gradients of micro-batches add up in float32.
 

@@ -18,7 +18,7 @@ from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
-from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, Scoring, TrainingPass
+from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, Scoring, MicroBatchRunner
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.metrics.memory import available_bytes
@@ -123,7 +123,7 @@ class Policy(TrainedModel, PolicyInterface):
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
         batching, blocks = self._batching("train", mbs), self.config.gradient_blocks
-        way = TrainingPass(
+        way = MicroBatchRunner(
             self.trainer, loss_fn, batching, self.scoring, ranks=self.ranks, blocks=blocks, sums=self._sums()
         )
         on_policy = "prev_logprobs" not in batch.tokens

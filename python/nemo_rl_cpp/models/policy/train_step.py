@@ -115,7 +115,7 @@ class GlobalCounts:
 
 
 @dataclass
-class TrainingPass:
+class MicroBatchRunner:
     """How a model goes through a batch: forward, loss and backward of micro-batches; gradients add up in the trainer.
 
     Under top-k or top-p a loss with a KL term also gets `curr_logprobs_unfiltered` [b, S-1] in its data, and its gradient
@@ -144,7 +144,7 @@ class TrainingPass:
     blocks: int | None = None
     sums: GradientSums = GradientSums()
 
-    def alone(self) -> TrainingPass:
+    def alone(self) -> MicroBatchRunner:
         """The same by this process alone; the slices of a model still work together."""
         return replace(self, ranks=Ranks(), blocks=None, sums=GradientSums())
 
@@ -197,10 +197,10 @@ class TrainingPass:
 
 
 class _GlobalBatch:
-    """One global batch on its way through `TrainingPass`."""
+    """One global batch on its way through `MicroBatchRunner`."""
 
     def __init__(
-        self, way: TrainingPass, data: RaggedBatch, begin: int, end: int, train: bool, on_policy: bool, exactness: Exactness | None
+        self, way: MicroBatchRunner, data: RaggedBatch, begin: int, end: int, train: bool, on_policy: bool, exactness: Exactness | None
     ) -> None:  # fmt: skip
         self.way, self.data, self.train, self.on_policy, self.exactness = way, data, train, on_policy, exactness
         self.counts = GlobalCounts.of(data, begin, end)

@@ -11,7 +11,7 @@ from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
-from nemo_rl_cpp.models.policy.train_step import Loss, TrainingPass, evaluate_value_loss
+from nemo_rl_cpp.models.policy.train_step import Loss, MicroBatchRunner, evaluate_value_loss
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.metrics.timer import Timer
@@ -69,7 +69,7 @@ class Value(TrainedModel, ValueInterface):
     ) -> Updates:
         """What `train` does, on this rank's samples of the batch."""
         gbs = self._global_batch_size(data.size, gbs)
-        way = TrainingPass(
+        way = MicroBatchRunner(
             self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss, ranks=self.ranks,
             blocks=self.config.gradient_blocks, sums=self._sums(),
         )  # fmt: skip

@@ -17,7 +17,7 @@ import time
 
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.distributed.process_workers import meeting_place
+from nemo_rl_cpp.distributed.process_workers import rendezvous_store
 from nemo_rl_cpp.distributed.ranks import connect
 from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     args = parser.parse_args()
-    store, context = meeting_place("127.0.0.1", 600.0), multiprocessing.get_context("spawn")
+    store, context = rendezvous_store("127.0.0.1", 600.0), multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [context.Process(target=work, args=(rank, store.port, args, results)) for rank in range(2)]
     for process in processes:

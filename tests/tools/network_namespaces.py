@@ -40,10 +40,10 @@ def remove() -> None:
 
 def member(rank: int, port: int) -> None:
     """One rank; says what it does, line by line, and waits for a line before it adds again."""
-    from nemo_rl_cpp.distributed.process_workers import meeting_place
+    from nemo_rl_cpp.distributed.process_workers import rendezvous_store
     from nemo_rl_cpp.distributed.ranks import connect
 
-    store = meeting_place(ADDRESSES[0], 60.0) if rank == 0 else None
+    store = rendezvous_store(ADDRESSES[0], 60.0) if rank == 0 else None
     print(store.port if store is not None else port, flush=True)
     sys.stdin.readline()  # both have loaded what takes its time
     ranks = connect(rank, 2, ADDRESSES[0], store.port if store is not None else port, DEADLINE, ADDRESSES[rank])

@@ -208,7 +208,7 @@ class ProcessWorkers(Workers):
         self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", backend: str = "gloo"
     ) -> None:  # fmt: skip
         self._changed, self._silence = threading.Condition(), silence
-        self._store = meeting_place(self.host, deadline)
+        self._store = rendezvous_store(self.host, deadline)
         self._workers: list[SocketPeer] = []
         meeting = {"host": self.host, "port": self._store.port, "deadline": deadline, "backend": backend}
         join = {"size": count, "threads": threads, **meeting}
@@ -265,7 +265,7 @@ class ProcessWorkers(Workers):
         self._store = None
 
 
-def meeting_place(host: str, deadline: float) -> TCPStore:
+def rendezvous_store(host: str, deadline: float) -> TCPStore:
     """A TCP store at `host`, on a free port, where ranks meet (`ranks.connect`)."""
     import torch.distributed as dist
 
@@ -328,7 +328,7 @@ class LaunchedWorkers(ProcessWorkers):
         self._workers = []
         listening, door, file = open_rendezvous(launch)
         self.host = host = socket.gethostbyname(launch.host)
-        self._store = meeting_place(host, deadline)
+        self._store = rendezvous_store(host, deadline)
         join = {"size": launch.size, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads}
         try:
             self._workers.append(ProcessWorker({"rank": 0, **join}, self._changed))

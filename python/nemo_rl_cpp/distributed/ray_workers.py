@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.distributed.process_workers import meeting_place
+from nemo_rl_cpp.distributed.process_workers import rendezvous_store
 from nemo_rl_cpp.distributed.ray_session import enter, hold_ray, let_ray_go, surroundings
 from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
 from nemo_rl_cpp.distributed.worker_objects import Answer, WorkerObjects, worker_environment
@@ -104,7 +104,7 @@ class RayWorkers(Workers):
             self._places = self._room(count, threads, gpus)
             self._actors = [self._actor(rank, threads, gpus) for rank in range(count)]
             self.host = host = ray.util.get_node_ip_address()
-            self._store = meeting_place(host, deadline)
+            self._store = rendezvous_store(host, deadline)
             meeting = {
                 "size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads, "backend": backend,
             }  # fmt: skip

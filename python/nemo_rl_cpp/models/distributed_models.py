@@ -20,7 +20,7 @@ from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
-from nemo_rl_cpp.models.generation.interfaces import Moved, RefitMeeting
+from nemo_rl_cpp.models.generation.interfaces import Moved, RefitRendezvous
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, ValueInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
 from nemo_rl_cpp.models.policy.train_step import Loss
@@ -37,7 +37,7 @@ class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy
 
     _publisher: C.RefitPublisher | None = None
 
-    def init_collective(self, meeting: RefitMeeting) -> None:
+    def init_collective(self, meeting: RefitRendezvous) -> None:
         """Meets the engines."""
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
@@ -185,7 +185,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
-    def init_collective(self, meeting: RefitMeeting) -> list[WorkerCall]:
+    def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
         """Rank 0 meets the engines that have weights of their own, as they do by their `init_collective`."""
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 

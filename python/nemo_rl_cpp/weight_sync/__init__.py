@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
-from nemo_rl_cpp.distributed.process_workers import meeting_place
+from nemo_rl_cpp.distributed.process_workers import rendezvous_store
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, wait_together
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
-from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES, GenerationInterface, Moved, RefitMeeting
+from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES, GenerationInterface, Moved, RefitRendezvous
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.trained_model import TrainedModel
@@ -155,8 +155,8 @@ class CollectiveWeights(SentWeights):
         if self._store is not None:
             return
         gigabytes, cluster = self._policy.config.refit_buffer_size_gb, self._policy.cluster
-        self._store = meeting_place(cluster.workers.host, cluster.deadline)
-        meeting = RefitMeeting(
+        self._store = rendezvous_store(cluster.workers.host, cluster.deadline)
+        meeting = RefitRendezvous(
             host=cluster.workers.host, port=self._store.port, size=1 + self._generation.cluster.world_size(), deadline=cluster.deadline,
             bucket_bytes=DEFAULT_BUCKET_BYTES if gigabytes is None else max(int(gigabytes * 1e9), 1),
             delta=self._policy.config.refit == "delta",

@@ -11,7 +11,7 @@ import refit_players
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.process_workers import meeting_place
+from nemo_rl_cpp.distributed.process_workers import rendezvous_store
 from nemo_rl_cpp.distributed.ranks import connect
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
@@ -35,7 +35,7 @@ def cluster(forked_workers):
 @pytest.fixture
 def pair(cluster):
     """The publisher of this process, and the group of the one engine."""
-    group, store = RayWorkerGroup(cluster, refit_players.make), meeting_place("127.0.0.1", DEADLINE)
+    group, store = RayWorkerGroup(cluster, refit_players.make), rendezvous_store("127.0.0.1", DEADLINE)
     joining = group.run_all_workers_single_data("join", store.port, DEADLINE)
     communicator = connect(0, 2, "127.0.0.1", store.port, DEADLINE).communicator
     cluster.workers.wait(joining)

@@ -18,7 +18,7 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.models.distributed_models import for_workers
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
-from nemo_rl_cpp.models.generation.interfaces import Moved, RefitMeeting, Responses
+from nemo_rl_cpp.models.generation.interfaces import Moved, RefitRendezvous, Responses
 from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.trained_model import DTYPES
@@ -61,7 +61,7 @@ class EngineWorker(EngineHost):
         responses.weight_version = self.weight_version
         return responses
 
-    def init_collective(self, meeting: RefitMeeting) -> None:
+    def init_collective(self, meeting: RefitRendezvous) -> None:
         """Meets rank 0 of the trainers and the other engines."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
@@ -115,7 +115,7 @@ class DedicatedGeneration(DistributedGeneration):
         self._mean_response = float(responses.lengths.float().mean())
         return responses
 
-    def init_collective(self, meeting: RefitMeeting) -> list[WorkerCall]:
+    def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
         """All engines meet rank 0 of the trainers."""
         return self.group.run_all_workers_single_data("init_collective", meeting)
 

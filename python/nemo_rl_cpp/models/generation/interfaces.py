@@ -198,7 +198,7 @@ DEFAULT_BUCKET_BYTES = 8_000_000
 """Of `policy.refit_buffer_size_gb: null`. A bucket that stays in the cache is copied and digested faster (tests/benchmarks/bench_refit.py)."""
 
 
-class RefitMeeting(NamedTuple):
+class RefitRendezvous(NamedTuple):
     """Where rank 0 of the trainers (rank 0 here) and the engines (1, 2, ...) meet.
 
     Attributes:

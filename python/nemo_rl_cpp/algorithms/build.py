@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms.checkpointing import Resume
-from nemo_rl_cpp.algorithms.collection import BesideTraining, Collection, RolloutMaker, StepByStep
+from nemo_rl_cpp.algorithms.collection import AsyncCollector, Collection, RolloutMaker, SyncCollector
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
 from nemo_rl_cpp.algorithms.own_components import make_loss
@@ -409,10 +409,10 @@ def make_collection(config: TrainMasterConfig, maker: RolloutMaker, state: Train
     """In the step, or beside training where `async_grpo` or `async_ppo` is enabled."""
     beside = config.loop.beside_training
     if not beside.enabled:
-        return StepByStep(maker, state)
+        return SyncCollector(maker, state)
     maker.failures_left = beside.failures_allowed
     groups = config.loop.num_prompts_per_step, config.loop.num_generations_per_prompt
-    return BesideTraining(maker, state, beside.max_trajectory_age_steps, config.checkpointing.enabled, groups)
+    return AsyncCollector(maker, state, beside.max_trajectory_age_steps, config.checkpointing.enabled, groups)
 
 
 def length_penalty_of(

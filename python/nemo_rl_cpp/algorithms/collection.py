@@ -2,8 +2,8 @@
 
 Both give the batches of a run in one order, and what a batch holds does not depend on how fast anything is:
 
-    StepByStep      batch k is generated in step k, under version k of the weights
-    BesideTraining  batch k is generated under version max(0, k - A) while steps before k train (A: `max_trajectory_age_steps`)
+    SyncCollector      batch k is generated in step k, under version k of the weights
+    AsyncCollector  batch k is generated under version max(0, k - A) while steps before k train (A: `max_trajectory_age_steps`)
 """
 
 import copy
@@ -138,7 +138,7 @@ class Collection(Protocol):
         """Begins nothing more, and with `wait` waits for what has begun. Safe to call twice."""
 
 
-class StepByStep(Collection):
+class SyncCollector(Collection):
     """Generates a step's rollouts when the step asks for them."""
 
     def __init__(self, maker: RolloutMaker, state: TrainState) -> None:
@@ -170,7 +170,7 @@ class StepByStep(Collection):
         """Nothing runs beside."""
 
 
-class BesideTraining(Collection):
+class AsyncCollector(Collection):
     """Generates the batches of later steps while the present one trains. The engine has weights of its own.
 
     In step s, before training, all generation has ended: the engine gets version s, and begins the batch of step s + A. So a

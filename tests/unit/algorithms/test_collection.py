@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.collection import BesideTraining, Collected, RolloutMaker, StepByStep
+from nemo_rl_cpp.algorithms.collection import AsyncCollector, Collected, RolloutMaker, SyncCollector
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
@@ -134,7 +134,7 @@ def run_model(choices, age, steps, save_after=None, resumed=None, begin=0):
     """(what was trained as (batch, version that made it), what a checkpoint held, options at each gate)"""
     turns, state, saved = Turns(choices), TrainState(max_num_steps=steps, total_steps=begin), None
     maker = Maker(turns, state)
-    collection = BesideTraining(maker, state, age, keeps=True, submit=turns.submit)
+    collection = AsyncCollector(maker, state, age, keeps=True, submit=turns.submit)
     if resumed is not None:
         collection.load_state_dict(resumed)
         maker.number = begin + len(resumed)
@@ -189,7 +189,7 @@ def test_nothing_is_generated_after_the_last_step_or_epoch():
     for age in (1, 2):
         turns, state = Turns([]), TrainState(max_num_epochs=2)
         maker = Maker(turns, state, epochs=lambda number: int(number % 2 == 1))  # two batches an epoch
-        collection = BesideTraining(maker, state, age, submit=turns.submit)
+        collection = AsyncCollector(maker, state, age, submit=turns.submit)
         while not state.finished:
             for _ in range(collection.collect(Timer()).finished_epochs):
                 state.next_epoch()
@@ -201,7 +201,7 @@ def test_nothing_is_generated_after_the_last_step_or_epoch():
 def test_what_generation_raises_ends_the_step_that_needs_it():
     turns, state = Turns([]), TrainState(max_num_steps=4)
     maker = Maker(turns, state)
-    collection = BesideTraining(maker, state, 1, submit=turns.submit)
+    collection = AsyncCollector(maker, state, 1, submit=turns.submit)
     collection.collect(Timer())
     collection.settle()
     state.advance()
@@ -281,7 +281,7 @@ def test_batches_of_another_size_are_left_out(capsys):
     state, groups = TrainState(max_num_epochs=3), torch.tensor([0, 0, 1, 1])
     kept = Collected(Rollouts({"group_id": groups}), {}, {}, finished_epochs=1, weight_version=0).state_dict()
     for wanted, number in (((2, 2), 1), ((1, 4), 0), ((2, 3), 0)):
-        collection = BesideTraining(None, state, age=1, groups=wanted)
+        collection = AsyncCollector(None, state, age=1, groups=wanted)
         collection.load_state_dict([kept])
         assert len(collection.state_dict()) == number
     assert state.current_epoch == 2 and "they are not of 2 prompts with 3 responses each" in capsys.readouterr().out
@@ -292,7 +292,7 @@ def test_a_loop_that_ends_waits_for_what_is_generated():
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}
     maker.make = lambda version, timer: ends.wait(60) and Collected(Rollouts({}), {}, {}, 0, version)
-    collection = BesideTraining(maker, state, age=1)
+    collection = AsyncCollector(maker, state, age=1)
     threading.Timer(0.05, ends.set).start()
     collection.collect(Timer())
     collection.close(wait=True)
@@ -301,7 +301,7 @@ def test_a_loop_that_ends_waits_for_what_is_generated():
 
 def test_batches_of_a_run_beside_training_are_left_out_in_step_by_step(capsys):
     state = TrainState(current_epoch=1)
-    StepByStep(None, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
+    SyncCollector(None, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
     assert state.current_epoch == 2, "the data is past these batches"
     assert "2 batches that the checkpoint kept for later steps are left out" in capsys.readouterr().out
 
@@ -325,5 +325,5 @@ def test_an_engine_is_closed_where_a_round_fails(error):
     maker = RolloutMaker(Engine(), None, None, None, None, None)
     maker.refresh, maker.make = lambda timer: maker.generation.prepare_for_generation() or {}, fails
     with pytest.raises(error, match="of a reward function") as told:
-        StepByStep(maker, TrainState()).collect(Timer())
+        SyncCollector(maker, TrainState()).collect(Timer())
     assert calls == ["open", "closed"] and "it cannot be closed" in told.value.__notes__[0]

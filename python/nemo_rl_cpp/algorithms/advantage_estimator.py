@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
-from nemo_rl_cpp.algorithms.own_components import OwnEstimator
+from nemo_rl_cpp.algorithms.custom_components import OwnEstimator
 from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys, setting
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS, EstimatorEntry, checked_name

@@ -16,7 +16,7 @@ from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.collection import AsyncCollector, Collection, RolloutMaker, SyncCollector
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
-from nemo_rl_cpp.algorithms.own_components import make_loss
+from nemo_rl_cpp.algorithms.custom_components import make_loss
 from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, shaping_warning
 from nemo_rl_cpp.algorithms.run import Algorithm, TrainingRun, make_services

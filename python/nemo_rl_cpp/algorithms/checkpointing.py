@@ -31,7 +31,7 @@ import torch
 
 from nemo_rl_cpp.algorithms.collection import Collection
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
-from nemo_rl_cpp.algorithms.own_components import OwnEstimator, OwnLoss
+from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import mean_word

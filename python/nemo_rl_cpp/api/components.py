@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_cpp.algorithms.own_components import OwnEstimator, component_name, own_loss
+from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, component_name, own_loss
 from nemo_rl_cpp.argument_checks import in_a_line, names_of
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.dotted_names import GivenObject

@@ -31,7 +31,7 @@ from nemo_rl_cpp.environments.reward_environment import RewardFunction, RewardFu
 from nemo_rl_cpp.checks import preflight
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.own_components import Estimator, Loss
+    from nemo_rl_cpp.algorithms.custom_components import Estimator, Loss
 
 Rewards = RewardFunction | str | Sequence[RewardFunction | str] | Mapping[str, RewardFunction | str]
 

@@ -7,7 +7,7 @@ import nemo_rl_cpp
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.own_components import OwnEstimator, OwnLoss, make_loss, own_loss
+from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss, make_loss, own_loss
 from nemo_rl_cpp.config import ConfigError, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.checks.components import check
 from recipes.own_loss import Reinforce

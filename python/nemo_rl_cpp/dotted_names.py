@@ -39,27 +39,27 @@ def is_dotted(name: object) -> bool:
     return isinstance(name, str) and "." in name and all(part.isidentifier() for part in name.split("."))
 
 
-class GivenObject(str):
+class PythonObjectRef(str):
     """Stands in a configuration for the dotted name of a component that was given from Python as it is. It reads as the component's
     name and says where that came from; a copy in another process is a plain text, which no configuration takes for a name."""
 
     component: object
 
-    def __new__(cls, name: str, component: object) -> GivenObject:
+    def __new__(cls, name: str, component: object) -> PythonObjectRef:
         made = super().__new__(cls, f"{name} (given from Python)")
         made.component = component
         return made
 
-    def __deepcopy__(self, memo: object) -> GivenObject:
+    def __deepcopy__(self, memo: object) -> PythonObjectRef:
         return self
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)
 
 
-def is_own(name: object) -> bool:
+def is_user_defined(name: object) -> bool:
     """Whether a name of the configuration stands for a component of the user's: a dotted name, or an object that was given."""
-    return isinstance(name, GivenObject) or is_dotted(name)
+    return isinstance(name, PythonObjectRef) or is_dotted(name)
 
 
 def import_object(name: str, what: str) -> Any:

@@ -22,7 +22,7 @@ from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
 from nemo_rl_cpp.config.sections import check_keys
-from nemo_rl_cpp.dotted_names import GivenObject, import_object, is_dotted
+from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
 from nemo_rl_cpp.checks.components import ESTIMATORS
 
 
@@ -217,7 +217,7 @@ def make_estimator(
     """The estimator of `<algorithm>.adv_estimator`; ValueError for a name that the algorithm has none for, and for a dotted name
     of what is none."""
     name = settings.name
-    if isinstance(name, GivenObject):
+    if isinstance(name, PythonObjectRef):
         return OwnEstimator(name.component, algorithm, settings, loss)
     if is_dotted(name):
         return OwnEstimator(import_object(name, ESTIMATORS[algorithm].what), algorithm, settings, loss, name)

@@ -18,7 +18,7 @@ from nemo_rl_cpp.argument_checks import described
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
-from nemo_rl_cpp.dotted_names import GivenObject, import_object, is_dotted, search_for_modules
+from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted, search_for_modules
 from nemo_rl_cpp.errors import user_code
 from nemo_rl_cpp.checks.components import ESTIMATORS, LOSS, check_component, make_component
 from nemo_rl_cpp.user_code import call_user
@@ -147,7 +147,7 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 def make_loss(section: ClippedPGLossConfig) -> LossFunction:
     """The loss of the section `loss_fn`. Raises LoadingError (a ValueError)."""
-    if isinstance(section.name, GivenObject):
+    if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):
         return ClippedPGLossFn(section)

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, component_name, own_loss
 from nemo_rl_cpp.argument_checks import in_a_line, names_of
 from nemo_rl_cpp.config.master import TrainMasterConfig
-from nemo_rl_cpp.dotted_names import GivenObject
+from nemo_rl_cpp.dotted_names import PythonObjectRef
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 
 
@@ -51,7 +51,7 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
         raise ValueError(
             f"{what} is {in_a_line(given)}: give a function, an object or a class of yours, its dotted name, or a mapping of keys of {section}"
         )
-    return Given(what, {f"{section}.name": (what, GivenObject(component_name(given), given))}, given)
+    return Given(what, {f"{section}.name": (what, PythonObjectRef(component_name(given), given))}, given)
 
 
 def lora_keys(given: object, models: Sequence[str]) -> dict[str, tuple[str, object]]:

@@ -2,7 +2,7 @@
 
 from pydantic import PrivateAttr
 
-from nemo_rl_cpp.dotted_names import is_own
+from nemo_rl_cpp.dotted_names import is_user_defined
 
 from .base import Section, key, section
 from .checkpointing import CheckpointingConfig
@@ -104,7 +104,7 @@ class PPOMasterConfig(TrainMasterConfig):
     @property
     def has_critic(self) -> bool:
         estimator = self.ppo.adv_estimator
-        return estimator.name == "gae" or (is_own(estimator.name) and estimator.uses_critic)
+        return estimator.name == "gae" or (is_user_defined(estimator.name) and estimator.uses_critic)
 
     def fill_defaults(self) -> None:
         super().fill_defaults()

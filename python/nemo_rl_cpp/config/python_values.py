@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from nemo_rl_cpp.argument_checks import in_a_line
-from nemo_rl_cpp.dotted_names import GivenObject
+from nemo_rl_cpp.dotted_names import PythonObjectRef
 
 from .errors import ConfigError, Problem, Report
 
@@ -34,7 +34,7 @@ def plain(value: object, depth: int = 0) -> object:
     if isinstance(value, Enum):
         return plain(value.value, depth)
     if isinstance(value, str):
-        return value if isinstance(value, GivenObject) else str(value)
+        return value if isinstance(value, PythonObjectRef) else str(value)
     if depth > _MAX_DEPTH:
         raise ConfigError([Problem("", "", f"a value is nested more than {_MAX_DEPTH} deep")])
     if isinstance(value, Mapping):

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from nemo_rl_cpp.argument_checks import in_a_line
-from nemo_rl_cpp.dotted_names import is_own
+from nemo_rl_cpp.dotted_names import is_user_defined
 
 from . import rules_data, rules_engine, rules_hf, rules_loss, rules_model, rules_vllm
 from .errors import Report
@@ -44,7 +44,7 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
             "checkpointing.enabled",
         )
     for key, section in (("loss_fn", config.loss_fn), (f"{name}.adv_estimator", loop.adv_estimator)):
-        if section.kwargs and not is_own(section.name):
+        if section.kwargs and not is_user_defined(section.name):
             report.add(
                 f"{key}.kwargs",
                 f"go to a class or function of yours, but {key}.name is {section.name}: leave them out, or give a dotted name",
@@ -361,7 +361,7 @@ def _check_group(config: GRPOMasterConfig, report: Report) -> None:
         or config.loss_fn.positive_example_nll_weight > 0
     ):
         return
-    if is_own(estimator.name) or (estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline):
+    if is_user_defined(estimator.name) or (estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline):
         return
     report.add(
         "grpo.num_generations_per_prompt",

@@ -14,7 +14,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from nemo_rl_cpp.dotted_names import GivenObject, is_own
+from nemo_rl_cpp.dotted_names import PythonObjectRef, is_user_defined
 
 from .base import Section
 from .keys import forget_keys, section_type
@@ -91,8 +91,8 @@ class OneOf:
 
     def _checked(self, value: object) -> str:
         names = self.names()
-        if self.dotted and is_own(value):
-            return value if isinstance(value, GivenObject) else str(value)
+        if self.dotted and is_user_defined(value):
+            return value if isinstance(value, PythonObjectRef) else str(value)
         if not isinstance(value, str) or value not in names:
             raise PydanticKnownError("literal_error", {"expected": ", ".join(repr(name) for name in self.choices)})
         return value

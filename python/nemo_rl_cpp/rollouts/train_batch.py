@@ -10,7 +10,7 @@ from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, Message, tokens_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
-from nemo_rl_cpp.dotted_names import is_own
+from nemo_rl_cpp.dotted_names import is_user_defined
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 
@@ -123,7 +123,7 @@ class LogprobNeeds(NamedTuple):
             reference,
             previous=loop.seq_logprob_error_threshold is not None,
             corrected=loop.trajectory_age > 0,
-            estimator=(reference and loss.use_kl_in_reward) or is_own(loop.adv_estimator.name),
+            estimator=(reference and loss.use_kl_in_reward) or is_user_defined(loop.adv_estimator.name),
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms.checkpointing import Resume
-from nemo_rl_cpp.algorithms.collection import AsyncCollector, Collection, RolloutMaker, SyncCollector
+from nemo_rl_cpp.algorithms.collector import AsyncCollector, RolloutCollector, RolloutMaker, SyncCollector
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
 from nemo_rl_cpp.algorithms.custom_components import make_loss

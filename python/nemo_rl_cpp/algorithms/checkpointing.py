@@ -6,7 +6,7 @@
       value/...                 the same of PPO's critic
       train_dataloader.json     position in the data
       trainer_state/sampler.*   prompt groups kept for the next step: JSON and safetensors, nothing that runs code
-      trainer_state/ready_batches.*  rollouts that were made beside training for later steps (`algorithms/collection.py`)
+      trainer_state/ready_batches.*  rollouts that were made beside training for later steps (`algorithms.collector.py`)
       trainer_state/identity.json   which model, tokenizer and rows these are, see `algorithms/resume.py`
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nemo_rl_cpp.algorithms.collection import Collection
+from nemo_rl_cpp.algorithms.collector import RolloutCollector
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss
 from nemo_rl_cpp.algorithms.step_metrics import Metrics

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
 from nemo_rl_cpp.algorithms.callbacks import Callbacks
-from nemo_rl_cpp.algorithms.collection import Collection, RolloutMaker
+from nemo_rl_cpp.algorithms.collector import RolloutCollector, RolloutMaker
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.algorithms.loss import LossFunction
@@ -157,7 +157,7 @@ class TrainingRun:
     policy: PolicyInterface
     critic: Critic | NoCritic
     maker: RolloutMaker
-    collection: Collection
+    collection: RolloutCollector
     advantages: Advantages
     loss_fn: LossFunction
     validator: Validator | None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp.algorithms import step_metrics
-from nemo_rl_cpp.algorithms.collection import Collected
+from nemo_rl_cpp.algorithms.collector import Collected
 from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.algorithms.observe import StepReport
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards

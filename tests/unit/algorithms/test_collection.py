@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.collection import AsyncCollector, Collected, RolloutMaker, SyncCollector
+from nemo_rl_cpp.algorithms.collector import AsyncCollector, Collected, RolloutMaker, SyncCollector
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError

@@ -119,7 +119,7 @@ def _leave_out(batches: list[CollectedState], state: TrainState, why: str) -> No
         state.next_epoch()
 
 
-class Collection(Protocol):
+class RolloutCollector(Protocol):
     """Where the rollouts of a step come from."""
 
     def collect(self, timer: Timer) -> Collected:
@@ -145,7 +145,7 @@ class SyncCollector(Collection):
         self.maker, self._state = maker, state
 
     def collect(self, timer: Timer) -> Collected:
-        """As `Collection`."""
+        """As `RolloutCollector`."""
         metrics = self.maker.refresh(timer)
         with finished_on_error(self.maker.generation):
             collected = self.maker.make(self._state.step, timer)
@@ -197,7 +197,7 @@ class AsyncCollector(Collection):
         self._generates = False
 
     def collect(self, timer: Timer) -> Collected:
-        """As `Collection`. `exposed_generation` is the time that training waits for it."""
+        """As `RolloutCollector`. `exposed_generation` is the time that training waits for it."""
         with timer("exposed_generation"):
             self.settle()
         ready, version = len(self._batches), self._state.step
@@ -239,7 +239,7 @@ class AsyncCollector(Collection):
         return collected
 
     def settle(self) -> None:
-        """As `Collection`."""
+        """As `RolloutCollector`."""
         for batch in self._batches:
             batch.result()
         if self._generates:
@@ -247,12 +247,12 @@ class AsyncCollector(Collection):
             self._generates = False
 
     def state_dict(self) -> list[CollectedState]:
-        """As `Collection`."""
+        """As `RolloutCollector`."""
         ready = [batch.result() for batch in self._batches]
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """As `Collection`. Where the run now allows a smaller age, the batches are trained all the same, in their order. Batches of
+        """As `RolloutCollector`. Where the run now allows a smaller age, the batches are trained all the same, in their order. Batches of
         another size than this run's are said and left out."""
         sizes = [
             torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
@@ -270,7 +270,7 @@ class AsyncCollector(Collection):
             self._epochs_drawn += saved["finished_epochs"]
 
     def close(self, wait: bool = False) -> None:
-        """As `Collection`; what is being generated ends by itself, or with its workers."""
+        """As `RolloutCollector`; what is being generated ends by itself, or with its workers."""
         if self._threads is not None:
             self._threads.shutdown(wait=wait, cancel_futures=not wait)
             self._threads = None

@@ -5,9 +5,9 @@ import tiny
 import torch
 from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.algorithms.loop import train_loop
+from nemo_rl_cpp.checks import preflight
 from nemo_rl_cpp.config import load_ppo_config
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.checks import preflight
 
 
 def first_is_even(completions, **columns):

@@ -16,6 +16,7 @@ from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator
 from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys, setting
+from nemo_rl_cpp.checks.components import ESTIMATORS
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS, EstimatorEntry, checked_name
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
@@ -23,7 +24,6 @@ from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
 from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
-from nemo_rl_cpp.checks.components import ESTIMATORS
 
 
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:

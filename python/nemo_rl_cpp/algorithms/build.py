@@ -14,9 +14,9 @@ from pathlib import Path
 from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.collector import AsyncCollector, RolloutCollector, RolloutMaker, SyncCollector
+from nemo_rl_cpp.algorithms.custom_components import make_loss
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
-from nemo_rl_cpp.algorithms.custom_components import make_loss
 from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, shaping_warning
 from nemo_rl_cpp.algorithms.run import Algorithm, TrainingRun, make_services
@@ -36,8 +36,6 @@ from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataL
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down, use_threads
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.rollouts.batches import Rollouts
-from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.loggers.backends import check_trackers
@@ -50,6 +48,8 @@ from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm, vllm_
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, ValueInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.rollouts.batches import Rollouts
+from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.serving.attach import listener_of, serve_policy
 from nemo_rl_cpp.stages import stage
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
@@ -405,7 +405,7 @@ def make_validator(config: TrainMasterConfig, generation: GenerationInterface, p
     )  # fmt: skip
 
 
-def make_collection(config: TrainMasterConfig, maker: RolloutMaker, state: TrainState) -> Collection:
+def make_collection(config: TrainMasterConfig, maker: RolloutMaker, state: TrainState) -> RolloutCollector:
     """In the step, or beside training where `async_grpo` or `async_ppo` is enabled."""
     beside = config.loop.beside_training
     if not beside.enabled:

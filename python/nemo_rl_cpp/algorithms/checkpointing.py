@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nemo_rl_cpp.algorithms.collector import RolloutCollector
-from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import mean_word
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
+from nemo_rl_cpp.checks.resumed import IDENTITY
 from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.data import DataConfig, environments_of_training
 from nemo_rl_cpp.config.memory import size_text
@@ -48,7 +49,6 @@ from nemo_rl_cpp.files.folder_lock import FolderError
 from nemo_rl_cpp.files.plain_state import read_state, write_state
 from nemo_rl_cpp.models.hub_upload import push_to_hub
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-from nemo_rl_cpp.checks.resumed import IDENTITY
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.observe import StepReport
@@ -91,7 +91,7 @@ class Resume(NamedTuple):
         else:
             sampler.load_state_dict(kept)
 
-    def load_ready_batches(self, collection: Collection) -> None:
+    def load_ready_batches(self, collection: RolloutCollector) -> None:
         """Rollouts that were made for later steps."""
         if self.path is not None and (self.path / READY_BATCHES).with_suffix(".json").is_file():
             collection.load_state_dict(read_state(self.path / READY_BATCHES))

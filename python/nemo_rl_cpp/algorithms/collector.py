@@ -19,11 +19,11 @@ from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.files.plain_state import check_state
+from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, finished_on_error
 from nemo_rl_cpp.rollouts.batches import Rollouts
 from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
-from nemo_rl_cpp.files.plain_state import check_state
-from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, finished_on_error
-from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
 _SAVED = ("rollout_metrics", "sampler_metrics", "finished_epochs", "weight_version")
@@ -138,7 +138,7 @@ class RolloutCollector(Protocol):
         """Begins nothing more, and with `wait` waits for what has begun. Safe to call twice."""
 
 
-class SyncCollector(Collection):
+class SyncCollector(RolloutCollector):
     """Generates a step's rollouts when the step asks for them."""
 
     def __init__(self, maker: RolloutMaker, state: TrainState) -> None:
@@ -170,7 +170,7 @@ class SyncCollector(Collection):
         """Nothing runs beside."""
 
 
-class AsyncCollector(Collection):
+class AsyncCollector(RolloutCollector):
     """Generates the batches of later steps while the present one trains. The engine has weights of its own.
 
     In step s, before training, all generation has ended: the engine gets version s, and begins the batch of step s + A. So a

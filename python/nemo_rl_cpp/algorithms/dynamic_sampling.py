@@ -16,10 +16,10 @@ from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.rollouts.batches import Rollouts
-from nemo_rl_cpp.rollouts.train_batch import sample_mask
 from nemo_rl_cpp.files.plain_state import check_state
 from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.rollouts.batches import Rollouts
+from nemo_rl_cpp.rollouts.train_batch import sample_mask
 
 
 class DynamicSamplingExhausted(ValueError):

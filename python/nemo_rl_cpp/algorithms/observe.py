@@ -14,9 +14,9 @@ from nemo_rl_cpp.algorithms.validation import ValidationResult, mean_word, reach
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.errors import in_user_code, one_sentence, short_path, tracebacks_go_to
-from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.metrics.memory import startup_objects_frozen
 from nemo_rl_cpp.metrics.performance import Devices, performance_metrics
+from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.user_code import serve
 
 if TYPE_CHECKING:

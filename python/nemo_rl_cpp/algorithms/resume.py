@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
+from nemo_rl_cpp.checks import resumed
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.model_folder import open_model_folder
-from nemo_rl_cpp.checks import resumed
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.utils import Datasets

@@ -27,19 +27,19 @@ from nemo_rl_cpp.data.token_bytes import bytes_of_token
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, shut_down
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.evals.report import EvalResult
-from nemo_rl_cpp.rollouts.batches import TrainBatch
-from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.loggers.logger import Logger
+from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace
+from nemo_rl_cpp.metrics.memory import PhaseMemory
+from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
 from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, TrainedModelInterface
 from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.report.alerts import Alerts
 from nemo_rl_cpp.report.defaults import schema_defaults
 from nemo_rl_cpp.report.progress import Progress
-from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace
-from nemo_rl_cpp.metrics.memory import PhaseMemory
-from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
+from nemo_rl_cpp.rollouts.batches import TrainBatch
+from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
 from nemo_rl_cpp.user_code import serve
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 

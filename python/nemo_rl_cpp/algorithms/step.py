@@ -15,9 +15,9 @@ from nemo_rl_cpp.algorithms.observe import StepReport
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.config.loop import LoopConfig
-from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
-from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
 from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
+from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun

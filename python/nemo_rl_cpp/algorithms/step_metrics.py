@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
-from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.models.interfaces import TrainingResult
+from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 Metrics = dict[str, float | str | None | list[float]]
 """Numbers by their names; a list is a histogram, a text a digest, None what was not asked for."""

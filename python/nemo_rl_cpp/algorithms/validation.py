@@ -15,12 +15,12 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.evals.metrics import wilson_interval
-from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics
-from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.loggers.samples import print_message_log_samples
 from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.interfaces import GenerationInterface
+from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics
+from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
 
 
 class ValidationResult(NamedTuple):

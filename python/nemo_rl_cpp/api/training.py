@@ -22,13 +22,13 @@ from nemo_rl_cpp.api.prompting import TASK, dataset_of
 from nemo_rl_cpp.api.result import TrainResult
 from nemo_rl_cpp.api.rows import rows_of
 from nemo_rl_cpp.argument_checks import folder_path, in_a_line, model_name, whole_number
+from nemo_rl_cpp.checks import preflight
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Row, TokenizerType
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.environments.reward_environment import RewardFunction, RewardFunctionEnvironment
-from nemo_rl_cpp.checks import preflight
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.custom_components import Estimator, Loss

@@ -27,12 +27,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from nemo_rl_cpp.checks import preflight
     from nemo_rl_cpp.config import ConfigError, find_config
     from nemo_rl_cpp.config.exactness import exactness_text
     from nemo_rl_cpp.config.loader import LOADERS, kind_of
     from nemo_rl_cpp.config.run import print_findings, print_mistakes
     from nemo_rl_cpp.dotted_names import search_for_modules
-    from nemo_rl_cpp.checks import preflight
 
     if message := unknown_option(overrides):
         print(f"error: {message}", file=sys.stderr)

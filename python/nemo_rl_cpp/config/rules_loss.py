@@ -93,7 +93,11 @@ def check_kl(
             f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; set the penalty to 0 or this to false",
             "loss_fn.reference_policy_kl_penalty",
         )
-    if loss.use_kl_in_reward and loop.adv_estimator.name != kl_estimator and not is_user_defined(loop.adv_estimator.name):
+    if (
+        loss.use_kl_in_reward
+        and loop.adv_estimator.name != kl_estimator
+        and not is_user_defined(loop.adv_estimator.name)
+    ):
         report.add(
             "loss_fn.use_kl_in_reward",
             f"has an effect with {name}.adv_estimator.name {kl_estimator} only, not {loop.adv_estimator.name}; set it to false "

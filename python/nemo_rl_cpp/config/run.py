@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from nemo_rl_cpp.checks import Finding, banner_lines, preflight
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, own_the_process, plain_warnings, unknown_option
 from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.master import WholeConfig
@@ -15,7 +16,6 @@ from nemo_rl_cpp.errors import guarded
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.interrupts import raise_if_interrupted, say
 from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
-from nemo_rl_cpp.checks import Finding, banner_lines, preflight
 from nemo_rl_cpp.stages import stage, stages_shown
 
 from .errors import ConfigError

@@ -227,7 +227,9 @@ def open_rendezvous(launch: Launch) -> tuple[socket.socket, RendezvousAddress, P
     host = socket.gethostbyname(launch.host)
     # a port that all ranks know, next to the launcher's own; else any, which the file tells
     listening = socket.create_server((host, launch.port + 1 if given else 0))
-    door = RendezvousAddress(launch.host, listening.getsockname()[1], given.encode() if given else secrets.token_bytes(32))
+    door = RendezvousAddress(
+        launch.host, listening.getsockname()[1], given.encode() if given else secrets.token_bytes(32)
+    )
     if given:
         return listening, door, None
     file = folder_of(launch)

@@ -19,6 +19,7 @@ from nemo_rl_cpp.distributed.ranks import Ranks, connect
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
 from nemo_rl_cpp.models.generation.interfaces import Moved, RefitRendezvous
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, ValueInterface
@@ -27,7 +28,6 @@ from nemo_rl_cpp.models.policy.train_step import Loss
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import NoOffload, in_layout_of
 from nemo_rl_cpp.models.value.lm_value import Value
-from nemo_rl_cpp.metrics.timer import Timer
 
 ModelConfig = TypeVar("ModelConfig", bound="TrainedModelConfig")
 

@@ -8,9 +8,9 @@ from typing import NotRequired, Protocol, TypedDict
 import torch
 
 from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 from nemo_rl_cpp.models.policy.train_step import Exactness, Loss
-from nemo_rl_cpp.metrics.timer import Timer
 
 
 class TrainingResult(TypedDict):

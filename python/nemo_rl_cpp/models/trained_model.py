@@ -27,9 +27,9 @@ from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_
 from nemo_rl_cpp.models.policy.schedule import create_schedule
 from nemo_rl_cpp.models.policy.train_step import (
     GlobalBatchResult,
+    MicroBatchRunner,
     NonFiniteError,
     Scoring,
-    MicroBatchRunner,
     without_removed_tokens,
 )
 from nemo_rl_cpp.models.policy.updates import Updates, first_bad_gradient

@@ -5,10 +5,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.metrics.timer import TOTAL
 from nemo_rl_cpp.report.numbers import format_number
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.stages import stage
-from nemo_rl_cpp.metrics.timer import TOTAL
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle

@@ -15,6 +15,8 @@ from nemo_rl_cpp.data.interfaces import TokenizerType, tokens_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
+from nemo_rl_cpp.metrics.performance import group_reward_metrics, is_equal, rewards_by_group
+from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface
 from nemo_rl_cpp.rollouts.agent_rollouts import are_made_by_agents, run_agent_rollouts
 from nemo_rl_cpp.rollouts.batches import DatumBatch, Rollouts
 from nemo_rl_cpp.rollouts.rollout_metrics import (
@@ -30,8 +32,6 @@ from nemo_rl_cpp.rollouts.turns import (
     calculate_rewards,
     tokenize_observations,
 )
-from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface
-from nemo_rl_cpp.metrics.performance import group_reward_metrics, is_equal, rewards_by_group
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.train_state import TrainState

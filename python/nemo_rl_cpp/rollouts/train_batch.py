@@ -11,8 +11,8 @@ from nemo_rl_cpp.data.interfaces import LLMMessageLogType, Message, tokens_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 from nemo_rl_cpp.dotted_names import is_user_defined
-from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.models.interfaces import PolicyInterface
+from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 
 def sampled_by_policy(message: Message) -> bool:

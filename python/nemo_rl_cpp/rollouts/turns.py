@@ -11,8 +11,8 @@ from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.distributed.futures import Future, is_done
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts, checked_return
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
-from nemo_rl_cpp.rollouts.batches import DatumBatch
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, PaddedPrompts, Responses
+from nemo_rl_cpp.rollouts.batches import DatumBatch
 
 _ENOUGH_IDS = 64  # behind a token with a text, and one of so many has one
 

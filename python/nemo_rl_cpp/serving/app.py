@@ -24,7 +24,7 @@ from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.serving.answers import Header, Json, error_body, event
 from nemo_rl_cpp.serving.bodies import Body, ChatBody, CompletionBody, GenerateBody, RequestError, read_body
 from nemo_rl_cpp.serving.kinds import ChatAnswer, CompletionAnswer, GenerateAnswer, TextAnswer
-from nemo_rl_cpp.serving.requests import Draw, Progress, Sample, ServingError, PendingRequest
+from nemo_rl_cpp.serving.requests import Draw, PendingRequest, Progress, Sample, ServingError
 from nemo_rl_cpp.serving.rollouts import HEADER, Call, Rollout
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ def _text_behind(
     return text.rpartition(_PLACE)[2] if text.count(_PLACE) == 1 else None
 
 
-def _ids_of(tokenizer: TokenizerType, text: str, last: Said) -> list[int]:
+def _ids_of(tokenizer: TokenizerType, text: str, last: AssistantTurn) -> list[int]:
     if last.stopped:  # its end token is there already
         text = text.removeprefix(tokenizer.decode(last.ids[-1:], skip_special_tokens=False))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

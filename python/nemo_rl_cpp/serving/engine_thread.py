@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.serving.requests import Progress, Sample, ServingError, PendingRequest
+from nemo_rl_cpp.serving.requests import PendingRequest, Progress, Sample, ServingError
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_sequence_length
 from nemo_rl_cpp.models.model_folder import open_model_folder
@@ -19,7 +20,6 @@ from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve
 from nemo_rl_cpp.serving.engine_thread import EngineThread, engine_maker, longest_in_cache
 from nemo_rl_cpp.serving.model import Limits, ServedModel
 from nemo_rl_cpp.serving.rollouts import Rollouts
-from nemo_rl_cpp.metrics.memory import available_bytes
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_SLOTS = 64

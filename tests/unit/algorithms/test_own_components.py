@@ -8,8 +8,8 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss, make_loss, own_loss
-from nemo_rl_cpp.config import ConfigError, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.checks.components import check
+from nemo_rl_cpp.config import ConfigError, load_grpo_config, load_ppo_config
 from recipes.own_loss import Reinforce
 
 OWN = "recipes.own_loss."

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import tiny
 from nemo_rl_cpp.checkpoints.manager import ResumeError
+from nemo_rl_cpp.checks import preflight
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.files.durable import seal_folder
 from nemo_rl_cpp.files.folder_lock import FolderInUseError
-from nemo_rl_cpp.checks import preflight
 from safetensors.torch import load_file, save_file
 
 RUN = (

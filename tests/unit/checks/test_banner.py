@@ -5,9 +5,9 @@ import sys
 
 import nemo_rl_cpp.checks.banner as banner
 import pytest
+from nemo_rl_cpp.checks.banner import banner_lines, count_text, rows_of
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.config.memory import certain_bytes
-from nemo_rl_cpp.checks.banner import banner_lines, count_text, rows_of
 
 
 def lines_of(config):

@@ -4,12 +4,12 @@ import json
 import sys
 
 import pytest
+from nemo_rl_cpp.checks import data
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data import inspection
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.utils import load_response_data
-from nemo_rl_cpp.checks import data
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp import cli, dotted_names
+from nemo_rl_cpp.checks.environments import check
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.dotted_names import LoadingError, import_object
 from nemo_rl_cpp.environments import loading
 from nemo_rl_cpp.environments.loading import environment_class
-from nemo_rl_cpp.checks.environments import check
 
 MODULE = """\
 def right(completions, **_): return [1.0 for _ in completions]

@@ -5,10 +5,10 @@ import re
 
 import pytest
 from nemo_rl_cpp import cli, run_grpo_math
+from nemo_rl_cpp.checks import preflight, sizes
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.fold import devices_of, fold_text, keys_without_effect, sizes_of
 from nemo_rl_cpp.config.memory import certain_bytes, forecast, forecast_summary
-from nemo_rl_cpp.checks import preflight, sizes
 
 EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.generation.backend=vllm"]
 TINY = ["policy.model_name=tiny-random"]

@@ -5,12 +5,12 @@ import json
 import nemo_rl_cpp
 import pytest
 import torch
+from nemo_rl_cpp.checks import model
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models import model_folder
 from nemo_rl_cpp.models.hf.folder import open_frozen
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, parameter_shapes
 from nemo_rl_cpp.models.model_folder import open_model_folder
-from nemo_rl_cpp.checks import model
 from nemo_rl_cpp.serving.load import load_model
 from safetensors.torch import save_file
 

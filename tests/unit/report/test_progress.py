@@ -2,9 +2,9 @@ import io
 from types import SimpleNamespace
 
 import pytest
+from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.report import progress as progress_module
 from nemo_rl_cpp.report.progress import Progress
-from nemo_rl_cpp.metrics.timer import Timer
 from rich.console import Console
 
 

@@ -10,7 +10,7 @@ from nemo_rl_cpp.serving import attach
 from nemo_rl_cpp.serving.command import wait_for_end
 from nemo_rl_cpp.serving.engine_thread import EngineThread
 from nemo_rl_cpp.serving.http_server import listen
-from nemo_rl_cpp.serving.requests import Draw, Sampling, PendingRequest
+from nemo_rl_cpp.serving.requests import Draw, PendingRequest, Sampling
 
 
 class Stuck:

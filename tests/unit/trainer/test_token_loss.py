@@ -7,7 +7,13 @@ from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
-from nemo_rl_cpp.models.policy.train_step import GlobalCounts, NonFiniteError, Scoring, MicroBatchRunner, fused_token_loss
+from nemo_rl_cpp.models.policy.train_step import (
+    GlobalCounts,
+    MicroBatchRunner,
+    NonFiniteError,
+    Scoring,
+    fused_token_loss,
+)
 from nemo_rl_cpp.models.policy.updates import first_bad_gradient
 from nemo_rl_cpp.models.weights import initialize_weights
 from test_gradient_invariance import CONFIG, groups_batch
@@ -142,7 +148,10 @@ def test_a_gradient_that_overflows_is_traced_to_its_sample_and_token(row, nth):
     padded, trainer = training_data(), trainer_of()
     token = int(padded["token_mask"][row].nonzero()[nth])
     loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0, "ratio_clip_min": 0.99, "ratio_clip_max": 1e30})
-    run, size = MicroBatchRunner(trainer, loss_fn, MicroBatching(max_samples=4)).forward_backward, len(padded["input_ids"])
+    run, size = (
+        MicroBatchRunner(trainer, loss_fn, MicroBatching(max_samples=4)).forward_backward,
+        len(padded["input_ids"]),
+    )
     assert first_bad_gradient(trainer, RaggedBatch.of(padded), 0, size, run) == ""
     padded["advantages"][row, token] = -1e38
     padded["prev_logprobs"][row, token] = -20.0  # so that its ratio counts

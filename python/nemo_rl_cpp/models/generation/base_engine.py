@@ -16,8 +16,8 @@ from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.models.generation.interfaces import Answer, Finished, GenerationInterface, Prompts, Responses
 from nemo_rl_cpp.metrics.memory import available_bytes
+from nemo_rl_cpp.models.generation.interfaces import Answer, Finished, GenerationInterface, Prompts, Responses
 
 DEFAULT_CHUNK = 2048
 """Tokens of prompts that are computed at once without `prefill_chunk_tokens`."""
@@ -137,7 +137,9 @@ class BaseEngine(GenerationInterface):
     def _room(self, asked: GenerationRequest) -> list[int]:
         """[B]: the most tokens of each response, within `max_model_len`."""
         left = self.max_model_len - asked.batch.lengths
-        return (torch.minimum(asked.max_new_tokens, left).clamp(min=0) if self.max_model_len else asked.max_new_tokens).tolist()
+        return (
+            torch.minimum(asked.max_new_tokens, left).clamp(min=0) if self.max_model_len else asked.max_new_tokens
+        ).tolist()
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:

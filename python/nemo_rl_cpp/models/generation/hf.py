@@ -15,9 +15,9 @@ from nemo_rl_cpp.models.generation.base_engine import (
     DEFAULT_CHUNK,
     STREAMS,
     Answers,
-    GenerationRequest,
     BaseEngine,
     EngineOptions,
+    GenerationRequest,
     get_setting,
 )
 from nemo_rl_cpp.models.generation.interfaces import Finished, Responses

@@ -16,9 +16,9 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.generation.base_engine import (
     DEFAULT_CHUNK,
     STREAMS,
-    GenerationRequest,
     BaseEngine,
     EngineOptions,
+    GenerationRequest,
     get_setting,
 )
 from nemo_rl_cpp.models.generation.interfaces import Finished, Responses

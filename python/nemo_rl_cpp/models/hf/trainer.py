@@ -255,7 +255,9 @@ class ShardedTrainer(HfTrainer):
                 super()._pass(ModelRows.smallest(), Scoring(), keep, first == NextCollective.FORWARD_AGAIN, False)
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        self._agree((NextCollective.FORWARD_AGAIN if checkpoint else NextCollective.FORWARD) if keep else NextCollective.SCORE)
+        self._agree(
+            (NextCollective.FORWARD_AGAIN if checkpoint else NextCollective.FORWARD) if keep else NextCollective.SCORE
+        )
         return super()._pass(rows, scoring, keep, checkpoint, unfiltered)
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None) -> None:

@@ -16,13 +16,13 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_cpp.models.generation.native import NativeGeneration
-from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
-from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, Scoring, MicroBatchRunner
-from nemo_rl_cpp.models.policy.updates import Updates
-from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
+from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, MicroBatchRunner, Scoring
+from nemo_rl_cpp.models.policy.updates import Updates
+from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 
 
 class Policy(TrainedModel, PolicyInterface):

@@ -9,12 +9,12 @@ from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
 from nemo_rl_cpp.models.policy.train_step import Loss, MicroBatchRunner, evaluate_value_loss
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
-from nemo_rl_cpp.metrics.timer import Timer
 
 
 class Value(TrainedModel, ValueInterface):

@@ -16,7 +16,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, GenerationRequest, BaseEngine
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, BaseEngine, GenerationRequest
 from nemo_rl_cpp.models.generation.interfaces import Finished, Moved, Responses
 from nemo_rl_cpp.models.generation.vllm.client import ServerClient, VllmError
 from nemo_rl_cpp.models.generation.vllm.server import (

@@ -10,8 +10,8 @@ from nemo_rl_cpp.algorithms.collector import AsyncCollector, Collected, RolloutM
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.rollouts.batches import Rollouts
 from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.rollouts.batches import Rollouts
 
 
 class Ended(BaseException):

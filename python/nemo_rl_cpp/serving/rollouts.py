@@ -14,7 +14,7 @@ from nemo_rl_cpp.serving.bodies import RequestError
 from nemo_rl_cpp.serving.requests import LENGTH, STOP_TOKEN, Draw, Sample
 
 if TYPE_CHECKING:
-    pass
+    from nemo_rl_cpp.serving.chat import AssistantTurn
 
 _MOST_UNREGISTERED = 4096
 _MOST_ENDED = 1 << 16

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from nemo_rl_cpp.distributed.cluster import WorkerGroup
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 
 
 class Player:
@@ -61,7 +61,7 @@ def fails(ranks):
 
 def lose(cluster, number, said):
     """Rank 1 gets a signal while rank 0 waits for it; the processes that there were. The error names the rank and what it did."""
-    group = RayWorkerGroup(cluster, partial(make, 0))
+    group = WorkerGroup(cluster, partial(make, 0))
     pids = cluster.workers.pids
     with pytest.raises(WorkerLostError, match=rf"rank 1 of 2 \(process {pids[1]}\) {said}.*end_while_others_wait"):
         group.call_all("end_while_others_wait", 1, number)

@@ -14,15 +14,14 @@ import statistics
 from functools import partial
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from training_ranks import WAYS, bench
 
 
 def group_of(args, names, processes):
     settings = ClusterConfig(executor="processes", gpus_per_node=processes, cpus_per_worker=args.threads)
-    cluster = RayVirtualCluster([processes], use_gpus=False, settings=settings)
-    return cluster, RayWorkerGroup(cluster, partial(bench, args, names))
+    cluster = Cluster([processes], use_gpus=False, settings=settings)
+    return cluster, WorkerGroup(cluster, partial(bench, args, names))
 
 
 def times(args) -> None:

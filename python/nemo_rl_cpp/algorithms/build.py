@@ -34,7 +34,7 @@ from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down, use_threads
+from nemo_rl_cpp.distributed.cluster import Cluster, check_device, shut_down, use_threads
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
@@ -82,8 +82,8 @@ class Parts:
     logger: Logger | None
     checkpoints: CheckpointManager | None
     state: TrainState
-    cluster: RayVirtualCluster | None = None
-    engine_cluster: RayVirtualCluster | None = None
+    cluster: Cluster | None = None
+    engine_cluster: Cluster | None = None
     listener: socket.socket | None = None
 
     def release(self) -> None:
@@ -259,27 +259,25 @@ def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloa
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))
 
 
-def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
+def make_cluster(config: TrainMasterConfig) -> Cluster:
     """One device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
     processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
     say_fold(config)
     use_threads(config.cluster)
     use_gpus = check_device(config.cluster.device) == "cuda"
-    return RayVirtualCluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)
+    return Cluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)
 
 
-def make_engine_cluster(config: TrainMasterConfig) -> RayVirtualCluster | None:
+def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
     """The workers that only generate (`policy.generation.colocated.resources`); None where there are none."""
     count = engines_of(config)
     if count == 0:
         return None
-    return RayVirtualCluster(
-        [count], use_gpus=False, name="inference_cluster", settings=config.cluster, role="engine worker"
-    )
+    return Cluster([count], use_gpus=False, name="inference_cluster", settings=config.cluster, role="engine worker")
 
 
 def make_generation(
-    config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: RayVirtualCluster | None
+    config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
 ) -> GenerationInterface:
     """Engines on the policy's weights, in workers of their own, or vLLM."""
     if config.policy.generation.runs_vllm:
@@ -293,7 +291,7 @@ def make_policy(
     config: TrainMasterConfig,
     tokenizer: TokenizerType,
     resume: Resume,
-    cluster: RayVirtualCluster,
+    cluster: Cluster,
     steps: int,
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:
@@ -333,7 +331,7 @@ def _hf_policy() -> type[Policy]:
 
 
 def make_value(
-    config: PPOMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: RayVirtualCluster, steps: int
+    config: PPOMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int
 ) -> Value | DistributedValue | None:
     """PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those of
     value.model_name; None for an estimator that needs no values."""

@@ -24,7 +24,7 @@ from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Message, TokenizerType
 from nemo_rl_cpp.data.token_bytes import bytes_of_token
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, shut_down
+from nemo_rl_cpp.distributed.cluster import Cluster, shut_down
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.evals.report import EvalResult
 from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
@@ -162,8 +162,8 @@ class TrainingRun:
     loss_fn: LossFunction
     validator: Validator | None
     services: RunServices
-    cluster: RayVirtualCluster | None = None
-    engine_cluster: RayVirtualCluster | None = None
+    cluster: Cluster | None = None
+    engine_cluster: Cluster | None = None
 
     @property
     def generation(self) -> GenerationInterface:

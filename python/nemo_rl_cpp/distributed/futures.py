@@ -4,11 +4,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_rl_cpp.errors import as_user_error
 
 _SLICE = 0.5  # seconds of one wait: Python looks at signals between them, also at one that another thread was woken for
+
+
+class Answer(NamedTuple):
+    """How a call ended: with a value, or with an error, its traceback as text, and the sentence about it where it arose in the
+    user's code."""
+
+    value: object = None
+    error: BaseException | None = None
+    trace: str = ""
+    told: str | None = None
 
 
 class Future:

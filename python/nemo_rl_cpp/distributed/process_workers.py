@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed import worker_calls
 from nemo_rl_cpp.distributed.launch import MEETING_SECONDS, Launch, admit, launched, open_rendezvous
+from nemo_rl_cpp.distributed.worker import worker_environment
 from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
-from nemo_rl_cpp.distributed.worker_objects import worker_environment
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-
-from nemo_rl_cpp.distributed.moves import Move, even_moves
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
 # A block may have so many times the mean number of tokens for its samples to be trained where they were generated: the forward pass that
 # this spares is a third of a training step, or more.
 MOST_UNEVEN = 1.25
+# A move is worth its message where it takes so much from what the busiest rank has to do.
+LEAST_GAIN = 0.05
 
 
 class OtherRankFailedError(RuntimeError):
@@ -242,6 +242,37 @@ def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[l
         if not idle[row]:
             units.setdefault(("group", groups[row]) if groups[row] >= 0 else ("row", row), []).append(row)
     return [(own, prompts[own[0]] + sum(lengths[row] - prompts[row] for row in own)) for own in units.values()]
+
+
+class Move(NamedTuple):
+    """Samples `rows` that rank `source` has generated and rank `target` trains."""
+
+    rows: list[int]
+    source: int
+    target: int
+
+
+def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
+    """Moves after which the busiest rank has less to do.
+
+    Args:
+        units: for each rank the samples that stay together, and what they cost.
+
+    From the busiest rank to the idlest one goes the unit that leaves the smaller maximum of both, the first of equal ones, as long as that
+    gains something. The result depends on the arguments alone, so every rank finds the same one.
+    """
+    left = [list(own) for own in units]
+    load = [sum(cost for _, cost in own) for own in left]
+    found: list[Move] = []
+    while True:
+        source, target = load.index(max(load)), load.index(min(load))
+        after = [max(load[source] - cost, load[target] + cost) for _, cost in left[source]]
+        if not after or min(after) > (1 - LEAST_GAIN) * load[source]:
+            return found
+        rows, cost = left[source].pop(after.index(min(after)))
+        load[source] -= cost
+        load[target] += cost
+        found.append(Move(rows, source, target))
 
 
 def prompt_lengths(data: RaggedBatch) -> list[int]:

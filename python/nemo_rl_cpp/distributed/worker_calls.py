@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from nemo_rl_cpp.distributed.futures import Future
-from nemo_rl_cpp.distributed.worker_objects import Answer
+from nemo_rl_cpp.distributed.futures import Answer, Future
 from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 
 _SLICE = 0.5  # seconds of one wait: Python looks at signals between them

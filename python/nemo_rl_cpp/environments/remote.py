@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from nemo_rl_cpp.distributed.futures import Future, get
-from nemo_rl_cpp.distributed.ray_session import ray_in_use
+from nemo_rl_cpp.distributed.ray_workers import ray_in_use
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.environments.ray_environment import RayEnvironment, ray_environment
 from nemo_rl_cpp.user_code import call_user, is_users, runs_here

@@ -20,7 +20,7 @@ from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.virtual_cluster import check_device, use_threads
+from nemo_rl_cpp.distributed.cluster import check_device, use_threads
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.utils import create_env

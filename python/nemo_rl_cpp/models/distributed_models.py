@@ -14,11 +14,10 @@ from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks, connect
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
 from nemo_rl_cpp.models.generation.interfaces import Moved, RefitRendezvous
@@ -81,7 +80,7 @@ class DistributedModel(NoOffload):
     """
 
     def __init__(
-        self, model: type[Policy] | type[Value], cluster: RayVirtualCluster, config: TrainedModelConfig, tokenizer: TokenizerType | None,
+        self, model: type[Policy] | type[Value], cluster: Cluster, config: TrainedModelConfig, tokenizer: TokenizerType | None,
         **options: object,
     ) -> None:  # fmt: skip
         config = for_workers(config)
@@ -91,7 +90,7 @@ class DistributedModel(NoOffload):
             config.tensor_parallel(cluster.world_size()),
             {**options, **paths, "config": config, "tokenizer": tokenizer},
         )
-        self.group = RayWorkerGroup(cluster, partial(_built, model, options, count), tensor_size=count)
+        self.group = WorkerGroup(cluster, partial(_built, model, options, count), tensor_size=count)
 
     @property
     def data_parallel_size(self) -> int:
@@ -143,7 +142,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     """`Policy` in several processes."""
 
     def __init__(
-        self, cluster: RayVirtualCluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
+        self, cluster: Cluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
         config = PolicyConfig.of(config)
         super().__init__(_policy_worker(config), cluster, config, tokenizer, **options)
@@ -203,7 +202,7 @@ class DistributedValue(DistributedModel, ValueInterface):
     """`Value` in several processes."""
 
     def __init__(
-        self, cluster: RayVirtualCluster, config: ValueConfig, tokenizer: TokenizerType | None, **options: object
+        self, cluster: Cluster, config: ValueConfig, tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
         super().__init__(value_class(config), cluster, config, tokenizer, **options)
 

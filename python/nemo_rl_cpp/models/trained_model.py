@@ -17,9 +17,9 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, OtherRankFailedError, Ranks
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
@@ -56,7 +56,7 @@ class TrainedModel(NoOffload):
     """One process on one device: what `Policy` and `Value` share.
 
     Args:
-        cluster: one device (`RayVirtualCluster` of world size 1), which says where the model lies; None: on the CPU.
+        cluster: one device (`Cluster` of world size 1), which says where the model lies; None: on the CPU.
         config: the section of the configuration that the class names.
         tokenizer: saved beside the weights.
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
@@ -71,7 +71,7 @@ class TrainedModel(NoOffload):
     value_head = False
 
     def __init__(
-        self, cluster: RayVirtualCluster | None, config: TrainedModelConfig, tokenizer: TokenizerType | None, *,
+        self, cluster: Cluster | None, config: TrainedModelConfig, tokenizer: TokenizerType | None, *,
         weights_path: str | Path | None, optimizer_path: str | Path | None,
         total_steps: int | None, seed: int, ranks: Ranks | None = None,
     ):  # fmt: skip

@@ -30,6 +30,7 @@ NAMES = {
     "data.interfaces": "DatumSpec LLMMessageLogType TaskDataProcessFnCallable TaskDataSpec",
     "data.processors": "math_data_processor math_hf_data_processor register_processor",
     "distributed.batched_data_dict": "BatchedDataDict",
+    "distributed.virtual_cluster": "RayVirtualCluster",
     "distributed.worker_groups": "RayWorkerGroup",
     "environments.code_environment": "CodeEnvironment",
     "environments.interfaces": "EnvironmentInterface EnvironmentReturn",

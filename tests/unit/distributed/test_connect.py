@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed import ranks
+from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ranks import connect
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 
 NOWHERE = dict(rank=0, host="127.0.0.1", port=1, deadline=0.1)
 
@@ -51,4 +51,4 @@ def test_errors_have_one_class_above_them():
 
 def test_runs_on_several_gpus_are_refused_with_the_reason():
     with pytest.raises(ValueError, match="no training on several has been tried yet.*cluster.device=cpu"):
-        RayVirtualCluster([2], use_gpus=True)
+        Cluster([2], use_gpus=True)

@@ -1,11 +1,11 @@
 import pytest
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device
+from nemo_rl_cpp.distributed.cluster import Cluster, check_device
 
 
 @pytest.mark.parametrize("bundles", [[2], [1, 1], [8, 8], [0]])
 def test_more_devices_are_an_error_with_the_keys_to_change(bundles):
     with pytest.raises(ValueError, match="cluster.gpus_per_node=1 and cluster.num_nodes=1"):
-        RayVirtualCluster(bundles)
+        Cluster(bundles)
 
 
 @pytest.mark.parametrize(
@@ -14,14 +14,14 @@ def test_more_devices_are_an_error_with_the_keys_to_change(bundles):
      (False, True, "float32", "cpu")],
 )  # fmt: skip
 def test_models_lie_on_a_gpu_where_one_can_be_used(monkeypatch, usable, use_gpus, precision, device):
-    monkeypatch.setattr("nemo_rl_cpp.distributed.virtual_cluster.cuda_usable", lambda: usable)
-    assert RayVirtualCluster([1], use_gpus=use_gpus).device(precision) == device
+    monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: usable)
+    assert Cluster([1], use_gpus=use_gpus).device(precision) == device
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error_that_names_the_key(monkeypatch):
-    monkeypatch.setattr("nemo_rl_cpp.distributed.virtual_cluster.cuda_usable", lambda: False)
+    monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: False)
     assert check_device("cpu") == "cpu"
     with pytest.raises(ValueError, match="cluster.device is cuda, but torch sees no GPU.*cluster.device=cpu"):
         check_device("cuda")
-    monkeypatch.setattr("nemo_rl_cpp.distributed.virtual_cluster.cuda_usable", lambda: True)
+    monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: True)
     assert check_device("cuda") == "cuda"

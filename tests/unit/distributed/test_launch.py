@@ -18,7 +18,7 @@ import tiny
 from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import launch
-from nemo_rl_cpp.distributed.launch import Launch, admit, as_connection, check_launch, launched, open_door
+from nemo_rl_cpp.distributed.launch import Launch, admit, as_connection, check_launch, launched, open_rendezvous
 from processes import alive, descendants, wait_until_gone
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
@@ -93,7 +93,7 @@ def test_nobody_is_let_in_without_the_secret(monkeypatch, tmp_path):
     monkeypatch.delenv("NEMO_RL_LAUNCH_TOKEN", raising=False)
     monkeypatch.setattr(launch, "HANDSHAKE_SECONDS", 1.0)
     told = Launch(0, 2, "127.0.0.1", 29500, "WORLD_SIZE", "job")
-    listening, door, file = open_door(told)
+    listening, door, file = open_rendezvous(told)
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     assert json.loads(file.read_text())["token"] == door.token.hex() and len(door.token) == 32
 
@@ -137,7 +137,7 @@ def test_nobody_is_let_in_without_the_secret(monkeypatch, tmp_path):
     connection.close(), listening.close()
     (tmp_path / "own").chmod(0o777)
     with pytest.raises(PermissionError, match="can be written by others"):
-        open_door(told)
+        open_rendezvous(told)
 
 
 RUN = [

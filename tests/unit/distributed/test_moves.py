@@ -4,9 +4,8 @@ import random
 
 import pytest
 import torch
-from nemo_rl_cpp.distributed.moves import LEAST_GAIN, Move, even_moves
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.distributed.ranks import LEAST_GAIN, Move, Ranks, even_moves
 
 
 def test_the_busiest_gives_to_the_idlest_what_evens_them_most():

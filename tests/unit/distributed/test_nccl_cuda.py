@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
@@ -81,10 +80,10 @@ class OnGpus:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks():
-    cluster = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1))
+    cluster = Cluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1))
     cluster._workers = ProcessWorkers(2, 1, silence=60.0, deadline=5.0, backend="nccl")
     try:
-        group = RayWorkerGroup(cluster, partial(OnGpus))
+        group = WorkerGroup(cluster, partial(OnGpus))
         assert group.call_all("exchange") == [0, 1]
         assert group.call_all("round") == [[2.5], [2.5]]
         with pytest.raises(C.TimedOut, match="rank 0 of 2: alone failed after"):

@@ -9,10 +9,9 @@ from functools import partial
 
 import pytest
 from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.errors import one_sentence
 from players import alive, fails, lose, make
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def two_workers():
-    return RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1, worker_timeout_s=4.0))
+    return Cluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1, worker_timeout_s=4.0))
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def lasting():
 
 
 def test_calls_and_results(lasting):
-    group, other = RayWorkerGroup(lasting, partial(make, 10)), RayWorkerGroup(lasting, partial(make, 20))
+    group, other = WorkerGroup(lasting, partial(make, 10)), WorkerGroup(lasting, partial(make, 20))
     assert group.call_all("number", 5) == [15, 16] and other.call_all("number", add=0) == [20, 21]
     assert group.call_all("base") == [10, 10]  # what is no method is read
     assert group.call_all("total") == [3.0, 3.0]
@@ -51,7 +50,7 @@ def test_calls_and_results(lasting):
 
 
 def test_a_failure_is_the_ranks_own_and_all_stay(lasting):
-    group = RayWorkerGroup(lasting, partial(make, 0))
+    group = WorkerGroup(lasting, partial(make, 0))
     with pytest.raises(ValueError, match="rank 1 does not like this") as caught:
         group.call_all("fail_on", 1)
     assert "raised on rank 1 of 2" in caught.value.__notes__[0] and "in fail_together" in caught.value.__notes__[0]
@@ -63,7 +62,7 @@ def test_a_failure_is_the_ranks_own_and_all_stay(lasting):
 
 def test_no_rank_waits_for_one_that_has_failed(forked_workers, cluster, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.distributed.worker_calls.GRACE_SECONDS", 0.5)
-    group = RayWorkerGroup(cluster, partial(make, 0))
+    group = WorkerGroup(cluster, partial(make, 0))
     pids = cluster.workers.pids
     with pytest.raises(ValueError, match="no barrier for me"):
         group.call_all("raise_while_others_wait", 0)
@@ -76,7 +75,7 @@ def test_no_rank_waits_for_one_that_has_failed(forked_workers, cluster, monkeypa
     ids=["killed", "stopped"],
 )
 def test_a_lost_process_is_named_and_none_is_left(cluster, number, said):
-    RayWorkerGroup(cluster, partial(make, 0))  # the workers are there
+    WorkerGroup(cluster, partial(make, 0))  # the workers are there
     began = time.monotonic()
     pids = lose(cluster, number, said)
     assert time.monotonic() - began < 15
@@ -85,12 +84,12 @@ def test_a_lost_process_is_named_and_none_is_left(cluster, number, said):
 
 def test_a_builder_that_fails_says_where(lasting):
     with pytest.raises(TypeError, match="unsupported operand") as caught:
-        RayWorkerGroup(lasting, fails)
+        WorkerGroup(lasting, fails)
     assert "raised on rank" in caught.value.__notes__[0]
 
 
 def test_a_worker_that_died_while_idle_is_known_at_once(forked_workers, cluster):
-    group = RayWorkerGroup(cluster, partial(make, 0))
+    group = WorkerGroup(cluster, partial(make, 0))
     pids, began = cluster.workers.pids, time.monotonic()
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(WorkerLostError, match="rank 0 of 2"):
@@ -102,14 +101,14 @@ def test_a_worker_that_died_while_idle_is_known_at_once(forked_workers, cluster)
 
 
 def test_a_stopped_worker_that_reads_nothing_does_not_stop_the_run(forked_workers, cluster):
-    group = RayWorkerGroup(cluster, partial(make, 0))
+    group = WorkerGroup(cluster, partial(make, 0))
     os.kill(cluster.workers.pids[1], signal.SIGSTOP)
     with pytest.raises(WorkerLostError, match="rank 1 of 2 .* gave no sign of life"):
         group.call_all("size_of", b"0" * 8_000_000)
 
 
 def test_a_job_that_is_signalled_is_ended_by_its_own_process(lasting):
-    group = RayWorkerGroup(lasting, partial(make, 0))
+    group = WorkerGroup(lasting, partial(make, 0))
     group.call_all("number", 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         os.kill(lasting.workers.pids[0], number)
@@ -125,6 +124,6 @@ def test_an_error_in_the_users_code_says_so(cluster, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "users_builder", users_builder)  # gone after the test
     spec.loader.exec_module(users_builder)
     with pytest.raises(KeyError) as caught:
-        RayWorkerGroup(cluster, users_builder.build)
+        WorkerGroup(cluster, users_builder.build)
     said = one_sentence(caught.value)
     assert "your code failed with KeyError" in said and "users_builder.py:2" in said and "(rank 0 of 2)" in said

@@ -7,20 +7,19 @@ from functools import partial
 
 import pytest
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed import ray_session, ray_workers
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed import ray_workers
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from players import alive, lose, make
 
 pytestmark = pytest.mark.slow
-ray = ray_session.ray_module()
+ray = ray_workers.ray_module()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def started_ray():
     """One Ray for all tests here: workers use a Ray that runs already."""
-    assert ray_session.start_ray(3) and not ray_session.start_ray(3)
+    assert ray_workers.start_ray(3) and not ray_workers.start_ray(3)
     yield
     ray.shutdown()
 
@@ -28,14 +27,14 @@ def started_ray():
 @pytest.fixture
 def cluster():
     settings = ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=8.0)
-    made = RayVirtualCluster([2], use_gpus=False, settings=settings)
+    made = Cluster([2], use_gpus=False, settings=settings)
     yield made
     made.shutdown()
 
 
 def test_calls_and_results(cluster, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "a key")  # set after Ray was started
-    group = RayWorkerGroup(cluster, partial(make, 10))
+    group = WorkerGroup(cluster, partial(make, 10))
     assert group.call_all("number", 5) == [15, 16]
     assert group.call_all("total") == [3.0, 3.0]
     assert group.call_all("surroundings", "JUDGE_KEY") == [(True, "a key")] * 2
@@ -54,7 +53,7 @@ def test_calls_and_results(cluster, monkeypatch):
     ids=["killed", "stopped"],
 )
 def test_a_lost_actor_is_named_and_none_is_left(cluster, number, said):
-    RayWorkerGroup(cluster, partial(make, 0))  # the workers are there
+    WorkerGroup(cluster, partial(make, 0))  # the workers are there
     began = time.monotonic()
     pids = lose(cluster, number, said)
     assert time.monotonic() - began < 30
@@ -77,9 +76,9 @@ def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeyp
 
     monkeypatch.setattr(ray_workers, "_START_SECONDS", 12.0)
     monkeypatch.setattr(ray_workers, "ActorWorker", Lost)
-    cluster = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1))
+    cluster = Cluster([2], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1))
     with pytest.raises(WorkerLostError, match=said):
-        RayWorkerGroup(cluster, partial(make, 0))
+        WorkerGroup(cluster, partial(make, 0))
     deadline = time.monotonic() + 10
     pids = [int(file.name) for file in tmp_path.iterdir()]
     while any(map(alive, pids)) and time.monotonic() < deadline:
@@ -90,6 +89,6 @@ def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeyp
 def test_a_cluster_without_room_is_refused(monkeypatch):
     monkeypatch.setattr(ray_workers, "_PLACES_SECONDS", 1.0)
     settings = ClusterConfig(executor="ray", cpus_per_worker=1000)
-    cluster = RayVirtualCluster([2], use_gpus=False, settings=settings)
+    cluster = Cluster([2], use_gpus=False, settings=settings)
     with pytest.raises(ValueError, match="no room for 2 workers of 1000 CPUs within 1 s: it has"):
-        RayWorkerGroup(cluster, partial(make, 0))
+        WorkerGroup(cluster, partial(make, 0))

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.ray_session import ray_module
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.cluster import WorkerGroup
+from nemo_rl_cpp.distributed.ray_workers import ray_module
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
 from nemo_rl_cpp.environments.ray_environment import ActorSettings, ray_environment
 from players import make
@@ -23,7 +22,7 @@ TRUTHS = [{"ground_truth": "B"}] * 4
 
 def _nodes_of_a_ray_of_its_own() -> str:
     """Of a program that names no address: Ray would join what somebody else has started on this machine."""
-    program = "from nemo_rl_cpp.distributed import ray_session as s; print(s.start_ray(1), len(s.ray_module().nodes()))"
+    program = "from nemo_rl_cpp.distributed import ray_workers as s; print(s.start_ray(1), len(s.ray_module().nodes()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     return done.stdout.strip() or done.stderr
 
@@ -43,10 +42,10 @@ def test_a_node_dies(monkeypatch):
         both.wait_for_nodes(60)
         assert _nodes_of_a_ray_of_its_own() == "True 1"
         monkeypatch.setenv("RAY_ADDRESS", both.address)
-        cluster = RayVirtualCluster(
+        cluster = Cluster(
             [1, 1], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=5.0)
         )
-        group = RayWorkerGroup(cluster, partial(make, 0))  # one worker of one CPU fits each node
+        group = WorkerGroup(cluster, partial(make, 0))  # one worker of one CPU fits each node
         assert group.call_all("total") == [3.0, 3.0]
         settings = ActorSettings(deadline=120.0, restarts=2)
         env = ray_environment(

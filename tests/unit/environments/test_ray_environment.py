@@ -13,7 +13,7 @@ from fakes import EchoEnvironment
 from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import get
-from nemo_rl_cpp.distributed.ray_session import ray_in_use, ray_module, start_ray
+from nemo_rl_cpp.distributed.ray_workers import ray_in_use, ray_module, start_ray
 from nemo_rl_cpp.environments import ray_environment as rooms
 from nemo_rl_cpp.environments import remote
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn

@@ -7,9 +7,9 @@ import tiny
 import torch
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
@@ -79,7 +79,7 @@ def one(tokenizer, overrides):
 
 @pytest.fixture
 def two(tokenizer, overrides, forked_workers):
-    cluster = RayVirtualCluster(
+    cluster = Cluster(
         [2],
         use_gpus=False,
         settings=ClusterConfig(executor="processes", cpus_per_worker=1, communication_timeout_s=20.0),

@@ -11,7 +11,7 @@ from hf_players import batch, hf_policy, hf_value, make, relative
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.config.value import ValueConfig
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from safetensors.torch import load_file
@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def cluster():
     torch.set_num_threads(1)  # as each rank has
-    made = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    made = Cluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
     importlib.import_module("transformers")
     with pytest.MonkeyPatch.context() as patch:
         forked_workers.in_place(patch)

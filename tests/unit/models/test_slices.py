@@ -6,9 +6,8 @@ import pytest
 import slice_players
 import torch
 from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.sources import ModelFolderError
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cluster():
-    made = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    made = Cluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
     yield made
     made.shutdown()
 
@@ -32,7 +31,7 @@ def both(cluster, model, dtype=torch.float32, value_head=False, **how):
     """(answers of the whole model, answers of each slice)"""
     torch.set_num_threads(1)
     alone = slice_players.player(model, dtype, 1, value_head, Ranks()).answers(**how)
-    group = RayWorkerGroup(cluster, partial(slice_players.player, model, dtype, 2, value_head))
+    group = WorkerGroup(cluster, partial(slice_players.player, model, dtype, 2, value_head))
     return alone, group.call_all("answers", **how)
 
 

@@ -11,10 +11,9 @@ import refit_players
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.process_workers import rendezvous_store
 from nemo_rl_cpp.distributed.ranks import connect
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from many_refits import refit_often
@@ -25,7 +24,7 @@ DEADLINE = 2.0
 
 @pytest.fixture
 def cluster(forked_workers):
-    made = RayVirtualCluster(
+    made = Cluster(
         [1], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1), role="engine worker"
     )
     yield made
@@ -35,7 +34,7 @@ def cluster(forked_workers):
 @pytest.fixture
 def pair(cluster):
     """The publisher of this process, and the group of the one engine."""
-    group, store = RayWorkerGroup(cluster, refit_players.make), rendezvous_store("127.0.0.1", DEADLINE)
+    group, store = WorkerGroup(cluster, refit_players.make), rendezvous_store("127.0.0.1", DEADLINE)
     joining = group.run_all_workers_single_data("join", store.port, DEADLINE)
     communicator = connect(0, 2, "127.0.0.1", store.port, DEADLINE).communicator
     cluster.workers.wait(joining)

@@ -1,3 +1,3 @@
 """Re-export the group of workers."""
 
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.distributed.cluster import WorkerGroup as RayWorkerGroup

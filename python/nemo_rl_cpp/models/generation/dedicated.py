@@ -11,11 +11,10 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks, connect, deal
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.models.distributed_models import for_workers
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
 from nemo_rl_cpp.models.generation.interfaces import Moved, RefitRendezvous, Responses
@@ -86,14 +85,12 @@ class DedicatedGeneration(DistributedGeneration):
         weight_version: of the weights that the engines have; None before the first refit.
     """
 
-    def __init__(
-        self, cluster: RayVirtualCluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int
-    ) -> None:
+    def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
         config = for_workers(config)
         self.cluster = cluster
         self.weight_version: int | None = None
         self._mean_response = float(config.generation.max_new_tokens or 0) / 2
-        group = RayWorkerGroup(cluster, partial(EngineWorker, config, tokenizer, seed))
+        group = WorkerGroup(cluster, partial(EngineWorker, config, tokenizer, seed))
         super().__init__(group, config.generation, {"seed": seed}, tokenizer)
 
     def _shares(self, batch: RaggedBatch) -> list[list[int]]:

@@ -12,9 +12,9 @@ import torch
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.cluster import WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.ranks import generated_by
-from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
@@ -76,7 +76,7 @@ class DistributedGeneration(GenerationInterface):
 
     def __init__(
         self,
-        group: RayWorkerGroup,
+        group: WorkerGroup,
         config: EvalGenerationConfig | None,
         options: dict[str, object],
         tokenizer: TokenizerType | None,

@@ -13,9 +13,9 @@ from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.native import NativeGeneration
@@ -37,7 +37,7 @@ class Policy(TrainedModel, PolicyInterface):
     section = "policy"
 
     def __init__(
-        self, cluster: RayVirtualCluster | None, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None,
+        self, cluster: Cluster | None, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None,
         *, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None, init_reference_model: bool = True,
         total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip

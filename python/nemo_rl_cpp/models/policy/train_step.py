@@ -12,9 +12,8 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.distributed.moves import Move
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.distributed.ranks import GradientSums, Ranks
+from nemo_rl_cpp.distributed.ranks import GradientSums, Move, Ranks
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, wanted_tokens
 
 Loss: TypeAlias = Callable[..., object]

@@ -5,9 +5,9 @@ from pathlib import Path
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
@@ -34,7 +34,7 @@ class Value(TrainedModel, ValueInterface):
     value_head = True
 
     def __init__(
-        self, cluster: RayVirtualCluster | None, config: ValueConfig, tokenizer: TokenizerType | None, *,
+        self, cluster: Cluster | None, config: ValueConfig, tokenizer: TokenizerType | None, *,
         weights_path: str | Path | None = None, optimizer_path: str | Path | None = None, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
         super().__init__(

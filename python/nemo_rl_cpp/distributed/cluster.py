@@ -1,11 +1,19 @@
-"""The devices of a run, and the processes that drive them."""
+"""The devices of a run, the processes that drive them, and the objects that live in these."""
 
 import os
+import pickle
+from collections.abc import Callable
+from itertools import count
+from typing import Any
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.futures import Future, get
 from nemo_rl_cpp.distributed.launch import launched
 from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWorkers
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.worker_calls import Workers
+
+_TARGETS = count(1)  # objects in worker processes, over all groups
 
 
 def cuda_usable() -> bool:
@@ -46,14 +54,14 @@ def use_threads(settings: ClusterConfig) -> None:
         torch.set_num_threads(settings.cpus_per_worker)
 
 
-def shut_down(*clusters: "RayVirtualCluster | None") -> None:
+def shut_down(*clusters: "Cluster | None") -> None:
     """Ends the processes of those that there are."""
     for cluster in clusters:
         if cluster is not None:
             cluster.shutdown()
 
 
-class RayVirtualCluster:
+class Cluster:
     """The workers of a run, one a device. One worker is this process itself; more are processes of this machine, or Ray actors
     (`cluster.executor`), on the CPU.
 
@@ -132,4 +140,93 @@ class RayVirtualCluster:
         """Ends the processes, if there are any. Safe to call twice."""
         if self._workers is not None:
             self._workers.kill()
+        return True
+
+
+class WorkerGroup:
+    """One object on every worker of a cluster; methods run on all of them.
+
+    Where the one worker is this process, the object lives here and is called directly: no pickling, no copies. Else each lives in
+    a worker, so the builder, arguments and results are pickled. Several groups may share the workers of a cluster.
+
+    Args:
+        remote_worker_builder: makes the object, from the `Ranks` of its worker.
+        tensor_size: so many neighbours have slices of one model each, and work on the same samples.
+    """
+
+    def __init__(
+        self, cluster: Cluster, remote_worker_builder: Callable[[Ranks], object], tensor_size: int = 1
+    ) -> None:
+        self.cluster = cluster
+        self.tensor_size = tensor_size
+        self._workers: list[object] = []
+        self._target = next(_TARGETS)
+        if cluster.in_process:
+            self._workers = [remote_worker_builder(Ranks())]
+        else:
+            self.call_all("__create__", remote_worker_builder)
+
+    @property
+    def workers(self) -> list[object]:
+        """The objects themselves, where they live in this process."""
+        return self._workers
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel workers, or groups of workers."""
+        return self.cluster.world_size() // self.tensor_size
+
+    def first_of_groups(self, values: list[Any]) -> list[Any]:
+        """Of one value a worker those of the first worker of each group: the others repeat them."""
+        return values[:: self.tensor_size]
+
+    def for_workers(self, values: list[Any]) -> list[Any]:
+        """Of one value a group one for each of its workers."""
+        return [value for value in values for _ in range(self.tensor_size)]
+
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int, *args: object, **kwargs: object
+    ) -> Future:
+        """Calls the method on one worker."""
+        if self._workers:
+            return Future.completed(getattr(self._workers[worker_idx], method_name)(*args, **kwargs))
+        return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, kwargs)))
+
+    def run_all_workers_single_data(self, method_name: str, *args: object, **kwargs: object) -> list[Future]:
+        """Calls the method on every worker with the same arguments."""
+        if self._workers:
+            return [self.run_single_worker_single_data(method_name, 0, *args, **kwargs)]
+        payload, workers = pickle.dumps((args, kwargs)), self.cluster.workers
+        return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
+
+    def call_all(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
+        """The values of a call that all workers make together. A failure names the rank, and no rank is left waiting for it."""
+        futures = self.run_all_workers_single_data(method_name, *args, **kwargs)
+        return get(futures) if self._workers else self.cluster.workers.wait(futures)
+
+    def call_for_one_value(self, method_name: str, *args: object) -> object:
+        """The value that all workers must agree on. RuntimeError where one has another."""
+        first, *others = self.call_all(method_name, *args)
+        for rank, value in enumerate(others, 1):
+            if value != first:
+                raise RuntimeError(
+                    f"rank {rank} has another {args[-1] if args else method_name} than rank 0: {value} against {first}"
+                )
+        return first
+
+    def call_each(self, method_name: str, each: list[tuple[object, ...]], event: str, on_event: list[Callable[..., None] | None]) -> list[Any]:  # fmt: skip
+        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. When worker `rank`
+        calls its argument named `event`, `on_event[rank]` is called here with the same arguments."""
+        workers = self.cluster.workers
+        calls = [
+            workers.call(rank, self._target, method_name, pickle.dumps((args, {})), None if told is None else event, told)
+            for rank, (args, told) in enumerate(zip(each, on_event))
+        ]  # fmt: skip
+        return workers.wait(calls)
+
+    def shutdown(self, cleanup_method: str | None = None) -> bool:
+        """Calls `cleanup_method` on the workers and lets the objects go. Safe to call twice."""
+        if cleanup_method is not None and (self._workers or not self.cluster.in_process):
+            self.call_all(cleanup_method)
+        self._workers = []
         return True

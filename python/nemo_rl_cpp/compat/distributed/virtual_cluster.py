@@ -1,0 +1,3 @@
+"""Re-export the cluster."""
+
+from nemo_rl_cpp.distributed.cluster import Cluster as RayVirtualCluster

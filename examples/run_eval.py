@@ -5,7 +5,7 @@ uv run examples/run_eval.py --config configs/evals/arithmetic_smollm2.yaml [over
 
 import sys
 
-from nemo_rl_cpp.command import run
+from nemo_rl_cpp.run_eval import main
 
 if __name__ == "__main__":
-    sys.exit(run("run_eval"))
+    sys.exit(main())

@@ -5,7 +5,7 @@ uv run examples/run_grpo_math.py --config configs/grpo_arithmetic_smollm2.yaml [
 
 import sys
 
-from nemo_rl_cpp.command import run
+from nemo_rl_cpp.run_grpo_math import main
 
 if __name__ == "__main__":
-    sys.exit(run("run_grpo_math"))
+    sys.exit(main())

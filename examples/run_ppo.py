@@ -5,7 +5,7 @@ uv run examples/run_ppo.py --config configs/ppo_math_1B_megatron.yaml [overrides
 
 import sys
 
-from nemo_rl_cpp.command import run
+from nemo_rl_cpp.run_ppo import main
 
 if __name__ == "__main__":
-    sys.exit(run("run_ppo"))
+    sys.exit(main())

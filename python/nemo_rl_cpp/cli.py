@@ -1,31 +1,27 @@
-"""The command `nemo-rl-cpp`: the table of its subcommands. The module of a command is loaded when it is called."""
+"""The command `nemo-rl-cpp`: the table of its subcommands. Almost nothing is imported before `main` hears Ctrl-C."""
 
-from __future__ import annotations
-
+import os
 import sys
+from _signal import SIGINT, signal  # the module `signal` makes enumerations, which takes time
 from collections.abc import Sequence
-from functools import partial
-from importlib import import_module
 
-from nemo_rl_cpp import __version__
-from nemo_rl_cpp.argument_checks import did_you_mean
-from nemo_rl_cpp.command_line import own_the_process
-from nemo_rl_cpp.interrupts import program
-
-COMMANDS: dict[str, str] = {
-    "train": "train with GRPO, DAPO, ProRLv2 or PPO, as the configuration says",
-    "eval": "evaluate a model or a checkpoint",
-    "generate": "write text with a model or a checkpoint",
-    "chat": "talk to a model or a checkpoint",
-    "serve": "serve a model or a checkpoint over HTTP, as OpenAI and vLLM do",
-    "check": "check a configuration with its overrides, without loading anything else",
-    "configs": "list the shipped configurations, each with what it is",
-    "models": "list the supported models with the memory that they need",
-    "report": "write report.html of a log folder again",
-    "compare": "compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed",
-    "doctor": "look at this machine and this installation, and train three tiny steps",
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("runs:train", "train with GRPO, DAPO, ProRLv2 or PPO, as the configuration says"),
+    "eval": ("runs:evaluate", "evaluate a model or a checkpoint"),
+    "generate": ("generate:main", "write text with a model or a checkpoint"),
+    "chat": ("chat:main", "talk to a model or a checkpoint"),
+    "serve": ("serve:main", "serve a model or a checkpoint over HTTP, as OpenAI and vLLM do"),
+    "check": ("runs:check", "check a configuration with its overrides, without loading anything else"),
+    "configs": ("runs:configs", "list the shipped configurations, each with what it is"),
+    "models": ("models:main", "list the supported models with the memory that they need"),
+    "report": ("reports:report", "write report.html of a log folder again"),
+    "compare": (
+        "reports:compare",
+        "compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed",
+    ),
+    "doctor": ("doctor:main", "look at this machine and this installation, and train three tiny steps"),
 }
-"""Name of a command -> what it does; the module commands/NAME.py runs it."""
+"""Name of a command -> (module of commands/ and its function, what it does)."""
 _EXAMPLES = """examples:
   nemo-rl-cpp train --config grpo_tiny.yaml
   nemo-rl-cpp train --config my.yaml policy.optimizer.kwargs.lr=1e-5
@@ -35,39 +31,71 @@ _EXAMPLES = """examples:
 nemo-rl-cpp COMMAND --help says more about one of them."""
 
 
+def _leave(number: int, frame: object) -> None:
+    """End the program at once. An exception might get lost in an import, or would be printed with a traceback."""
+    os.write(2, b"\ninterrupted: stopped at once\n")
+    os._exit(130)
+
+
+def main(argv: Sequence[str] | None = None, command: str | None = None, **options: object) -> int:
+    """Run one subcommand and return its exit status: 0, 1 after an error (one sentence on stderr), 2 for a command line or
+    configuration with mistakes, 130 after Ctrl-C.
+
+    `command` names the subcommand in place of the first word, and `options` go to its function (the scripts in examples/).
+    """
+    if argv is None:
+        signal(SIGINT, _leave)
+    from importlib import import_module
+
+    from nemo_rl_cpp.command_line import program
+    from nemo_rl_cpp.interrupts import GRACE_SECONDS, end_within
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    with program("--debug" in words) as outcome:
+        name = command or _command(words)
+        if name is None:
+            outcome.status = 2
+        else:
+            if argv is None and command is None:
+                sys.argv[0] = f"nemo-rl-cpp {name}"  # argparse's name of the program
+            place, _, function = COMMANDS[name][0].partition(":")
+            run = getattr(import_module(f"nemo_rl_cpp.commands.{place}"), function)
+            outcome.rename = getattr(run, "rename", None)
+            outcome.status = run(words if command else words[1:], **options)
+    if argv is None and outcome.status >= 128:  # no thread of a library or of the user's code keeps the process alive
+        end_within(GRACE_SECONDS, outcome.status)
+    return outcome.status
+
+
+def _command(words: Sequence[str]) -> str | None:
+    """Return the first word. Print the help, or why that is no command."""
+    from nemo_rl_cpp import __version__
+    from nemo_rl_cpp.argument_checks import did_you_mean
+    from nemo_rl_cpp.command_line import Exit
+
+    name = words[0] if words else ""
+    if name in COMMANDS:
+        return name
+    if name in ("--version", "-h", "--help"):
+        print(f"nemo_rl_cpp {__version__}" if name == "--version" else help_text())
+        raise Exit(0)
+    if name:
+        kind = "option" if name.startswith("-") else "command"
+        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
+        print(f"error: unknown {kind} {name}; {hint}", file=sys.stderr)
+    else:
+        print(help_text(), file=sys.stderr)
+    return None
+
+
 def help_text() -> str:
-    """What `nemo-rl-cpp --help` prints."""
+    """Return what `nemo-rl-cpp --help` prints."""
     width = max(map(len, COMMANDS)) + 2
-    lines = "\n".join(f"  {name:<{width}}{text}" for name, text in COMMANDS.items())
+    lines = "\n".join(f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items())
     return (
         "usage: nemo-rl-cpp COMMAND ...\n\nReinforcement learning of language models.\n\ncommands:\n"
         f"{lines}\n\noptions:\n  -h, --help, --version\n\n{_EXAMPLES}"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit status: 0, 1 after an error (one sentence on stderr), 2 for a command line or
-    configuration with mistakes, 130 after Ctrl-C."""
-    return program(partial(_main, argv))
-
-
-def _main(argv: Sequence[str] | None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else ""
-    if name in ("--version", "-h", "--help"):
-        print(f"nemo_rl_cpp {__version__}" if name == "--version" else help_text())
-        sys.exit(0)
-    if not name:
-        print(help_text(), file=sys.stderr)
-        return 2
-    if name not in COMMANDS:
-        kind = "option" if name.startswith("-") else "command"
-        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
-        print(f"error: unknown {kind} {name}; {hint}", file=sys.stderr)
-        return 2
-    if argv is None:
-        sys.argv[0] = f"nemo-rl-cpp {name}"  # what argparse calls the program
-    return own_the_process(argv, import_module(f"nemo_rl_cpp.commands.{name}").main(words[1:]))
 
 
 if __name__ == "__main__":

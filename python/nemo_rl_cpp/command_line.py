@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +12,11 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from nemo_rl_cpp import __version__
-from nemo_rl_cpp.interrupts import GRACE_SECONDS, end_within
+from nemo_rl_cpp.interrupts import Ended, nobody_reads, say, startup
+
+
+class Exit(SystemExit):
+    """A command line ends itself: after --help, or for a mistake in its options. `sys.exit` of other code is an error."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -18,7 +24,52 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+        raise Exit(2)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise Exit(status)
+
+
+class Outcome:
+    """How a command ended: its exit status, and a function that puts its own option names into an error's sentence."""
+
+    status = 0
+    rename: Callable[[str], str] | None = None
+
+
+@contextmanager
+def program(debug: bool = False) -> Iterator[Outcome]:
+    """Run a command line inside. Put its exit status into `status`, and turn what ends it early into a status and one sentence.
+
+    1: an exception (`debug` prints its traceback, too); 130: Ctrl-C; 128 + the signal's number: another signal; 141 (SIGPIPE):
+    nobody reads the output any more.
+    """
+    outcome = Outcome()
+    with startup(), _plain_warnings():
+        try:
+            try:
+                yield outcome
+            finally:
+                if sys.stdout is not None and not sys.stdout.closed:
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            say("interrupted: stopped at once")
+            outcome.status = 130
+        except Ended as ended:
+            say(f"ended by {ended.signal_name}: stopped at once")
+            outcome.status = ended.code
+        except Exit:
+            raise
+        except BaseException as error:
+            if isinstance(error, BrokenPipeError) and nobody_reads():
+                with open(os.devnull, "wb") as nowhere:  # the buffer, and what others print at exit, goes nowhere
+                    os.dup2(nowhere.fileno(), sys.stdout.fileno())
+                outcome.status = 128 + signal.SIGPIPE
+                return
+            from nemo_rl_cpp.errors import report
+
+            report(error, debug, outcome.rename)
+            outcome.status = 1
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -54,14 +105,6 @@ def command_parser(name: str, description: str, examples: str) -> OneLineParser:
     return parser
 
 
-def run_guarded(work: Callable[[], int], arguments: argparse.Namespace) -> int:
-    """The exit status of `work()`; an error of it is one sentence, and a traceback, too, after --debug."""
-    from nemo_rl_cpp.errors import guarded
-
-    with plain_warnings():
-        return guarded(work, arguments.debug)
-
-
 def unknown_option(words: Sequence[str]) -> str | None:
     """What to say about the first word that is an option and not an override; None without one."""
     for i, word in enumerate(words):
@@ -81,7 +124,7 @@ def unknown_option(words: Sequence[str]) -> str | None:
 
 
 @contextmanager
-def plain_warnings() -> Iterator[None]:
+def _plain_warnings() -> Iterator[None]:
     """While entered, a warning is one line on stderr, without the line of source that gave it."""
 
     def plain(
@@ -94,11 +137,3 @@ def plain_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = before
-
-
-def own_the_process(argv: Sequence[str] | None, status: int) -> int:
-    """`status` as it is. Where `argv` is None, so that the program is this command, and Ctrl-C or a signal has ended it at
-    once, no thread of the user's or of a library keeps the process from ending."""
-    if argv is None and status >= 128:
-        end_within(GRACE_SECONDS, status)
-    return status

@@ -288,24 +288,3 @@ def report(error: BaseException, debug: bool = False, rename: Callable[[str], st
         file=sys.stderr,
         flush=True,
     )
-
-
-def guarded(work: Callable[[], int | None], debug: bool = False, rename: Callable[[str], str] | None = None) -> int:
-    """The exit status of `work()`: what it returns (None is 0); 1 after an exception, of which one sentence is printed; 130 or
-    128 + the signal's number where the user ended it. `sys.exit` in somebody else's code is an error, whatever its number.
-    BrokenPipeError where nobody reads the output any more, which `interrupts.program` knows what to do with."""
-    from nemo_rl_cpp.interrupts import Ended, nobody_reads
-
-    try:
-        return work() or 0
-    except KeyboardInterrupt:
-        print("interrupted: stopped at once", file=sys.stderr, flush=True)
-        return 130
-    except Ended as ended:
-        print(f"ended by {ended.signal_name}: stopped at once", file=sys.stderr, flush=True)
-        return ended.code
-    except BaseException as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
-            raise
-        report(error, debug, rename)
-        return 1

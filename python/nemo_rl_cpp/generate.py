@@ -195,4 +195,4 @@ def _load(model: TextModel, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(import_module("nemo_rl_cpp.commands.generate").main(sys.argv[1:]))
+    sys.exit(import_module("nemo_rl_cpp.cli").main(command="generate"))

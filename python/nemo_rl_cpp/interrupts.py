@@ -101,37 +101,6 @@ def nobody_reads() -> bool:
         return False
 
 
-def _print_the_rest() -> None:
-    if sys.stdout is not None and not sys.stdout.closed:
-        sys.stdout.flush()
-
-
-def _print_nowhere() -> None:
-    """What is still in the buffer, and what others print at exit, is dropped, as nobody reads it."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def program(work: Callable[[], int]) -> int:
-    """The exit status of a command line's `work()`, inside `startup`: 130 where Ctrl-C ended it at once, 141 (128 + SIGPIPE)
-    where nobody read its output any more."""
-    with startup():
-        try:
-            try:
-                status = work()
-            finally:
-                _print_the_rest()
-        except KeyboardInterrupt:
-            say("interrupted: stopped at once")
-            status = 130
-        except BrokenPipeError:
-            if not nobody_reads():
-                raise
-            _print_nowhere()
-            status = 128 + signal.SIGPIPE
-    return status
-
-
 class GracefulStop:
     """While entered, the first SIGINT, SIGTERM, SIGHUP (the terminal was closed) or SIGUSR1 (schedulers send it before they
     end a job) only sets `requested`; the loop looks at it between steps.

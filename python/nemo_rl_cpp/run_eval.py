@@ -1,10 +1,11 @@
 """Evaluation: `python -m nemo_rl_cpp.run_eval --config FILE [--dry-run] [overrides]`."""
 
 import sys
+from functools import partial
 
-from nemo_rl_cpp.run_script import Script
+from nemo_rl_cpp import cli
 
-main = Script("eval", "configs/evals/eval.yaml", "Evaluate a language model: pass@k or cons@k.").main
+main = partial(cli.main, command="eval")
 
 if __name__ == "__main__":
     sys.exit(main())

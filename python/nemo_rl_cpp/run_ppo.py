@@ -1,10 +1,11 @@
 """PPO: `python -m nemo_rl_cpp.run_ppo --config FILE [--dry-run] [overrides]`."""
 
 import sys
+from functools import partial
 
-from nemo_rl_cpp.run_script import Script
+from nemo_rl_cpp import cli
 
-main = Script("ppo", "configs/ppo_math_1B_megatron.yaml", "Train a language model with PPO.").main
+main = partial(cli.main, command="train", kind="ppo")
 
 if __name__ == "__main__":
     sys.exit(main())

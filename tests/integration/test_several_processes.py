@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms import restarts
 from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.commands.runs import train_to_the_end
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.distributed_models import plain_batch
@@ -144,14 +144,14 @@ def test_a_run_that_has_lost_a_worker_goes_on_from_its_checkpoint(tmp_path, monk
         built[-1].services.progress = KillsAWorker(built[-1])
         return built[-1]
 
-    monkeypatch.setattr(restarts, "build_run", build)
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.build_run", build)
     config = load_grpo_config(
         "grpo_tiny.yaml",
         [*BLOCKS, *workers(2), "cluster.max_restarts=1", f"logger.log_dir={folder / 'logs'}", "grpo.max_num_steps=4",
          f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=true", "checkpointing.save_period=2",
          "checkpointing.metric_name=null", "grpo.val_period=0", "grpo.val_at_end=false"],
     )  # fmt: skip
-    restarts.train(config)
+    train_to_the_end(config)
     assert len(built) == 2 and built[1].history[0]["step"] == 3
     assert "rank 1 of 2" in (said := capfd.readouterr().err) and "restart 1 of 1, from the newest checkpoint" in said
     checkpoint = folder / "checkpoints" / "step_4"

@@ -4,9 +4,8 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 
-from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser, run_guarded
+from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser
 from nemo_rl_cpp.generate import TextGenerator
 
 _EXAMPLES = """examples:
@@ -32,8 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=42)
     add_engine_options(parser)
-    known = parser.parse_args(arguments)
-    return run_guarded(partial(_talk, known), known)
+    return _talk(parser.parse_args(arguments))
 
 
 def _talk(arguments: argparse.Namespace) -> int:

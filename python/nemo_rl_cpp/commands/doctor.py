@@ -1,10 +1,9 @@
 """`nemo-rl-cpp doctor`: what this machine and this installation are, and whether three tiny steps train exactly."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
-from nemo_rl_cpp.command_line import command_parser, run_guarded
+from nemo_rl_cpp.command_line import command_parser
 
 _EXAMPLES = """examples:
   nemo-rl-cpp doctor
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-train", action="store_true", help="leave the self-test out")
     parser.add_argument("--seconds", type=float, default=60.0, help="what the self-test may take (default: 60)")
     known = parser.parse_args(arguments)
-    return run_guarded(partial(_examine, known.no_train, known.seconds), known)
+    return _examine(known.no_train, known.seconds)
 
 
 def _examine(no_train: bool, seconds: float) -> int:
@@ -113,7 +112,7 @@ def train_tiny(threads: int, seconds: float) -> Exactness | str | None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="nemo_rl_doctor") as folder:
         command = [
-            sys.executable, "-m", "nemo_rl_cpp.run_grpo_math", "--config", "grpo_tiny.yaml", "grpo.max_num_steps=3", "grpo.val_at_end=false",
+            sys.executable, "-m", "nemo_rl_cpp.cli", "train", "--config", "grpo_tiny.yaml", "grpo.max_num_steps=3", "grpo.val_at_end=false",
             "checkpointing.enabled=false", "logger.log_dir=logs", "logger.report=false", "grpo.num_prompts_per_step=8",
             "policy.train_global_batch_size=64", "policy.train_micro_batch_size=64",
         ]  # fmt: skip

@@ -4,10 +4,8 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 
-from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser, plain_warnings
-from nemo_rl_cpp.errors import guarded
+from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser
 from nemo_rl_cpp.generate import GeneratedText
 
 _EXAMPLES = """examples:
@@ -39,8 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         words = " ".join(rest)
         print(f"error: unknown arguments: {words} (a prompt of several words goes into quotes)", file=sys.stderr)
         return 2
-    with plain_warnings():
-        return guarded(partial(_run, known), known.debug, _own_options)
+    return _run(known)
 
 
 def _own_options(text: str) -> str:
@@ -50,6 +47,9 @@ def _own_options(text: str) -> str:
     )
     text = text.replace("the model is", "--model is")
     return text.replace(", as configs/grpo_arithmetic_smollm2.yaml does,", "")
+
+
+main.rename = _own_options
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_rl_cpp.command_line import command_parser, run_guarded
+from nemo_rl_cpp.command_line import command_parser
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.known_models import KnownModel
@@ -48,8 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--tokens", type=_whole, default=512, metavar="N", help="tokens of prompt and response together (default: 512)"
     )
-    known = parser.parse_args(arguments)
-    return run_guarded(partial(_show, known), known)
+    return _show(parser.parse_args(arguments))
 
 
 def _whole(text: str) -> int:

@@ -1,9 +1,8 @@
 """`nemo-rl-cpp serve`: a model or a checkpoint behind HTTP."""
 
 from collections.abc import Sequence
-from functools import partial
 
-from nemo_rl_cpp.command_line import command_parser, run_guarded
+from nemo_rl_cpp.command_line import command_parser
 
 _EXAMPLES = """examples:
   nemo-rl-cpp serve --model smollm2-135m-instruct
@@ -16,5 +15,4 @@ def main(arguments: Sequence[str]) -> int:
 
     parser = command_parser("serve", "Serve a model or a checkpoint over HTTP, as OpenAI and vLLM do.", _EXAMPLES)
     add_arguments(parser)
-    known = parser.parse_args(arguments)
-    return run_guarded(partial(run, known), known)
+    return run(parser.parse_args(arguments))

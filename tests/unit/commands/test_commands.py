@@ -3,7 +3,7 @@ import sys
 
 import pytest
 from nemo_rl_cpp import cli
-from nemo_rl_cpp.commands import configs
+from nemo_rl_cpp.commands import runs
 from nemo_rl_cpp.config.locate import shipped_configs
 
 
@@ -21,7 +21,7 @@ def test_every_command_has_a_help_with_examples(name, capsys):
 
 
 def test_every_shipped_configuration_says_what_it_is(capsys):
-    texts = configs.descriptions()
+    texts = runs.descriptions()
     assert list(texts) == shipped_configs() and not [name for name, text in texts.items() if len(text) < 20]
     assert cli.main(["configs", "vapo_tiny"]) == 0
     assert capsys.readouterr().out.startswith("vapo_tiny.yaml  VAPO on the task of ppo_tiny.yaml: returns")

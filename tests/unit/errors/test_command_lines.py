@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp import __version__, cli, run_eval, run_grpo_math, run_ppo
-from nemo_rl_cpp.command_line import plain_warnings, unknown_option
-from nemo_rl_cpp.errors import guarded
+from nemo_rl_cpp.command_line import _plain_warnings, program, unknown_option
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = [
@@ -122,7 +121,7 @@ def test_generate_names_its_own_option(capsys, monkeypatch):
 
 def test_warnings_are_one_plain_line():
     before = warnings.formatwarning
-    with plain_warnings():
+    with _plain_warnings():
         assert (
             warnings.formatwarning(UserWarning("two\nlines"), UserWarning, "observe.py", 65) == "warning: two lines\n"
         )
@@ -212,7 +211,8 @@ def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
 def test_ctrl_c_that_an_import_loses_ends_the_program_all_the_same():
     code = (
         "import signal\n"
-        "from nemo_rl_cpp.interrupts import GracefulStop, program, raise_if_interrupted\n"
+        "from nemo_rl_cpp.command_line import program\n"
+        "from nemo_rl_cpp.interrupts import GracefulStop, raise_if_interrupted\n"
         "def work():\n"
         "    try:\n"
         "        signal.raise_signal(signal.SIGINT)\n"
@@ -220,8 +220,9 @@ def test_ctrl_c_that_an_import_loses_ends_the_program_all_the_same():
         "        pass\n"  # as importing torch does
         "    print('lost')\n"
         "    raise_if_interrupted()\n"
-        "    return 0\n"
-        "raise SystemExit(program(work))\n"
+        "with program() as outcome:\n"
+        "    work()\n"
+        "raise SystemExit(outcome.status)\n"
     )
     run = started("-c", code)
     out, err = run.communicate(timeout=60)
@@ -273,8 +274,7 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(words, sai
 
 
 def test_a_broken_pipe_of_something_else_is_an_error(capsys):
-    def work():
+    with program() as outcome:
         raise BrokenPipeError(32, "Broken pipe")
-
-    assert guarded(work) == 1
+    assert outcome.status == 1
     assert "Broken pipe" in capsys.readouterr().err

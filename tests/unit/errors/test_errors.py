@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from nemo_rl_cpp import errors
+from nemo_rl_cpp.command_line import program
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.errors import UserCodeError, guarded, one_sentence, save_traceback, user_place
+from nemo_rl_cpp.errors import UserCodeError, one_sentence, save_traceback, user_place
 from nemo_rl_cpp.interrupts import Ended
 
 LOG = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]]
@@ -181,21 +182,23 @@ def test_the_traceback_goes_to_the_runs_folder_else_to_the_temporary_one(tmp_pat
     (SystemExit(0), 1, "error: "), (SystemExit(), 1, "error: "), (SystemExit("words"), 1, "error: "), (ValueError("no"), 1, "error: "),
     (KeyboardInterrupt(), 130, "interrupted"), (Ended(15), 143, "ended by SIGTERM"), (BaseException("odd"), 1, "error: "),
 ])  # fmt: skip
-def test_every_exit_status_is_true(raised, status, says, capsys, monkeypatch, tmp_path):
+def test_every_exit_status_is_true(raised, status, says, capfd, monkeypatch, tmp_path):
     monkeypatch.setattr(errors, "_folder", tmp_path)
-
-    def work():
+    with program() as outcome:
         raise raised
-
-    assert guarded(work) == status
-    shown = capsys.readouterr().err
-    assert shown.startswith(says) and shown.count("\n") == 1
-    assert guarded(lambda: None) == 0 and guarded(lambda: 2) == 2
+    assert outcome.status == status
+    shown = capfd.readouterr().err.strip()
+    assert shown.startswith(says) and shown.count("\n") == 0
+    with program() as outcome:
+        outcome.status = 2
+    assert outcome.status == 2
 
 
 def test_debug_prints_the_traceback_too(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(errors, "_folder", tmp_path)
-    assert guarded(lambda: scored(missing), debug=True) == 1
+    with program(debug=True) as outcome:
+        scored(missing)
+    assert outcome.status == 1
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last)" in shown and shown.splitlines()[-1].startswith(
         "error: reward function missing"

@@ -1,0 +1,63 @@
+"""The commands about log folders: `report` and `compare`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_cpp.command_line import command_parser
+
+_REPORT_EXAMPLES = """examples:
+  nemo-rl-cpp report logs/exp_001
+  nemo-rl-cpp report logs           # the newest run of the folder"""
+_COMPARE_EXAMPLES = """examples:
+  nemo-rl-cpp compare logs/a/exp_001 logs/b/exp_001
+  nemo-rl-cpp compare logs/a logs/b --out compare.html     # the newest run of each, and a page with their curves
+  nemo-rl-cpp compare before after                         # evaluations, folders that eval.save_path has named"""
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Write report.html of a log folder again, and print where it is."""
+    parser = command_parser("report", "Write report.html of a run again from its log folder.", _REPORT_EXAMPLES)
+    parser.add_argument("log_dir", help="log folder of a run, or the folder that holds exp_001, exp_002, ...")
+    known = parser.parse_args(arguments)
+    from nemo_rl_cpp.report import write_report
+    from nemo_rl_cpp.report.compare import run_folder
+
+    try:
+        print(write_report(run_folder(Path(known.log_dir))))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Compare runs or evaluations, as a table in the terminal and as a page."""
+    parser = command_parser(
+        "compare",
+        "Compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed.",
+        _COMPARE_EXAMPLES,
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="LOG_DIR", help="log folders, or folders of evaluations, two or more"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write a page, too")
+    known = parser.parse_args(arguments)
+    if len(known.runs) < 2:
+        parser.error("compare needs two log folders or more, such as logs/a/exp_001 logs/b/exp_001")
+    from nemo_rl_cpp.evals.pages import compare_evaluations, is_evaluation
+    from nemo_rl_cpp.files.durable import write_atomic
+    from nemo_rl_cpp.report.compare import compare_runs
+
+    compared = compare_evaluations if any(map(is_evaluation, known.runs)) else compare_runs
+    try:
+        comparison = compared(known.runs)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    comparison.print()
+    if known.out is not None:
+        known.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(known.out, comparison.page(), durable=False)
+        print(f"page: {known.out}")
+    return 0

@@ -1,0 +1,285 @@
+"""The commands that take a configuration: `train`, `eval`, `check` and `configs`."""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_rl_cpp.checks import banner_lines, preflight
+from nemo_rl_cpp.command_line import OneLineParser, add_common_options, command_parser, unknown_option
+from nemo_rl_cpp.config.access import written
+from nemo_rl_cpp.config.errors import ConfigError
+from nemo_rl_cpp.config.exactness import exactness_text
+from nemo_rl_cpp.config.fold import keys_without_effect_text
+from nemo_rl_cpp.config.loader import LOADERS, kind_of
+from nemo_rl_cpp.config.locate import find_config, shipped_configs
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
+from nemo_rl_cpp.config.memory import forecast_text
+from nemo_rl_cpp.distributed.launch import serving
+from nemo_rl_cpp.dotted_names import search_for_modules
+from nemo_rl_cpp.files.yaml_text import dump_yaml
+from nemo_rl_cpp.interrupts import nobody_reads, raise_if_interrupted, say
+from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
+from nemo_rl_cpp.stages import stage, stages_shown
+
+
+class Kind(NamedTuple):
+    """A kind of configuration: the file that is taken without --config, and the command's description."""
+
+    default_config: str
+    description: str
+
+
+KINDS = {
+    "grpo": Kind("configs/grpo_math_1B.yaml", "Train a language model with GRPO, DAPO or ProRLv2."),
+    "ppo": Kind("configs/ppo_math_1B_megatron.yaml", "Train a language model with PPO."),
+    "eval": Kind("configs/evals/eval.yaml", "Evaluate a language model: pass@k or cons@k."),
+}
+_CHECK_EXAMPLES = """examples:
+  nemo-rl-cpp check --config my.yaml
+  nemo-rl-cpp check --config grpo_tiny.yaml grpo.num_generations_per_prompt=16"""
+_CONFIGS_EXAMPLES = """examples:
+  nemo-rl-cpp configs
+  nemo-rl-cpp configs ppo"""
+
+
+def train(arguments: Sequence[str], kind: str | None = None) -> int:
+    """Load and check a configuration, then train. `kind` is "grpo" or "ppo"; by default the file's sections tell."""
+    known, overrides = _arguments(arguments, kind or "grpo")
+    config = _loaded(known.config, overrides, kind)
+    if config is None:
+        return 2
+    if known.dry_run:
+        return _dry_run(config)
+    with _started():
+        if not _is_ready(config):
+            return 2
+        train_to_the_end(config)
+    return 0
+
+
+def train_to_the_end(config: TrainMasterConfig) -> None:
+    """Build the run and train it.
+
+    When a worker is lost (WorkerLostError: killed, stopped, its machine gone), end the others and continue from the newest
+    checkpoint with new workers, `cluster.max_restarts` times at most. Any other error ends the run, and so does a lost worker
+    of a run that was asked to end.
+    """
+    from nemo_rl_cpp.algorithms.build import build_run  # loads torch, after the configuration is known to be right
+    from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+
+    raise_if_interrupted()
+    run = None
+    for restarts in count(1):
+        try:
+            with build_run(config) as run:
+                return run.train()
+        except WorkerLostError as error:
+            asked_to_end = run is not None and run.services.stop.reason is not None
+            if restarts > config.cluster.max_restarts or asked_to_end:
+                raise
+            resumed = config.checkpointing.model_copy(update={"resume": "auto"})
+            config = config.model_copy(update={"checkpointing": resumed})
+            print(
+                f"warning: {error}; restart {restarts} of {config.cluster.max_restarts}, from the newest checkpoint if "
+                "there is one",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Load and check the configuration of an evaluation, then evaluate."""
+    known, overrides = _arguments(arguments, "eval")
+    config = _loaded(known.config, overrides, "eval")
+    if config is None:
+        return 2
+    if known.dry_run:
+        return _dry_run(config)
+    with _started():
+        if not _is_ready(config):
+            return 2
+        from nemo_rl_cpp.evals.eval import main
+
+        raise_if_interrupted()
+        main(config)
+    return 0
+
+
+def _words_of_eval(text: str) -> str:
+    """Put the keys of an evaluation into a sentence that names those of a training run."""
+    for theirs, own in (
+        ("data.train.dataset_name", "data.dataset_name"),
+        ("policy.model_name", "generation.model_name"),
+        ("configs/grpo_arithmetic_smollm2.yaml", "configs/evals/arithmetic_smollm2.yaml"),
+    ):
+        text = text.replace(theirs, own)
+    return text
+
+
+evaluate.rename = _words_of_eval
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Report every mistake of a configuration, or that there is none."""
+    parser = command_parser(
+        "check", "Check a configuration with its overrides, without loading anything else.", _CHECK_EXAMPLES
+    )
+    parser.add_argument("--config", required=True, help="YAML file, or the name of a shipped one")
+    parser.add_argument("--kind", choices=tuple(KINDS), help="kind of run (default: by the file's sections)")
+    known, overrides = parser.parse_known_args(arguments)
+    if message := unknown_option(overrides):
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    try:
+        search_for_modules(Path.cwd(), find_config(known.config).resolve().parent)
+        kind = known.kind or kind_of(known.config)
+        config = LOADERS[kind](known.config, overrides)
+    except ConfigError as error:
+        return _print_mistakes(error)
+    if _print_findings(config):
+        return 2
+    print(f"{known.config}: no mistakes ({kind})")
+    if (text := exactness_text(config)) is not None:
+        print(text)
+    generation = config.policy.generation if kind != "eval" else None
+    if generation is not None and generation.runs_vllm and generation.vllm_cfg.server_url is not None:
+        from nemo_rl_cpp.models.generation.vllm.server import server_command
+
+        print(f"the server is started like this:\n  {server_command(config.policy, config.cluster.device)}")
+    return 0
+
+
+def configs(arguments: Sequence[str]) -> int:
+    """List the shipped configurations, a line each."""
+    parser = command_parser("configs", "List the shipped configurations.", _CONFIGS_EXAMPLES)
+    parser.add_argument("word", nargs="?", default="", help="only those with this word in their name or description")
+    word = parser.parse_args(arguments).word.lower()
+    lines = {name: text for name, text in descriptions().items() if word in f"{name} {text}".lower()}
+    if not lines:
+        print(f"no shipped configuration has {word!r} in its name or description; nemo-rl-cpp configs lists all")
+        return 1
+    width = max(map(len, lines)) + 2
+    for name, text in lines.items():
+        print(f"{name:<{width}}{text}".rstrip())
+    return 0
+
+
+def descriptions() -> dict[str, str]:
+    """Return the first sentence of the comment at the top of each shipped configuration, by name."""
+    texts = {}
+    for name in shipped_configs():
+        text = find_config(name).read_text(encoding="utf-8")
+        comment = re.match(r"(?:#.*\n)*", text)[0].splitlines()
+        whole = " ".join(line.lstrip("# ").strip() for line in comment).strip()
+        texts[name] = re.split(r"(?<=[a-z0-9)]\.)\s", whole, maxsplit=1)[0].rstrip(".:")
+    return texts
+
+
+# ---- from the words of a command line to a checked configuration
+
+
+def _arguments(words: Sequence[str], kind: str) -> tuple[argparse.Namespace, list[str]]:
+    """Return (--config, --dry-run, --debug) and the overrides, which are all other words."""
+    parser = OneLineParser(
+        description=KINDS[kind].description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_help(kind),
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        default=KINDS[kind].default_config,
+        help="YAML file, or the name of a shipped one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show a memory forecast and the resolved configuration, then stop"
+    )
+    add_common_options(parser)
+    known, overrides = parser.parse_known_args(words)
+    if message := unknown_option(overrides):
+        parser.error(message)
+    return known, overrides
+
+
+def _help(kind: str) -> str:
+    is_eval = kind == "eval"
+    names = [name for name in shipped_configs() if "recipes" not in name]
+    names = [name for name in names if (Path(name).parent.name == "evals") == is_eval]
+    shown = [name for name in names if ("ppo" in name or "vapo" in name) == (kind == "ppo")]
+    return (
+        "Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value\n"
+        "adds one, ~section.key deletes one.\n\n"
+        f"examples:\n  %(prog)s --config {shown[0]}\n  %(prog)s --config {shown[-1]} --dry-run\n"
+        f"  %(prog)s --config my.yaml {'generation' if is_eval else 'policy.generation'}.temperature=0.7\n\n"
+        "shipped configurations:\n  " + "\n  ".join(shown)
+    )
+
+
+def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
+    """Load a configuration; print its mistakes and return None if there are any. A rank that a launcher has started becomes a
+    worker here and does not return."""
+    try:
+        search_for_modules(Path.cwd(), find_config(file).resolve().parent)
+        kind = kind or ("ppo" if kind_of(file) == "ppo" else "grpo")
+        load = LOADERS[kind] if kind == "eval" else serving(LOADERS[kind])
+        return load(file, overrides)
+    except ConfigError as error:
+        _print_mistakes(error)
+        return None
+
+
+def _dry_run(config: WholeConfig) -> int:
+    if hasattr(config, "policy"):  # an evaluation holds no more than the model and its cache
+        print(forecast_text(config), end="\n\n")
+    print(dump_yaml(written(config)))
+    if (ineffective := keys_without_effect_text(config)) is not None:
+        print(ineffective)
+    return 2 if _print_findings(config) else 0
+
+
+@contextmanager
+def _started() -> Iterator[None]:
+    """Show the stages before the first step, and say so when the output is a closed pipe."""
+    try:
+        with stages_shown():
+            yield
+    except BrokenPipeError:
+        if nobody_reads():
+            say("ended: nobody reads what the run prints, its output is a closed pipe")
+        raise
+
+
+def _is_ready(config: WholeConfig) -> bool:
+    """Print the banner, check data, model and folders, and fetch the tokenizer's files if none are here."""
+    for line in banner_lines(config):
+        print(line, flush=True)
+    stage("checking data, model and folders")
+    if _print_findings(config):
+        return False
+    name = (config.policy if hasattr(config, "policy") else config).tokenizer.name
+    if name != TINY_RANDOM:
+        resolve_tokenizer(name, ask_hub=False)  # the run looks for newer ones
+    raise_if_interrupted()
+    stage("loading torch")
+    return True
+
+
+def _print_findings(config: WholeConfig) -> int:
+    """Print what `checks` finds to stderr, and return the number of errors."""
+    findings = preflight(config)
+    for finding in findings:
+        print(f"{finding.level}: {finding}", file=sys.stderr)
+    return sum(finding.level == "error" for finding in findings)
+
+
+def _print_mistakes(error: ConfigError) -> int:
+    many = len(error.problems) != 1
+    print(f"The configuration has {len(error.problems)} mistake{'s' if many else ''}:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  {problem}", file=sys.stderr)
+    return 2

@@ -1,32 +1,21 @@
-"""A lock on a folder that the system releases when its process ends, however it ends, and that says who holds it."""
+"""A lock on a folder that the system releases when its process ends, however it ends, and that names its holder."""
 
+import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
 import stat
 import time
 import warnings
-import weakref
 from pathlib import Path
 
 from nemo_rl_cpp.files.yaml_text import Plain
 
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_MISTAKES = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENXIO,
-    errno.EEXIST,
-)
-_TRIES, _PAUSE = 5, 0.02  # a reader may hold the lock for a moment
+_MISTAKES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST)
+_PATIENCE = 0.1  # seconds: a check may hold the lock for a moment
 
 
 class FolderError(ValueError):
@@ -38,120 +27,79 @@ class FolderInUseError(FolderError, RuntimeError):
 
 
 class FolderLock:
-    """Held from construction to `close`, or to the end of the process; children do not inherit it.
+    """Held from construction to `close`, or to the end of the process; forked children do not inherit it.
 
-    FolderInUseError when somebody else holds it, with process, host and time; FolderError when the folder cannot hold a
-    lock. `key` names the setting to change. On a file system without locks a warning says that nothing is locked.
+    Raises FolderInUseError with process, host and time if somebody else holds it, and FolderError if the folder cannot hold a
+    lock. `key` names the setting to change. On a file system without locks a warning tells that nothing is locked.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._path, self._descriptor = folder / LOCK, -1
-        holder: dict[str, Plain] = {}
-        for attempt in range(_TRIES):
-            if attempt:
-                time.sleep(_PAUSE)
-            self._open(key)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    holder = _read(self._descriptor)
-                    self._drop()
-                    continue
-                warnings.warn(
-                    f"{folder}: this file system has no locks, so nothing would tell of a second run in it ({key})",
-                    stacklevel=3,
-                )
-            if self.is_the_file_on_disk():
-                break
-            self._drop()  # the last holder removed the file
-        else:
-            raise FolderInUseError(f"{folder} {held_by(holder)}: end that run, or give this one a {key} of its own")
-        self._write_holder()
-        _held.add(self)
+        from filelock import FileLock, Timeout  # 20 ms, which a run that saves nothing does not need
 
-    def _open(self, key: str) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            self._descriptor = os.open(self._path, flags, 0o666)
-        except OSError as error:
-            if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
-                raise FolderError(
-                    f"{self._path} is not a file: a run keeps its lock there, so remove it, or change {key}"
-                ) from error
-            raise folder_error(self._path.parent, key, error) from error
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            self._drop()
+        self._path = folder / LOCK
+        if os.path.lexists(self._path) and not stat.S_ISREG(os.lstat(self._path).st_mode):
             raise FolderError(f"{self._path} is not a file: a run keeps its lock there, so remove it, or change {key}")
+        self._lock = FileLock(self._path, thread_local=False, fallback_to_soft=False)
+        try:
+            self._lock.acquire(timeout=_PATIENCE, poll_interval=_PATIENCE / 5)
+        except Timeout:
+            holder = held_by(_read(self._path))
+            raise FolderInUseError(f"{folder} {holder}: end that run, or give this one a {key} of its own") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise folder_error(folder, key, error) from error
+            warnings.warn(
+                f"{folder}: this file system has no locks, so nothing would tell of a second run in it ({key})",
+                stacklevel=3,
+            )
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with contextlib.suppress(OSError):  # the lock holds without it, on a full disk too
+            self._path.write_text(json.dumps(me) + "\n")
+        self._file = os.stat(self._path)
 
     def is_the_file_on_disk(self) -> bool:
         """Whether the lock file that others find is the one that is held: it may have been removed or moved away."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+            return os.path.samestat(self._file, os.stat(self._path))
         except OSError:
             return False
 
-    def _write_holder(self) -> None:
-        text = json.dumps(
-            {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        )
-        try:  # the lock holds without it, on a full disk too
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, (text + "\n").encode(), 0)
-        except OSError:
-            pass
-
-    def _drop(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
     def close(self, remove: bool = False) -> None:
-        """Gives the lock back; may be called again. `remove`: takes the file away too."""
-        if self._descriptor >= 0:
-            try:
-                self._path.unlink() if remove else os.ftruncate(self._descriptor, 0)
-            except OSError:
-                pass
-        self._drop()
-
-    def __del__(self) -> None:
-        self._drop()
+        """Give the lock back; may be called again. `remove`: take the file away too."""
+        if self._lock.is_locked and self.is_the_file_on_disk():
+            with contextlib.suppress(OSError):
+                self._path.unlink() if remove else os.truncate(self._path, 0)
+        self._lock.release()
 
 
 def holder_of(folder: Path) -> dict[str, Plain] | None:
-    """Who holds the lock of a folder, as far as the lock file says (`pid`, `host`, `since`); None when nobody does.
+    """Return who holds the lock of a folder, as far as the lock file tells (`pid`, `host`, `since`); None if nobody does, or if that
+    cannot be told. Make no file."""
+    from filelock import FileLock, Timeout
 
-    Makes no file, and answers None where that cannot be told.
-    """
+    path = folder / LOCK
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
             return None
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return _read(descriptor)
+        with FileLock(path, timeout=0, fallback_to_soft=False):
+            return None
+    except Timeout:
+        return _read(path)
     except OSError:
         return None
-    finally:
-        os.close(descriptor)
 
 
-def _read(descriptor: int) -> dict[str, Plain]:
-    """What the holder wrote into the lock file; nothing where it cannot be read."""
+def _read(path: Path) -> dict[str, Plain]:
+    """Return what the holder wrote into the lock file; nothing if it cannot be read."""
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
+        holder = json.loads(path.read_bytes()[:4096])
     except (OSError, ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}
 
 
 def held_by(holder: dict[str, Plain]) -> str:
-    """ "is in use by process 12 on host, since ..." """
+    """Return "is in use by process 12 on host, since ..." """
     if "pid" not in holder:
         return "is in use by another process"
     if holder["pid"] == os.getpid() and holder.get("host") == socket.gethostname():
@@ -160,7 +108,7 @@ def held_by(holder: dict[str, Plain]) -> str:
 
 
 def make_folder(folder: Path, key: str) -> bool:
-    """Makes a folder and its parents; True when it was not there. FolderError in words of `key` when that fails."""
+    """Make a folder and its parents; return whether it was not there. Raise FolderError, which names `key`, if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=False)
         return True
@@ -173,20 +121,8 @@ def make_folder(folder: Path, key: str) -> bool:
 
 
 def folder_error(folder: Path, key: str, error: OSError) -> OSError | FolderError:
-    """The error as a sentence that names key and folder, for what a user can put right; else the error itself."""
+    """Return the error as a sentence that names key and folder, for what a user can put right; else the error itself."""
     if error.errno not in _MISTAKES:
         return error
     reason = "a file of that name is there" if error.errno == errno.EEXIST else (error.strerror or str(error))
     return FolderError(f"{key}={folder}: this folder cannot be written ({reason}); give one that can")
-
-
-_held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
-
-
-def _leave_to_the_parent() -> None:
-    """A forked child must not keep its parent's folders locked after the parent's end."""
-    for lock in list(_held):
-        lock._drop()
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)

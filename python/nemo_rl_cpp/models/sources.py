@@ -4,7 +4,6 @@ Everything ends as a Hugging Face folder on this machine.
 """
 
 import difflib
-import fcntl
 import importlib.util
 import json
 import os
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.files.durable import fsync_path, rename, sha256_of
@@ -323,11 +322,23 @@ def smollm2_folder() -> Path:
     folder = cache_root() / "models" / SMOLLM2
     if _complete(folder):
         return folder
+    from filelock import FileLock, Timeout
+
     source = smollm2_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.with_name(SMOLLM2 + ".lock")):
+    lock = FileLock(
+        folder.with_name(SMOLLM2 + ".lock")
+    )  # the system releases it when the process ends, however it ends
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"Waiting for another process that prepares {SMOLLM2} ...", file=sys.stderr, flush=True)
+        lock.acquire(timeout=_PREPARING_SECONDS)
+    try:
         if not _complete(folder):
             _convert(source, folder)
+    finally:
+        lock.release()
     return folder
 
 
@@ -396,31 +407,6 @@ def _convert(source: Path, folder: Path) -> None:
         f"{manifest['sha256']['model.safetensors'][:16]}...",
         file=sys.stderr,
         flush=True,
-    )
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Holds a lock that the kernel releases when the process ends, however it ends."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"Waiting for another process that prepares {path.stem} ...", file=sys.stderr, flush=True)
-            _wait_for_lock(file, path)
-        yield
-
-
-def _wait_for_lock(file: IO[str], path: Path) -> None:
-    """Until the other process has ended; ValueError after `_PREPARING_SECONDS`."""
-    end = time.monotonic() + _PREPARING_SECONDS
-    while time.monotonic() < end:
-        time.sleep(0.2)
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-    raise ValueError(
-        f"another process has been preparing {path.stem} for {_PREPARING_SECONDS:.0f} s and holds {path}: end it, or wait for it"
     )
 
 

@@ -1,5 +1,6 @@
 """Who is in a folder: the second one is told, whatever way the first one ended."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -10,7 +11,6 @@ import sys
 
 import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
-from nemo_rl_cpp.files import folder_lock
 from nemo_rl_cpp.files.folder_lock import FolderError, FolderInUseError, FolderLock, holder_of
 
 KEY = "checkpointing.checkpoint_dir"
@@ -151,7 +151,7 @@ def test_a_file_system_without_locks_is_said(monkeypatch, tmp_path):
     def no_locks(descriptor, how):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.warns(UserWarning, match="no locks, so nothing would tell of a second run"):
         claim(tmp_path / "ck").shutdown()
 

@@ -3,7 +3,7 @@
 #
 #     sbatch examples/slurm/srun.sh configs/grpo_tiny.yaml grpo.max_num_steps=20
 #
-# The home folder must be shared by the nodes (or set NEMO_RL_LAUNCH_DIR to a folder that is), and so must this folder.
+# This folder must be shared by the nodes.
 #SBATCH --job-name=nemo-rl-cpp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2

@@ -1,25 +1,22 @@
 """The devices of a run, the processes that drive them, and the objects that live in these."""
 
+import importlib.util
 import os
 import pickle
 from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.futures import Future, get
 from nemo_rl_cpp.distributed.launch import launched
 from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWorkers
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.distributed.worker_calls import Workers
+from nemo_rl_cpp.distributed.worker_calls import WorkerCall, Workers
 
 _TARGETS = count(1)  # objects in worker processes, over all groups
 
 
 def cuda_usable() -> bool:
     """Whether models can lie on a GPU: torch sees one and this package was built with its CUDA kernels."""
-    import importlib.util
-
     import torch
 
     return torch.cuda.is_available() and importlib.util.find_spec("nemo_rl_cpp._cuda") is not None
@@ -27,27 +24,24 @@ def cuda_usable() -> bool:
 
 def check_device(device: str) -> str:
     """Return `cluster.device`. Raise ValueError with the reason if it is `cuda` and no GPU can be used."""
-    if device == "cuda" and not cuda_usable():
-        raise ValueError(f"cluster.device is cuda, but {_why_no_cuda()}, or set cluster.device=cpu")
-    return device
-
-
-def _why_no_cuda() -> str:
-    """What is missing for a GPU, and what to do."""
+    if device != "cuda" or cuda_usable():
+        return device
     import torch
 
-    if not torch.cuda.is_available():
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if hidden is not None and hidden.strip() in ("", "-1"):
-            return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: unset it"
-        if torch.version.cuda is None:
-            return f"torch {torch.__version__} was built without CUDA: install a torch with CUDA"
-        return "torch sees no GPU: run on a machine with one (nvidia-smi lists them)"
-    return "this package was built without its CUDA kernels: build it with NEMO_RL_CUDA=on (in a source tree: NEMO_RL_CUDA=on uv sync)"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda.is_available():
+        why = "this package was built without its CUDA kernels: build it with NEMO_RL_CUDA=on (in a source tree: NEMO_RL_CUDA=on uv sync)"
+    elif hidden is not None and hidden.strip() in ("", "-1"):
+        why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: unset it"
+    elif torch.version.cuda is None:
+        why = f"torch {torch.__version__} was built without CUDA: install a torch with CUDA"
+    else:
+        why = "torch sees no GPU: run on a machine with one (nvidia-smi lists them)"
+    raise ValueError(f"cluster.device is cuda, but {why}, or set cluster.device=cpu")
 
 
 def use_threads(settings: ClusterConfig) -> None:
-    """Lets this process compute on `cluster.cpus_per_worker` threads, where models live in it and the key is given."""
+    """Let this process compute on `cluster.cpus_per_worker` threads, if models live in it and the key is given."""
     import torch
 
     if settings.cpus_per_worker is not None and not settings.has_workers:
@@ -55,7 +49,7 @@ def use_threads(settings: ClusterConfig) -> None:
 
 
 def shut_down(*clusters: "Cluster | None") -> None:
-    """Ends the processes of those that there are."""
+    """End the processes of all clusters that are not None."""
     for cluster in clusters:
         if cluster is not None:
             cluster.shutdown()
@@ -75,9 +69,13 @@ class Cluster:
     """
 
     def __init__(
-        self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None,
+        self,
+        bundle_ct_per_node_list: list[int],
+        use_gpus: bool = True,
+        name: str = "",
+        settings: ClusterConfig | None = None,
         role: str = "rank",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._size, self._settings, self._role = sum(bundle_ct_per_node_list), settings or ClusterConfig(), role
         if self._size < 1:
             raise ValueError(
@@ -96,14 +94,15 @@ class Cluster:
             )
         self.use_gpus = use_gpus
         self.name = name
+        self.deadline = self._settings.communication_timeout_s  # seconds that one message between workers may take
         self._workers: Workers | None = None
 
     def world_size(self) -> int:
-        """Number of workers."""
+        """Return the number of workers."""
         return self._size
 
     @property
-    def workers(self) -> "Workers":
+    def workers(self) -> Workers:
         """The workers that are not this process; started when they are first asked for."""
         if self._workers is None:
             import torch
@@ -114,7 +113,7 @@ class Cluster:
             if by_launcher:  # whose threads are those of one rank
                 everybody = 1
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
-            common = (self._size, threads, settings.worker_timeout_s, settings.communication_timeout_s, self._role)
+            common = (self._size, threads, settings.worker_timeout_s, self.deadline, self._role)
             backend = "nccl" if self.use_gpus else "gloo"
             if settings.executor == "ray":
                 from nemo_rl_cpp.distributed.ray_workers import RayWorkers
@@ -126,28 +125,21 @@ class Cluster:
                 self._workers = ProcessWorkers(*common, backend=backend)
         return self._workers
 
-    @property
-    def deadline(self) -> float:
-        """Seconds that one message between workers may take."""
-        return self._settings.communication_timeout_s
-
     def device(self, precision: str = "float32") -> str:
-        """Where models lie: "cuda" when the cluster uses GPUs, one can be used and `precision` is computed there (float32,
-        bfloat16); else "cpu". CUDA_VISIBLE_DEVICES hides GPUs."""
+        """Return where models lie: "cuda" if the cluster uses GPUs, one can be used and `precision` is computed there (float32,
+        bfloat16); else "cpu"."""
         return "cuda" if self.use_gpus and precision in ("float32", "bfloat16") and cuda_usable() else "cpu"
 
     def shutdown(self) -> bool:
-        """Ends the processes, if there are any. Safe to call twice."""
+        """End the processes, if there are any. Safe to call twice."""
         if self._workers is not None:
             self._workers.kill()
         return True
 
 
 class WorkerGroup:
-    """One object on every worker of a cluster; methods run on all of them.
-
-    Where the one worker is this process, the object lives here and is called directly: no pickling, no copies. Else each lives in
-    a worker, so the builder, arguments and results are pickled. Several groups may share the workers of a cluster.
+    """One object in every worker of a cluster; methods run on all of them. The builder, arguments and results are pickled. Several
+    groups may share the workers of a cluster.
 
     Args:
         remote_worker_builder: makes the object, from the `Ranks` of its worker.
@@ -159,74 +151,44 @@ class WorkerGroup:
     ) -> None:
         self.cluster = cluster
         self.tensor_size = tensor_size
-        self._workers: list[object] = []
+        self.dp_size = cluster.world_size() // tensor_size  # data-parallel workers, or groups of workers
         self._target = next(_TARGETS)
-        if cluster.in_process:
-            self._workers = [remote_worker_builder(Ranks())]
-        else:
-            self.call_all("__create__", remote_worker_builder)
+        self.call_all("__create__", remote_worker_builder)
 
-    @property
-    def workers(self) -> list[object]:
-        """The objects themselves, where they live in this process."""
-        return self._workers
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data-parallel workers, or groups of workers."""
-        return self.cluster.world_size() // self.tensor_size
-
-    def first_of_groups(self, values: list[Any]) -> list[Any]:
-        """Of one value a worker those of the first worker of each group: the others repeat them."""
+    def first_of_groups(self, values: list) -> list:
+        """Take, of one value a worker, those of the first worker of each group: the others repeat them."""
         return values[:: self.tensor_size]
 
-    def for_workers(self, values: list[Any]) -> list[Any]:
-        """Of one value a group one for each of its workers."""
-        return [value for value in values for _ in range(self.tensor_size)]
+    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
+        """Start a call of the method on one worker."""
+        return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, {})))
 
-    def run_single_worker_single_data(
-        self, method_name: str, worker_idx: int, *args: object, **kwargs: object
-    ) -> Future:
-        """Calls the method on one worker."""
-        if self._workers:
-            return Future.completed(getattr(self._workers[worker_idx], method_name)(*args, **kwargs))
-        return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, kwargs)))
-
-    def run_all_workers_single_data(self, method_name: str, *args: object, **kwargs: object) -> list[Future]:
-        """Calls the method on every worker with the same arguments."""
-        if self._workers:
-            return [self.run_single_worker_single_data(method_name, 0, *args, **kwargs)]
+    def run_all_workers_single_data(self, method_name: str, *args: object, **kwargs: object) -> list[WorkerCall]:
+        """Start a call of the method on every worker with the same arguments."""
         payload, workers = pickle.dumps((args, kwargs)), self.cluster.workers
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
-    def call_all(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
-        """The values of a call that all workers make together. A failure names the rank, and no rank is left waiting for it."""
-        futures = self.run_all_workers_single_data(method_name, *args, **kwargs)
-        return get(futures) if self._workers else self.cluster.workers.wait(futures)
+    def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
+        """Return the values of a call that all workers make together. A failure names the rank, and no rank is left waiting for it."""
+        return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:
-        """The value that all workers must agree on. RuntimeError where one has another."""
+        """Return the value that all workers must agree on. Raise RuntimeError if one has another."""
         first, *others = self.call_all(method_name, *args)
         for rank, value in enumerate(others, 1):
             if value != first:
-                raise RuntimeError(
-                    f"rank {rank} has another {args[-1] if args else method_name} than rank 0: {value} against {first}"
-                )
+                what = args[-1] if args else method_name
+                raise RuntimeError(f"rank {rank} has another {what} than rank 0: {value} against {first}")
         return first
 
-    def call_each(self, method_name: str, each: list[tuple[object, ...]], event: str, on_event: list[Callable[..., None] | None]) -> list[Any]:  # fmt: skip
+    def call_each(
+        self, method_name: str, each: list[tuple], event: str, on_event: list[Callable[..., None] | None]
+    ) -> list:
         """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. When worker `rank`
         calls its argument named `event`, `on_event[rank]` is called here with the same arguments."""
-        workers = self.cluster.workers
-        calls = [
-            workers.call(rank, self._target, method_name, pickle.dumps((args, {})), None if told is None else event, told)
-            for rank, (args, told) in enumerate(zip(each, on_event))
-        ]  # fmt: skip
-        return workers.wait(calls)
-
-    def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Calls `cleanup_method` on the workers and lets the objects go. Safe to call twice."""
-        if cleanup_method is not None and (self._workers or not self.cluster.in_process):
-            self.call_all(cleanup_method)
-        self._workers = []
-        return True
+        calls = []
+        for rank, (args, told) in enumerate(zip(each, on_event)):
+            listener = None if told is None else (event, told)
+            payload = pickle.dumps((args, {}))
+            calls.append(self.cluster.workers.call(rank, self._target, method_name, payload, listener))
+        return self.cluster.workers.wait(calls)

@@ -1,5 +1,6 @@
-"""Results of calls that run beside the caller: what `.remote(...)` gives and `get` waits for."""
+"""Results of calls that run at the same time as the caller: what `.remote(...)` gives and `get` waits for."""
 
+import pickle
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ _SLICE = 0.5  # seconds of one wait: Python looks at signals between them, also 
 
 
 class Answer(NamedTuple):
-    """How a call ended: with a value, or with an error, its traceback as text, and the sentence about it where it arose in the
+    """How a worker's call ended: with a value, or with an error, its traceback as text, and the sentence about it if it arose in the
     user's code."""
 
     value: object = None
@@ -22,51 +23,45 @@ class Answer(NamedTuple):
 
 
 class Future:
-    """The result of a call that may still be running."""
+    """The result of a call that may still be running.
+
+    Attributes:
+        error: what the call raised; None while it runs, or if it did not fail.
+    """
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._value: object = None
-        self._error: BaseException | None = None
-
-    @classmethod
-    def completed(cls, value: object) -> "Future":
-        """A future that holds `value` already."""
-        future = cls()
-        future._value = value
-        future._done.set()
-        return future
+        self.error: BaseException | None = None
 
     def run(self, call: Callable[[], object]) -> None:
-        """Makes the call and keeps its value, or the exception it raised."""
+        """Make the call and keep its value, or the exception it raised."""
         try:
             self._value = call()
         except BaseException as error:  # whatever it is, it belongs to the one who asks for the result
-            self._error = error
+            self.error = error
         self._done.set()
 
     def set(self, value: object, error: BaseException | None = None) -> None:
-        """Ends the call from outside: with a value, or with the error that it raised."""
-        self._value, self._error = value, error
+        """End the call from outside: with a value, or with the error that it raised."""
+        self._value, self.error = value, error
         self._done.set()
 
-    @property
-    def error(self) -> BaseException | None:
-        """What the call raised; None while it runs and where it did not fail."""
-        return self._error
-
     def done(self) -> bool:
-        """Whether the call has ended."""
         return self._done.is_set()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long; whether the call has ended."""
+        return self._done.wait(seconds)
+
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for the value; raises what the call raised, or TimeoutError after `timeout` seconds."""
+        """Wait for the value; raise what the call raised, or TimeoutError after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._done.wait(_SLICE if end is None else min(_SLICE, end - time.monotonic())):
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"no result after {timeout} s")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._value
 
 
@@ -79,8 +74,8 @@ def is_done(result: object) -> bool:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """What was raised in a Ray actor, without Ray's wrapping: with the sentence about the user's code (`told`) where it arose
-    there, and its own traceback as a note. Any other exception as it is."""
+    """Return what was raised in a Ray actor, without Ray's wrapping: with the sentence about the user's code (`told`) if it arose
+    there, and its own traceback as a note. Return any other exception unchanged."""
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
         return error
@@ -94,10 +89,7 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def get(result: object, timeout: float | None = None) -> Any:
-    """The value behind a future; of a list of them, the list of values; anything else as it is.
-
-    Ray's object references are resolved too, where Ray is in use; what was raised there is raised here.
-    """
+    """Return the value of a future or of a Ray reference, of a list of them the list of values, and anything else unchanged."""
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):
@@ -109,3 +101,12 @@ def get(result: object, timeout: float | None = None) -> Any:
         except ray.exceptions.RayTaskError as error:
             raise as_raised(error) from None
     return result
+
+
+def picklable(error: BaseException) -> BaseException:
+    """Return the exception, or its text alone if it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

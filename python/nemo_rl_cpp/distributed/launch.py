@@ -1,34 +1,32 @@
-"""Ranks that `torchrun` or `srun` has started, as their environment variables say, and how they find and trust each other.
+"""Ranks that `torchrun` or `srun` has started, as their environment variables say, and how they reach rank 0.
 
-Rank 0 is the run: it drives, and has a worker of its own. The others are workers: they connect to rank 0 and answer its calls, which
-are pickles. So that nobody else can send any, both ends prove that they know a secret first: the variable NEMO_RL_LAUNCH_TOKEN
-of all ranks, or a file that rank 0 writes into a folder that only this user can read (NEMO_RL_LAUNCH_DIR, on all nodes; else
-`~/.cache/nemo_rl_cpp/launch`).
+Rank 0 is the run: it drives, and has a worker of its own. The others are workers: they meet at torch's store (MASTER_ADDR, MASTER_PORT),
+find there where rank 0 listens, connect and answer its calls, which are pickles. Nothing is unpickled before both ends have proved that
+they know a secret: NEMO_RL_LAUNCH_TOKEN, or a random one that rank 0 leaves in the store.
 """
 
-import hashlib
 import json
 import os
 import secrets
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable, Mapping
-from multiprocessing import AuthenticationError
+from datetime import timedelta
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.config.errors import ConfigError, Problem
 from nemo_rl_cpp.config.launcher import launcher_variables
 from nemo_rl_cpp.config.resources import engines_of
 
-TOKEN, FOLDER = "NEMO_RL_LAUNCH_TOKEN", "NEMO_RL_LAUNCH_DIR"
-MEETING_SECONDS = 1800.0  # until all ranks must have come: rank 0 reads data and checkpoints before it opens its door
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+TOKEN = "NEMO_RL_LAUNCH_TOKEN"
+MEETING_SECONDS = 1800.0  # until all ranks must have come: rank 0 reads data and checkpoints first
 HANDSHAKE_SECONDS = 10.0
-_PAUSE = 0.2
 C = TypeVar("C")
 
 
@@ -37,9 +35,8 @@ class Launch(NamedTuple):
 
     Attributes:
         rank, size: of this process, and how many there are.
-        host, port: where rank 0 is, as the launcher says; the port itself may be the launcher's own.
+        host, port: of torch's store.
         sizes: the variable that `size` was read from.
-        job: tells this launch from another one of the same user.
     """
 
     rank: int
@@ -47,19 +44,10 @@ class Launch(NamedTuple):
     host: str
     port: int
     sizes: str
-    job: str
-
-
-class RendezvousAddress(NamedTuple):
-    """Where rank 0 listens, and the secret."""
-
-    host: str
-    port: int
-    token: bytes
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The launch of this process; None where nobody launched several. Raises ValueError for variables that contradict each other."""
+    """Return the launch of this process; None if nobody launched several. Raise ValueError for variables that contradict each other."""
     variables = launcher_variables(environment)
     if variables is None:
         return None
@@ -69,16 +57,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
         return None
     if not 0 <= rank < size:
         raise ValueError(f"{rank_name} is {rank}, but {size_name} is {size}: ranks count from 0 to {size - 1}")
-    job = environment.get("SLURM_JOB_ID", environment.get("TORCHELASTIC_RUN_ID", "none"))
     host = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
     if not host:
         raise ValueError(
             "MASTER_ADDR is not set: export the address of the node of rank 0 before srun (docs/cluster.md)"
         )
     port = _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else 29500
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_RESTART_COUNT", "0"))
-    step = environment.get("SLURM_STEP_ID", "") if "SLURM_PROCID" in environment else ""
-    return Launch(rank, size, host, port, size_name, f"{job}.{step}.{attempt}")
+    return Launch(rank, size, host, port, size_name)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -89,47 +74,36 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raises ConfigError where the file asks for another number of workers than were launched, for what a launcher does, for
-    `engines` of their own, or for an executor that would let every rank be a run."""
-    problems = []
+    """Raise ConfigError if the file asks for another number of workers than were launched, for restarts, which are the launcher's, for
+    `engines` on workers that train nothing, or for an executor with which every rank would be a run."""
     if cluster.executor not in ("processes", "auto"):
-        problems.append(
-            Problem(
-                "", "cluster.executor",
-                f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or processes, or "
-                "start one process",
-            )
-        )  # fmt: skip
-        raise ConfigError(problems)
+        text = (
+            f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or "
+            "processes, or start one process"
+        )
+        raise ConfigError([Problem("", "cluster.executor", text)])
+    problems = []
     if engines:
-        problems.append(
-            Problem(
-                "", "policy.generation.colocated.enabled",
-                "is false, but all ranks that a launcher has started train: set it to true, or let the run start its workers itself, or take ray",
-            )
-        )  # fmt: skip
+        text = "is false, but all ranks that a launcher has started train: set it to true, or let the run start its workers itself, or take ray"
+        problems.append(Problem("", "policy.generation.colocated.enabled", text))
     if cluster.executor != "auto" and cluster.processes != launch.size:
-        problems.append(
-            Problem(
-                "", "cluster.gpus_per_node",
-                f"* cluster.num_nodes is {cluster.gpus_per_node} * {cluster.num_nodes} = {cluster.processes}, but {launch.sizes} is "
-                f"{launch.size}: set cluster.gpus_per_node and cluster.num_nodes to what was launched, or launch {cluster.processes} ranks",
-            )
-        )  # fmt: skip
+        text = (
+            f"* cluster.num_nodes is {cluster.gpus_per_node} * {cluster.num_nodes} = {cluster.processes}, but {launch.sizes} is "
+            f"{launch.size}: set cluster.gpus_per_node and cluster.num_nodes to what was launched, or launch {cluster.processes} ranks"
+        )
+        problems.append(Problem("", "cluster.gpus_per_node", text))
     if cluster.max_restarts:
-        problems.append(
-            Problem(
-                "", "cluster.max_restarts",
-                f"is {cluster.max_restarts}, but a launcher has started the ranks, and only it can start them again: set it to 0, and use "
-                "torchrun --max-restarts or sbatch --requeue; the run goes on from its newest checkpoint",
-            )
-        )  # fmt: skip
+        text = (
+            f"is {cluster.max_restarts}, but a launcher has started the ranks, and only it can start them again: set it to 0, and use "
+            "torchrun --max-restarts or sbatch --requeue; the run goes on from its newest checkpoint"
+        )
+        problems.append(Problem("", "cluster.max_restarts", text))
     if problems:
         raise ConfigError(problems)
 
 
 def serving(load: Callable[..., C]) -> Callable[..., C]:
-    """`load` of a configuration; in a launched process of rank 1 or higher it does not return: the process is a worker then."""
+    """Wrap `load` of a configuration; in a launched process of rank 1 or higher it does not return: the process is a worker then."""
 
     def load_and_serve(*arguments: object) -> C:
         config = load(*arguments)
@@ -143,68 +117,52 @@ def serving(load: Callable[..., C]) -> Callable[..., C]:
 
 
 def serve(launch: Launch) -> None:
-    """Connects to rank 0 and answers its calls until it closes the connection; then the process ends with status 0. Raises
-    TimeoutError where rank 0 is not there."""
+    """Connect to rank 0 and answer its calls until it closes the connection; then the process ends with status 0."""
     from nemo_rl_cpp.distributed.worker import SocketWorker, ignore_signals
 
     ignore_signals()
-    connection, address = _enter(launch)
-    connection.send_bytes(
-        json.dumps({"rank": launch.rank, "size": launch.size, "pid": os.getpid(), "address": address}).encode()
-    )
+    store = meet(launch)
+    reached = socket.create_connection((launch.host, int(store.get("port"))), timeout=HANDSHAKE_SECONDS)
+    address = reached.getsockname()[0]
+    connection, token = as_connection(reached), _secret(store)
+    answer_challenge(connection, token)
+    deliver_challenge(connection, token)
+    connection.send_bytes(json.dumps({"rank": launch.rank, "pid": os.getpid(), "address": address}).encode())
+    _wait_at_most(connection, 0)
     join = json.loads(connection.recv_bytes())
-    sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
+    sys.stdout = open(os.devnull, "w")  # rank 0 prints what all ranks would print
     SocketWorker(connection).run(join | {"address": address})
 
 
-def _enter(launch: Launch) -> tuple[Connection, str]:
-    """A connection on which both ends know the secret, and this process's address on it."""
-    end, why = time.monotonic() + MEETING_SECONDS, "rank 0 has written no address yet"
-    while time.monotonic() < end:
-        try:
-            door = _rendezvous_address(launch)
-            reached = socket.create_connection((door.host, door.port), timeout=HANDSHAKE_SECONDS)
-            address = reached.getsockname()[0]
-            connection = as_connection(reached)
-            answer_challenge(connection, door.token)
-            deliver_challenge(connection, door.token)
-            _wait_at_most(connection, 0)
-            return connection, address
-        except (OSError, EOFError, ValueError, AuthenticationError) as error:  # of an earlier launch, or not yet there
-            why = str(error) or type(error).__name__
-        time.sleep(_PAUSE)
-    raise TimeoutError(
-        f"rank {launch.rank} of {launch.size} did not reach rank 0 at {launch.host} within {MEETING_SECONDS:.0f} s ({why}): the nodes must "
-        f"share {folder_of(launch).parent} ({FOLDER}), or all ranks need the same {TOKEN} (docs/cluster.md)"
-    )
+def meet(launch: Launch) -> "Store":
+    """Wait for all ranks, and return the store that they share. Raise TimeoutError if one does not come."""
+    from torch.distributed import rendezvous
+
+    limit = timedelta(seconds=MEETING_SECONDS)
+    try:
+        return next(rendezvous(f"tcp://{launch.host}:{launch.port}", launch.rank, launch.size, timeout=limit))[0]
+    except RuntimeError as error:
+        raise TimeoutError(
+            f"rank {launch.rank} of {launch.size} did not meet the others at {launch.host}:{launch.port} (MASTER_ADDR, MASTER_PORT) "
+            f"within {MEETING_SECONDS:.0f} s: {error}"
+        ) from error
 
 
-def as_connection(reached: socket.socket) -> Connection:
-    """A connection over a socket, which notices that the other machine is gone. Until `_wait_at_most(connection, 0)` nothing on
-    it takes longer than a handshake may."""
-    reached.setblocking(True)
-    reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6), ("TCP_USER_TIMEOUT", 60_000)):
-        if hasattr(socket, option):
-            reached.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    connection = Connection(reached.detach())
-    _wait_at_most(connection, HANDSHAKE_SECONDS)
-    return connection
+def listen(launch: Launch, store: "Store") -> tuple[socket.socket, bytes]:
+    """Let rank 0 listen, and leave port and secret in the store. Return the socket and the secret."""
+    listening = socket.create_server((socket.gethostbyname(launch.host), 0))
+    if not os.environ.get(TOKEN):
+        store.set("secret", secrets.token_hex(32))
+    store.set("port", str(listening.getsockname()[1]))
+    return listening, _secret(store)
 
 
-def _wait_at_most(connection: Connection, seconds: float) -> None:
-    """The longest wait of one read or write; 0: none."""
-    known = socket.socket(fileno=os.dup(connection.fileno()))
-    with known:
-        value = struct.pack("ll", int(seconds), 0)
-        known.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        known.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-        known.setblocking(True)
+def _secret(store: "Store") -> bytes:
+    return os.environ.get(TOKEN, "").encode() or store.get("secret")
 
 
 def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
-    """The connection of a rank that knows the secret, and what it says of itself. Raises OSError, EOFError, ValueError or
+    """Return the connection of a rank that knows the secret, and what it tells of itself. Raise OSError, EOFError, ValueError or
     AuthenticationError for anybody else. Nothing is unpickled here."""
     connection = as_connection(reached)
     try:
@@ -218,51 +176,24 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
         raise
 
 
-# ---- where rank 0 listens
+def as_connection(reached: socket.socket) -> Connection:
+    """Make a connection of a socket, which notices that the other machine is gone. Until `_wait_at_most(connection, 0)` nothing on it
+    takes longer than a handshake may, so a silent stranger holds nobody up."""
+    reached.setblocking(True)
+    reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6), ("TCP_USER_TIMEOUT", 60_000)):
+        if hasattr(socket, option):
+            reached.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    connection = Connection(reached.detach())
+    _wait_at_most(connection, HANDSHAKE_SECONDS)
+    return connection
 
 
-def open_rendezvous(launch: Launch) -> tuple[socket.socket, RendezvousAddress, Path | None]:
-    """Rank 0 begins to listen: (the listening socket, where and with which secret, the file that says so)."""
-    given = os.environ.get(TOKEN)
-    host = socket.gethostbyname(launch.host)
-    # a port that all ranks know, next to the launcher's own; else any, which the file tells
-    listening = socket.create_server((host, launch.port + 1 if given else 0))
-    door = RendezvousAddress(
-        launch.host, listening.getsockname()[1], given.encode() if given else secrets.token_bytes(32)
-    )
-    if given:
-        return listening, door, None
-    file = folder_of(launch)
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _check_private(file.parent)
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as out:
-        json.dump({"host": door.host, "port": door.port, "token": door.token.hex()}, out)
-    new.replace(file)
-    return listening, door, file
-
-
-def folder_of(launch: Launch) -> Path:
-    """The file that tells where rank 0 of this launch listens."""
-    folder = os.environ.get(FOLDER) or Path.home() / ".cache" / "nemo_rl_cpp" / "launch"
-    name = hashlib.sha256(f"{launch.host}:{launch.port}:{launch.job}".encode()).hexdigest()[:16]
-    return Path(folder) / name
-
-
-def _check_private(folder: Path) -> None:
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(
-            f"{folder} can be written by others: `chmod 700 {folder}`, or set {FOLDER} to a folder of your own"
-        )
-
-
-def _rendezvous_address(launch: Launch) -> RendezvousAddress:
-    given = os.environ.get(TOKEN)
-    if given:
-        return RendezvousAddress(launch.host, launch.port + 1, given.encode())
-    file = folder_of(launch)
-    if file.stat().st_uid != os.getuid():
-        raise PermissionError(f"{file} is somebody else's")
-    told = json.loads(file.read_text())
-    return RendezvousAddress(told["host"], told["port"], bytes.fromhex(told["token"]))
+def _wait_at_most(connection: Connection, seconds: float) -> None:
+    """Limit the time of one read or write; 0: no limit."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as known:
+        value = struct.pack("ll", int(seconds), 0)
+        known.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        known.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        known.setblocking(True)

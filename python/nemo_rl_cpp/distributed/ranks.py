@@ -75,21 +75,21 @@ class Ranks:
 
     @property
     def tensor_size(self) -> int:
-        """In how many slices the model lies."""
+        """Number of slices of the model."""
         return 1 if self.tensor is None else self.tensor.size
 
     @property
     def tensor_rank(self) -> int:
-        """Which of them is here."""
+        """Number of the slice here."""
         return 0 if self.tensor is None else self.tensor.rank
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what is done once: writing files."""
+        """Whether this process writes files, which one process does."""
         return self.rank == 0 and self.tensor_rank == 0
 
     def split(self, tensor_size: int) -> Ranks:
-        """The same processes in groups of `tensor_size` neighbours, which have a slice of the model each. All processes call it."""
+        """Cut the same processes into groups of `tensor_size` neighbours, with a slice of the model each. All processes call it."""
         if tensor_size == 1:
             return self
         if self.size % tensor_size or self.meet is None:
@@ -102,11 +102,11 @@ class Ranks:
         return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet, members=members)
 
     def beside(self) -> Communicator | None:
-        """A second way to the processes of `communicator`, for messages from another thread. All of them call it."""
+        """Connect the processes of `communicator` a second time, for messages from another thread. All of them call it."""
         return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:
-        """The least value of this group: what its processes decide by must be one number."""
+        """Return the least value of this group: what its processes decide by must be one number."""
         if self.tensor is None:
             return value
         every = torch.empty(self.tensor_size, 1, dtype=torch.int64)
@@ -114,13 +114,13 @@ class Ranks:
         return int(every.min())
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
-        """This rank's share of the samples [begin, end), for work whose order does not matter."""
+        """Return this rank's share of the samples [begin, end), for work whose order does not matter."""
         return deal(data, begin, end, self.size)[self.rank]
 
     def blocks(
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
     ) -> list[list[int]]:
-        """This rank's blocks of a global batch, the samples [begin, end), of `count` in all; None: one block a rank. The blocks do
+        """Return this rank's blocks of a global batch, the samples [begin, end), of `count` in all; None: one block a rank. The blocks do
         not depend on the number of ranks, so neither do sums along the tree of blocks (csrc/distributed/gradient_sums.h).
         `in_turns`: ranks take them in turns, one each at a time; else neighbouring blocks are one rank's.
 
@@ -156,11 +156,11 @@ class Ranks:
         return parts.sum(0)
 
     def sum(self, value: float) -> float:
-        """The sum over all ranks, in their order."""
+        """Return the sum over all ranks, in their order."""
         return _sum(self.communicator, value)
 
     def fail_together(self, error: Exception | None) -> None:
-        """Raises `error` if there is one, and OtherRankFailedError if another rank has one: none waits for a rank that has stopped."""
+        """Raise `error` if there is one, and OtherRankFailedError if another rank has one: none waits for a rank that has stopped."""
         world = self.world or self.communicator
         failed = _sum(world, 0.0 if error is None else 1.0)
         if error is not None:
@@ -169,7 +169,7 @@ class Ranks:
             raise OtherRankFailedError(f"rank {world.rank} stopped: {failed:.0f} of {world.size} ranks failed")
 
     def gather_shards(self, shard: Tensor, bounds: tuple[int, int], total: int, name: str) -> Tensor | None:
-        """The whole [total] of which each rank has its shard [bounds), on rank 0; None on the others."""
+        """Return the whole [total], of which each rank has its shard [bounds), on rank 0; None on the others."""
         if self.communicator is None:
             return shard
         own, every = torch.tensor(bounds), torch.empty(self.size, 2, dtype=torch.int64)
@@ -187,7 +187,7 @@ class Ranks:
 
 
 def _sum(ranks: Communicator | None, value: float) -> float:
-    """Over all ranks, in their order."""
+    """Return the sum over all ranks, in their order."""
     if ranks is None:
         return value
     own, every = torch.tensor([value], dtype=torch.float64), torch.empty(ranks.size, 1, dtype=torch.float64)
@@ -198,7 +198,7 @@ def _sum(ranks: Communicator | None, value: float) -> float:
 def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """The samples [begin, end) in `parts` lists, each ascending, of about equally many tokens, or equal sums of `weights` [B].
+    """Deal the samples [begin, end) into `parts` lists, each ascending, of about equally many tokens, or equal sums of `weights` [B].
 
     Consecutive samples of one group (`group_id`, of prompts `draw_ids`) stay together, so that they share their prompt, unless there are fewer groups than parts.
     The longest unit goes first, each to the part with the fewest tokens so far, of equal ones to the first.
@@ -225,7 +225,7 @@ def deal(
 
 
 def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
-    """The blocks of a global batch: see `Ranks.blocks`."""
+    """Deal the blocks of a global batch: see `Ranks.blocks`."""
     if count == 1:
         return deal(data, begin, end, 1)
     dealt = deal(data, begin, end, count, prompt_lengths(data))
@@ -234,7 +234,7 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Consecutive samples of one group that have a backward pass, and their tokens with the prompt once."""
+    """List consecutive samples of one group that have a backward pass, and their tokens with the prompt once."""
     groups = data.samples.get("group_id")
     groups = [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
     lengths, prompts, units = data.lengths.tolist(), prompt_lengths(data), {}
@@ -276,7 +276,7 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
 
 
 def prompt_lengths(data: RaggedBatch) -> list[int]:
-    """[B]: each sample's tokens before its first trained one (`token_mask`); all of them where none is trained."""
+    """Return [B]: each sample's tokens before its first trained one (`token_mask`); all of them where none is trained."""
     mask = data.tokens.get("token_mask")
     if mask is None:
         return data.lengths.tolist()
@@ -288,7 +288,7 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
 def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
-    """The rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt has one answer a row
+    """Return the rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt has one answer a row
     and the rows stay as they are, in global batches of so many."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
@@ -307,7 +307,7 @@ def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) ->
 def connect(
     rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None, backend: str = "gloo"
 ) -> Ranks:  # fmt: skip
-    """Meets the other ranks at a TCP store that somebody holds at `host` and `port`.
+    """Meet the other ranks at the TCP store of `host` and `port`.
 
     Args:
         deadline: seconds within which every call between ranks ends.
@@ -347,7 +347,7 @@ def connect(
 
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
-    """Gloo between the ranks that meet in this part of the store; `place` is (rank among them, their number)."""
+    """Connect by Gloo the ranks that meet in this part of the store; `place` is (rank among them, their number)."""
     import torch.distributed as dist
 
     options = dist.ProcessGroupGloo._Options()
@@ -358,7 +358,7 @@ def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: flo
 
 
 def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
-    """All ranks in one row, connected by Gloo at these addresses rather than at the host's name. All call it."""
+    """Make a mesh of all ranks in one row, connected by Gloo at these addresses rather than at the host's name. All call it."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -378,7 +378,7 @@ def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, dead
 
 
 def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
-    """Of the ranks that agree on `label`; `place` is (rank among them, their number)."""
+    """Make a communicator of the ranks that agree on `label`; `place` is (rank among them, their number)."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import _register_process_group
 
@@ -395,7 +395,7 @@ def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: 
 
 
 def _own_gpu(rank: int) -> torch.device:
-    """Workers of one machine see all its GPUs and take them in the order of their ranks; an actor of Ray sees its own alone."""
+    """Choose a GPU: workers of one machine see all its GPUs and take them in the order of their ranks; an actor of Ray sees its own alone."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(

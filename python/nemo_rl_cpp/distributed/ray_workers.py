@@ -8,15 +8,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed.futures import Answer
 from nemo_rl_cpp.distributed.process_workers import rendezvous_store
-from nemo_rl_cpp.distributed.worker import WorkerObjects, worker_environment
-from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
+from nemo_rl_cpp.distributed.worker import WorkerObjects, answer, worker_environment
+from nemo_rl_cpp.distributed.worker_calls import Listener, Patience, WorkerCall, WorkerLostError, Workers, values_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -61,7 +61,7 @@ def ray_in_use() -> ModuleType | None:
 
 
 def start_ray(cpus: int) -> bool:
-    """Joins or starts a Ray cluster; whether one was started, for at least so many CPUs. One that runs already is used."""
+    """Join or start a Ray cluster, for at least so many CPUs; return whether one was started. One that runs already is used."""
     ray = ray_module()
     if ray.is_initialized():
         return False
@@ -127,27 +127,27 @@ class ActorWorker:
         self._objects = WorkerObjects()
 
     def start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> Answer:
-        """Enters the run's `surroundings`, and gives signs of life to the store at `host` and `port` from then on.
+        """Enter the run's `surroundings`, and give signs of life to the store at `host` and `port` from then on.
 
-        Returns (where other nodes reach this one, the number of its process).
+        Return (where other nodes reach this one, the number of its process).
         """
-        return self._objects.answer(lambda: self._start(surroundings, host, port, rank))
 
-    def _start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> tuple[str, int]:
-        enter(*surroundings)
-        import ray
-        import torch.distributed as dist
+        def make() -> tuple[str, int]:
+            enter(*surroundings)
+            import ray
+            import torch.distributed as dist
 
-        timeout = timedelta(seconds=_PLACES_SECONDS)
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        threading.Thread(target=_beat, args=(store, rank), daemon=True).start()
-        return ray.util.get_node_ip_address(), os.getpid()
+            timeout = timedelta(seconds=_PLACES_SECONDS)
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            threading.Thread(target=_beat, args=(store, rank), daemon=True).start()
+            return ray.util.get_node_ip_address(), os.getpid()
 
-    def join(self, options: dict) -> Answer:
+        return answer(make)
+
+    def join(self, options: dict, silent: bool) -> Answer:
         """See `WorkerObjects.join`."""
-        silent = options.pop("silent")
         if options["rank"] > 0 or silent:
-            sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
+            sys.stdout = open(os.devnull, "w")  # rank 0 prints what all ranks would print
         return self._objects.join(**options)
 
     def call(self, target: int, method: str, payload: bytes) -> Answer:
@@ -177,7 +177,7 @@ class RayWorkers(Workers):
         silence: seconds without a sign of life after which a worker counts as lost.
         deadline: seconds that a call between ranks may take.
         role: what messages call a worker.
-        all_workers: of all clusters of the run, for which a Ray that is started here has CPUs; None: `count`.
+        all_workers: of all clusters of the run, for which a Ray that is started here has CPUs.
         backend: what connects the ranks, see `ranks.connect`; with "nccl" each takes a GPU of the cluster.
 
     Raises ValueError where the cluster has no room for all workers.
@@ -186,13 +186,12 @@ class RayWorkers(Workers):
     tells_events = False
 
     def __init__(
-        self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", all_workers: int | None = None,
-        backend: str = "gloo",
-    ) -> None:  # fmt: skip
+        self, count: int, threads: int, silence: float, deadline: float, role: str, all_workers: int, backend: str
+    ) -> None:
         self._silence, self._count, self._role = silence, count, role
         self._actors, self._calls, self._places = [], {}, None
         self.pids: list[int] = []
-        self._ray = ray = hold_ray(max(count, all_workers or 0) * threads)
+        self._ray = ray = hold_ray(all_workers * threads)
         self._holds_ray = True
         try:
             gpus = int(backend == "nccl")
@@ -200,15 +199,15 @@ class RayWorkers(Workers):
             self._actors = [self._actor(rank, threads, gpus) for rank in range(count)]
             self.host = host = ray.util.get_node_ip_address()
             self._store = rendezvous_store(host, deadline)
-            meeting = {
-                "size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads, "backend": backend,
-            }  # fmt: skip
+            meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline, "backend": backend}
             places = self._all_started()
-            addresses, self.pids = [address for address, _ in places], [pid for _, pid in places]
-            self.wait([
-                self._started(rank, "meeting the other ranks", actor.join.remote({"rank": rank, "address": addresses[rank], "silent": role != "rank", **meeting}))
-                for rank, actor in enumerate(self._actors)
-            ])  # fmt: skip
+            self.pids = [pid for _, pid in places]
+            calls = []
+            for rank, (actor, (address, _)) in enumerate(zip(self._actors, places)):
+                options = {"rank": rank, "address": address, "threads": threads, **meeting}
+                joining = actor.join.remote(options, role != "rank")
+                calls.append(self._started(rank, "meeting the other ranks", joining))
+            self.wait(calls)
         except BaseException:
             self.kill()
             raise
@@ -260,12 +259,8 @@ class RayWorkers(Workers):
     def __len__(self) -> int:
         return self._count
 
-    def call(
-        self, rank: int, target: int, method: str, payload: bytes, event: str | None = None, on_event: Callable[..., None] | None = None
-    ) -> WorkerCall:  # fmt: skip
-        """See `Workers.call`; it cannot tell of an event."""
-        if event is not None:
-            raise ValueError(f"{method}: an actor tells of nothing before its call has ended (tells_events is False)")
+    def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
+        """See `Workers.call`; an actor tells of nothing before its call has ended, so there is no listener."""
         what = method.strip("_")
         if not self._actors:
             call = WorkerCall(rank, self._count, what, role=self._role)

@@ -14,10 +14,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.distributed.futures import Answer
+from nemo_rl_cpp.distributed.futures import Answer, picklable
 from nemo_rl_cpp.errors import in_user_code
 
 if TYPE_CHECKING:
@@ -34,56 +35,51 @@ class WorkerObjects:
         self._ranks: Ranks | None = None
 
     def join(self, threads: int, **meeting: object) -> Answer:
-        """Meets the other ranks, see `ranks.connect`; this worker computes on so many threads."""
-        return self.answer(lambda: self._join(threads, meeting))
+        """Meet the other ranks, see `ranks.connect`; this worker computes on so many threads."""
 
-    def call(self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None) -> Answer:  # fmt: skip
-        """Calls `method` of object `target` with a pickled (args, kwargs); `__create__` makes the object by a builder. `tell` gets
-        what the call hands to its argument `event`. What is no method is read."""
-        return self.answer(lambda: self._call(target, method, payload, event, tell))
+        def make() -> None:
+            import torch
 
-    def _join(self, threads: int, meeting: dict) -> None:
-        import torch
+            from nemo_rl_cpp.distributed.ranks import connect
 
-        from nemo_rl_cpp.distributed.ranks import connect
+            torch.set_num_threads(threads)
+            self._ranks = connect(**meeting)
 
-        torch.set_num_threads(threads)
-        self._ranks = connect(**meeting)
+        return answer(make)
 
-    def _call(self, target: int, method: str, payload: bytes, event: str | None, tell: Callable | None) -> object:
-        args, kwargs = pickle.loads(payload)
-        if method == "__create__":
-            self._objects[target] = args[0](self._ranks)
-            return None
-        if event is not None:
-            kwargs[event] = tell
-        found = getattr(self._objects[target], method)
-        return found(*args, **kwargs) if callable(found) else found
+    def call(
+        self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
+    ) -> Answer:
+        """Call `method` of object `target` with a pickled (args, kwargs); `__create__` makes the object by a builder. `tell` gets
+        what the call hands to its argument `event`. An attribute that is no method is read."""
 
-    @staticmethod
-    def answer(make: Callable[[], object]) -> Answer:
-        """Calls `make`; what it raises is part of the answer."""
-        try:
-            return Answer(make())
-        except BaseException as error:
-            told = in_user_code(error)  # the place in the user's code is known here alone
-            trace = "".join(traceback.format_exception(error))
-            return Answer(None, picklable(error), trace, None if told is None else str(told))
+        def make() -> object:
+            args, kwargs = pickle.loads(payload)
+            if method == "__create__":
+                self._objects[target] = args[0](self._ranks)
+                return None
+            if event is not None:
+                kwargs[event] = tell
+            found = getattr(self._objects[target], method)
+            return found(*args, **kwargs) if callable(found) else found
+
+        return answer(make)
+
+
+def answer(make: Callable[[], object]) -> Answer:
+    """Call `make`; what it raises is part of the answer."""
+    try:
+        return Answer(make())
+    except BaseException as error:
+        told = in_user_code(error)  # the place in the user's code is known here alone
+        trace = "".join(traceback.format_exception(error))
+        return Answer(None, picklable(error), trace, None if told is None else str(told))
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Environment variables of a worker: it finds the modules that this process finds, and computes on so many threads."""
+    """Return environment variables of a worker: it finds the modules that this process finds, and computes on so many threads."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
-
-
-def picklable(error: BaseException) -> BaseException:
-    """The exception, or its text alone where it cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")  # its text alone
 
 
 class SocketWorker:
@@ -95,16 +91,17 @@ class SocketWorker:
         self._objects = WorkerObjects()
 
     def run(self, join: dict) -> None:
-        """Meets the other ranks, then answers until the socket is closed."""
+        """Meet the other ranks, then answer until the socket is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         self._send("answer", -1, self._objects.join(**join))
         while True:
             number, target, method, payload, event = self._calls.get()
-            self._send("answer", number, self._objects.call(target, method, payload, event, self._teller(number)))
+            tell = partial(self._tell, number)
+            self._send("answer", number, self._objects.call(target, method, payload, event, tell))
 
-    def _teller(self, number: int):
-        return lambda *told: self._send("event", number, told)
+    def _tell(self, number: int, *told: object) -> None:
+        self._send("event", number, told)
 
     def _read(self) -> None:
         try:
@@ -128,17 +125,17 @@ class SocketWorker:
 
 
 def ignore_signals() -> None:
-    """Schedulers signal every process of a job: the run's own one decides."""
+    """Ignore the signals that schedulers send to every process of a job: the run's own process decides."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> None:
-    """Arguments: the number of the socket's file, what the worker is called, and what `WorkerObjects.join` needs, as JSON."""
+    """Run a worker. Arguments: the number of the socket's file, its role, and what `WorkerObjects.join` needs, as JSON."""
     fd, role, join = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     ignore_signals()
     if join["rank"] > 0 or role != "rank":
-        sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
+        sys.stdout = open(os.devnull, "w")  # rank 0 prints what all ranks would print
     SocketWorker(Connection(fd)).run(join)
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from nemo_rl_cpp.distributed.futures import Answer, Future
@@ -11,29 +12,32 @@ from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 _SLICE = 0.5  # seconds of one wait: Python looks at signals between them
 GRACE_SECONDS = 5.0  # for the reason of a failure to come, where a rank says only that another has failed
 
+Listener = tuple[str, Callable[..., None]]
+"""The name of an argument of a call, and what is called here, in the caller's thread, when the call calls that argument."""
+
 
 class WorkerLostError(RuntimeError):
-    """A worker has ended or is silent; says which one, and what it was doing."""
+    """A worker has ended or is silent; tells which one, and what it was doing."""
 
 
 class WorkerCall(Future):
-    """A call that the worker of one rank is making; `role` says what messages call it."""
+    """A call that the worker of one rank is making; `role` is what messages call it."""
 
     def __init__(
         self, rank: int, size: int, what: str, on_event: Callable[..., None] | None = None, role: str = "rank"
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.rank, self.size, self.what, self.on_event = rank, size, what, on_event
         self.who = f"{role} {rank} of {size}"
         self.events: list[tuple] = []
 
     def tell_events(self) -> None:
-        """Hands on what the call has told of so far, in the caller's thread."""
+        """Hand on what the call has told of so far, in the caller's thread."""
         while self.events:
             self.on_event(*self.events.pop(0))
 
     def end(self, answer: Answer) -> None:
-        """With the worker's answer; an error gets the rank and its traceback there as a note."""
+        """Take the worker's answer; an error gets the rank and its traceback there as a note."""
         error = answer.error
         if error is not None:
             error = error if answer.told is None else as_user_error(error, answer.told)
@@ -42,46 +46,40 @@ class WorkerCall(Future):
 
 
 class Workers(Protocol):
-    """The workers of a cluster, however they were started."""
+    """The workers of a cluster, however they were started.
+
+    Attributes:
+        tells_events: whether a call can tell of something while it runs.
+        host: where workers, of this cluster or another, reach this process.
+    """
 
     tells_events: bool
-    """Whether a call can tell of something while it runs."""
     host: str
-    """Where workers, of this cluster or another, reach this process."""
 
-    def __len__(self) -> int:
-        """Number of ranks."""
+    def __len__(self) -> int: ...
 
-    def call(
-        self, rank: int, target: int, method: str, payload: bytes, event: str | None = None, on_event: Callable[..., None] | None = None
-    ) -> WorkerCall:  # fmt: skip
-        """Starts a call of `method` of the object number `target`, with a pickled (args, kwargs). What the call hands to its
-        argument `event`, a callable, comes to `on_event`."""
+    def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
+        """Start a call of `method` of the object number `target`, with a pickled (args, kwargs)."""
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
-        """The values of calls that the ranks make together.
+        """Return the values of calls that the ranks make together.
 
-        Raises the error of the rank that failed, with its own traceback as a note. Where another rank would wait for the failed
+        Raise the error of the rank that failed, with its own traceback as a note. Where another rank would wait for the failed
         one, or where one is lost (WorkerLostError), all workers are ended first.
         """
 
     def kill(self) -> None:
-        """Ends all workers. May be called again."""
+        """End all workers. May be called again."""
 
 
 def _depth(error: BaseException) -> int:
-    """How far an error is from the reason of a failure: a lost worker, then a rank's own failure, then that of its peers."""
+    """Return how far an error is from the reason of a failure: a lost worker, then a rank's own failure, then that of its peers."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 
     if isinstance(error, WorkerLostError):
         return 0
     return 2 if isinstance(error, (OtherRankFailedError, C.PeerLost, C.TimedOut, C.PeerRefused)) else 1
-
-
-def reason(calls: Sequence[WorkerCall]) -> BaseException | None:
-    """Of all errors the one that is the others' reason."""
-    return min((call.error for call in calls if call.error is not None), key=_depth, default=None)
 
 
 class Patience:
@@ -93,7 +91,7 @@ class Patience:
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
-        """Asked again and again while the calls run."""
+        """Ask again and again while the calls run."""
         errors = [call.error for call in self._calls if call.error is not None]
         if errors and self._failed_at is None:
             self._failed_at = time.monotonic()
@@ -102,52 +100,34 @@ class Patience:
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
-    """What `Workers.wait` gives or raises when it waits no longer; workers that cannot go on are ended."""
-    if error := reason(calls):
+    """Return or raise what `Workers.wait` does when it waits no longer; workers that cannot go on are ended."""
+    if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()
         raise error
     return [call.result() for call in calls]
 
 
-class _Waiting(threading.Thread):
-    """Waits for the calls of one cluster."""
-
-    def __init__(self, workers: Workers, calls: Sequence[WorkerCall]) -> None:
-        super().__init__(daemon=True)
-        self.workers, self.calls = workers, calls
-        self.values: list = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.values = self.workers.wait(self.calls)
-        except BaseException as error:
-            self.error = error
-
-
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
-    """The values of calls in which workers of several clusters wait for one another, by cluster.
+    """Return the values of calls in which workers of several clusters wait for one another, by cluster.
 
-    Raises the error that is the others' reason. Where the calls of one cluster have failed, those of the others get `GRACE_SECONDS`
-    to end; workers that still wait then are ended.
+    Raise the error that is the others' reason. Where the calls of one cluster have failed, those of the others get their own
+    grace to end; workers that still wait then are ended.
     """
-    waiting = [_Waiting(workers, calls) for workers, calls in clusters]
-    for each in waiting:
-        each.start()
+    waits = [(Future(), workers) for workers, _ in clusters]
+    for (wait, workers), (_, calls) in zip(waits, clusters):
+        threading.Thread(target=wait.run, args=(partial(workers.wait, calls),), daemon=True).start()
     failed_at: float | None = None
-    while running := [each for each in waiting if each.is_alive()]:
-        running[0].join(_SLICE)
-        if failed_at is None and any(each.error is not None for each in waiting):
+    while running := [wait for wait, _ in waits if not wait.done()]:
+        running[0].wait(_SLICE)
+        if failed_at is None and any(wait.error is not None for wait, _ in waits):
             failed_at = time.monotonic()
-        if (
-            failed_at is not None and time.monotonic() - failed_at > 2 * GRACE_SECONDS
-        ):  # their own wait has its grace too
+        if failed_at is not None and time.monotonic() - failed_at > 2 * GRACE_SECONDS:
             break
-    failed = [each for each in waiting if each.error is not None]
-    for each in waiting if failed else ():
-        if each.is_alive():
-            each.workers.kill()
-    if failed:
-        raise min((each.error for each in failed), key=_depth)
-    return [each.values for each in waiting]
+    errors = [wait.error for wait, _ in waits if wait.error is not None]
+    if errors:
+        for wait, workers in waits:
+            if not wait.done():
+                workers.kill()
+        raise min(errors, key=_depth)
+    return [wait.result() for wait, _ in waits]

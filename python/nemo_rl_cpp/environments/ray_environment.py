@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.futures import as_raised
+from nemo_rl_cpp.distributed.futures import as_raised, picklable
 from nemo_rl_cpp.distributed.ray_workers import enter, hold_ray, let_ray_go, ray_in_use, surroundings
-from nemo_rl_cpp.distributed.worker import picklable, worker_environment
+from nemo_rl_cpp.distributed.worker import worker_environment
 from nemo_rl_cpp.errors import in_user_code
 from nemo_rl_cpp.user_code import call_user
 

@@ -1,6 +1,5 @@
 """Ranks from the environment: what torchrun and srun say, who is let in, and that a run of launched ranks is a run."""
 
-import json
 import os
 import pickle
 import signal
@@ -9,16 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from pathlib import Path
 
 import pytest
 import tiny
+import torch.distributed as dist
 from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import launch
-from nemo_rl_cpp.distributed.launch import Launch, admit, as_connection, check_launch, launched, open_rendezvous
+from nemo_rl_cpp.distributed.launch import Launch, admit, as_connection, check_launch, launched, listen
 from processes import alive, descendants, wait_until_gone
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
@@ -29,13 +30,13 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_J
     ("environment", "wanted"),
     [
         ({}, None),
-        (TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE", "x..0")),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, Launch(1, 2, "node7", 29512, "WORLD_SIZE", "x..2")),
+        (TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
-        (SRUN, Launch(3, 4, "node1", 29500, "SLURM_NTASKS", "77.0.0")),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, Launch(3, 8, "node1", 29500, "SLURM_STEP_NUM_TASKS", "77.0.0")),
+        (SRUN, Launch(3, 4, "node1", 29500, "SLURM_NTASKS")),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, Launch(3, 8, "node1", 29500, "SLURM_STEP_NUM_TASKS")),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script itself, which nobody launched four times
-        (SRUN | TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE", "77.0.0")),
+        (SRUN | TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
     ],
 )
 def test_what_a_launcher_says(environment, wanted):
@@ -88,28 +89,34 @@ def test_a_launcher_of_what_is_no_launched_run_is_an_error():
         check_launch(ClusterConfig(executor="processes", gpus_per_node=2), launched(TORCHRUN), engines=1)
 
 
-def test_nobody_is_let_in_without_the_secret(monkeypatch, tmp_path):
-    monkeypatch.setenv("NEMO_RL_LAUNCH_DIR", str(tmp_path / "own"))
+@pytest.mark.parametrize("given", [None, "a secret that all ranks have"])
+def test_nobody_is_let_in_without_the_secret(monkeypatch, given):
     monkeypatch.delenv("NEMO_RL_LAUNCH_TOKEN", raising=False)
+    if given:
+        monkeypatch.setenv("NEMO_RL_LAUNCH_TOKEN", given)
     monkeypatch.setattr(launch, "HANDSHAKE_SECONDS", 1.0)
-    told = Launch(0, 2, "127.0.0.1", 29500, "WORLD_SIZE", "job")
-    listening, door, file = open_rendezvous(told)
-    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
-    assert json.loads(file.read_text())["token"] == door.token.hex() and len(door.token) == 32
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    listening, token = listen(Launch(0, 2, "127.0.0.1", 29500, "WORLD_SIZE"), store)
+    port = int(store.get("port"))
+    if given:  # it does not travel
+        assert token == given.encode() and not store.check(["secret"])
+    else:
+        assert token == store.get("secret") and len(token) == 64
 
     def knock(talk):
         """What `admit` says of a visitor who does `talk` with the connection."""
 
         def visit():
             try:
-                talk(as_connection(socket.create_connection((door.host, door.port), timeout=5)))
+                talk(as_connection(socket.create_connection(("127.0.0.1", port), timeout=5)))
             except (OSError, EOFError, AuthenticationError):
                 pass
 
         visitor = threading.Thread(target=visit)
         visitor.start()
         try:
-            return admit(listening.accept()[0], door.token)
+            return admit(listening.accept()[0], token)
         finally:
             visitor.join(10)
 
@@ -128,16 +135,13 @@ def test_nobody_is_let_in_without_the_secret(monkeypatch, tmp_path):
             knock(stranger)
 
     def ours(connection):
-        answer_challenge(connection, door.token)
-        deliver_challenge(connection, door.token)
+        answer_challenge(connection, token)
+        deliver_challenge(connection, token)
         connection.send_bytes(b'{"rank": 1, "size": 2}')
 
     connection, said = knock(ours)
     assert said == {"rank": 1, "size": 2} and pickle
     connection.close(), listening.close()
-    (tmp_path / "own").chmod(0o777)
-    with pytest.raises(PermissionError, match="can be written by others"):
-        open_rendezvous(told)
 
 
 RUN = [
@@ -173,7 +177,9 @@ def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers, kind, execu
     with tiny.make(tmp_path / "one", *arguments(tmp_path / "one", 2)[2:], config=f"{kind}_tiny.yaml") as run:
         run.train()
     program = [sys.executable, "-m", "nemo_rl_cpp.run_grpo_math" if kind == "grpo" else "nemo_rl_cpp.run_ppo"]
-    more = SRUN | {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "NEMO_RL_LAUNCH_DIR": str(tmp_path / "launch")}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    more = SRUN | {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
             [*program, *arguments(tmp_path / "two", 2), f"cluster.executor={executor}", *(["cluster.gpus_per_node=8"] if executor == "auto" else [])],
@@ -188,7 +194,6 @@ def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers, kind, execu
     assert weights(tmp_path / "two", 2) == weights(tmp_path / "one", 2) != {}
     if executor == "auto":
         assert "written for 8 devices" in said[1] and "runs on 2 processes (cpu)" in said[1]
-    assert list((tmp_path / "launch").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -200,7 +205,7 @@ def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
     ]  # fmt: skip
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"NEMO_RL_LAUNCH_DIR": str(tmp_path / "launch"), "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     lines = []
     for line in run.stdout:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.cluster import WorkerGroup
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ray_workers import ray_module
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
@@ -30,13 +30,13 @@ def _nodes_of_a_ray_of_its_own() -> str:
 def test_a_node_dies(monkeypatch):
     """Its workers are named; an environment's actor that was there goes on on the other node."""
     ray = ray_module()
-    from ray.cluster_utils import Cluster
+    from ray.cluster_utils import Cluster as RayCluster
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 2}
     head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
-    both = Cluster(initialize_head=True, head_node_args=head)
+    both = RayCluster(initialize_head=True, head_node_args=head)
     try:
         second = both.add_node(num_cpus=1)
         both.wait_for_nodes(60)

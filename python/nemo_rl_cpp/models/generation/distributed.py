@@ -97,8 +97,9 @@ class DistributedGeneration(GenerationInterface):
         batch = self._with_draws(batch)
         shares = self._shares(batch)
         told = [None if on_finished is None else partial(_told, on_finished, rows) for rows in shares]
-        calls = self.group.for_workers([(self._number, select(batch, rows), greedy) for rows in shares])
-        by_worker = [listener for first in told for listener in (first, *[None] * (self.group.tensor_size - 1))]
+        size = self.group.tensor_size
+        calls = [call for rows in shares for call in [(self._number, select(batch, rows), greedy)] * size]
+        by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
         answers = self.group.call_each("generate_with", calls, "on_finished", by_worker)
         responses = self._joined(shares, self.group.first_of_groups(answers))
         return (

@@ -62,6 +62,7 @@ void bind_clipped_pg_loss(py::module_& m) {
           "kl_type", [](const C& c) { return static_cast<int>(c.kl_type); },
           [](C& c, const std::string& v) { c.kl_type = ops::parse_kl_estimator(v); })
       .def_readwrite("token_level_loss", &C::token_level_loss)
+      .def_readwrite("fixed_length", &C::fixed_length)
       .def_readwrite("sequence_level_ratios", &C::sequence_level_ratios)
       .def_readwrite("ratio_clip_min", &C::ratio_clip_min)
       .def_readwrite("ratio_clip_max", &C::ratio_clip_max)
@@ -73,7 +74,14 @@ void bind_clipped_pg_loss(py::module_& m) {
       .def_readwrite("use_on_policy_kl_approximation", &C::use_on_policy_kl_approximation)
       .def_readwrite("importance_min", &C::importance_min)
       .def_readwrite("importance_max", &C::importance_max)
-      .def_readwrite("positive_nll_weight", &C::positive_nll_weight);
+      .def_readwrite("positive_nll_weight", &C::positive_nll_weight)
+      .def_readwrite("sapo_temperature_pos", &C::sapo_temperature_pos)
+      .def_readwrite("sapo_temperature_neg", &C::sapo_temperature_neg)
+      .def_readwrite("dro_beta", &C::dro_beta)
+      .def_readwrite("vespo_k_pos", &C::vespo_k_pos)
+      .def_readwrite("vespo_lambda_pos", &C::vespo_lambda_pos)
+      .def_readwrite("vespo_k_neg", &C::vespo_k_neg)
+      .def_readwrite("vespo_lambda_neg", &C::vespo_lambda_neg);
 
   m.def(
       "clipped_pg_loss",

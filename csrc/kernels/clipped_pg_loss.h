@@ -1,10 +1,11 @@
 // Clipped policy-gradient loss: value, gradient and every metric in one pass over the tokens.
 //
-//   loss = reduce(W_t * C_t) + beta * reduce(K_t) + mu * NLL      C_t = max(-A_t R_t, -A_t clamp(R_t))
+//   loss = reduce(W_t * C_t) + beta * reduce(K_t) + mu * NLL      C_t: see RatioMode
 //
 // B sequences, N = S - 1 predicted tokens. All per-token arrays are [B, N] (already shifted); M_t = token_mask_t *
 // sample_mask. reduce is sum(v M) / (global tokens) for a token-level loss, and for a sequence-level one the mean over
-// a row's token mask, then sum over sample_mask / (global sequences). Positions with mask 0 are never read into a sum.
+// a row's token mask (or its sum over a fixed length), then sum over sample_mask / (global sequences). Positions with
+// mask 0 are never read into a sum.
 #pragma once
 #include <cstdint>
 
@@ -14,11 +15,18 @@
 
 namespace nemo_rl::kernels {
 
+/// The policy term C of a token; R = e^(x - prev), sg stops the gradient. docs/losses.md has the papers.
 enum class RatioMode {
-  ppo = 0,        ///< R = e^(x - prev), clipped
-  reinforce = 1,  ///< R = x, no ratio
-  cispo = 2,      ///< C = -A sg(clamp(R)) x
-  on_policy = 3,  ///< R = e^(x - sg(x)) = 1; prev is x itself
+  ppo = 0,        ///< max(-A R, -A clamp(R))
+  reinforce = 1,  ///< the same with R = x
+  cispo = 2,      ///< -A sg(clamp(R)) x
+  on_policy = 3,  ///< the same with R = e^(x - sg(x)) = 1; prev is x itself
+  sapo = 4,       ///< -A 4/tau sigmoid(tau (R - 1)), tau by the sign of A
+  dppo_tv = 5,    ///< -A sg(min(R, ratio_clip_c)) x, 0 where A moves the probability beyond the bounds
+  dppo_kl = 6,    ///< the same with the bounds on the KL between token and rest
+  dro = 7,        ///< -(A x - dro_beta/2 (x - prev)^2)
+  gmpo = 8,       ///< -A times the row's geometric mean of ratios, each clipped to e^-min .. e^max on A's side
+  vespo = 9,      ///< -A sg(phi(R_row)) x, R_row the product of the row's ratios, phi = e^(lambda (1 - R)) R^k
 };
 
 enum class ImportanceSampling {
@@ -32,7 +40,8 @@ enum class ImportanceSampling {
 struct ClippedPGConfig {
   RatioMode ratio_mode = RatioMode::ppo;
   bool token_level_loss = true;
-  bool sequence_level_ratios = false;  ///< GSPO: one ratio, and one W, a row
+  double fixed_length = 0.0;           ///< > 0: a row's tokens are summed and divided by this (Dr. GRPO; LUSPO: 1)
+  bool sequence_level_ratios = false;  ///< GSPO, GMPO: one ratio, and one W, a row
   double ratio_clip_min = 0.2;
   double ratio_clip_max = 0.2;
   bool dual_clip = false;
@@ -46,6 +55,9 @@ struct ClippedPGConfig {
   double importance_min = 0.0;
   double importance_max = 0.0;
   double positive_nll_weight = 0.0;  ///< mu; acts when rewards are given
+  double sapo_temperature_pos = 1.0, sapo_temperature_neg = 1.05;
+  double dro_beta = 0.1;
+  double vespo_k_pos = 2.0, vespo_lambda_pos = 3.0, vespo_k_neg = 3.0, vespo_lambda_neg = 2.0;
 };
 
 /// The global counts a sum is divided by: valid tokens, valid sequences, valid tokens of samples with a positive
@@ -154,7 +166,89 @@ NRL_INLINE PolicyTerm<T> clipped_term(T advantage, T ratio, T clamped, Condition
   return {ratio, clamped, loss, grad};
 }
 
-/// The term of one token from its own log-probs (everything but GSPO's ratio of a whole row).
+/// SAPO: a soft gate instead of a clip. Its slope in x is 4 s (1 - s) R, at most about 1.
+template <class T>
+NRL_INLINE PolicyTerm<T> soft_gated_term(const ClippedPGConfig& c, T x, T prev, T advantage) {
+  T tau = select(advantage > T(0), T(c.sapo_temperature_pos), T(c.sapo_temperature_neg));
+  T ratio = exp_of(x - prev);
+  T e = exp_of(tau * (T(1) - ratio)), s = T(1) / (T(1) + e);
+  T slope = T(4) * s * s * e;  // 1 - s = s e, without its lost digits
+  // where the gate is shut, the ratio may have overflowed
+  return {ratio, ratio, -advantage * s * (T(4) / tau), select(slope == T(0), T(0), -advantage * slope * ratio)};
+}
+
+/// log v for 0 < v <= 1 in the precision that a bound on a divergence needs.
+NRL_INLINE float log_of(float v) { return logf(v); }
+NRL_INLINE double log_of(double v) { return log(v); }
+
+/// DPPO: no gradient where the advantage moves the token's probability away from the old one beyond the bound.
+template <class T>
+NRL_INLINE PolicyTerm<T> divergence_masked_term(const ClippedPGConfig& c, T x, T prev, T advantage) {
+  T ratio = exp_of(x - prev), p = exp_of(x), q = exp_of(prev);
+  T bound = select(advantage > T(0), T(c.ratio_clip_max), T(c.ratio_clip_min));
+  T moved = select(advantage > T(0), p - q, q - p);  // in the advantage's direction
+  if (c.ratio_mode == RatioMode::dppo_kl) {
+    // a rounded log-probability may exceed 0 a little
+    T others = select(p < T(1), T(1) - p, T(0)), others_before = select(q < T(1), T(1) - q, T(0));
+    T rest = log_of((others_before + T(1e-8)) / (others + T(1e-8)));
+    moved = select(moved <= T(0), T(0), q * (prev - x) + others_before * rest);
+  }
+  T weight = c.dual_clip ? select(ratio > T(c.ratio_clip_c), T(c.ratio_clip_c), ratio) : ratio;
+  weight = select(moved <= bound, -advantage * weight, T(0));
+  return {ratio, ratio, select(weight == T(0), T(0), weight * x), weight};
+}
+
+/// DRO: the advantage's likelihood with a quadratic penalty on the log ratio.
+template <class T>
+NRL_INLINE PolicyTerm<T> quadratic_term(const ClippedPGConfig& c, T x, T prev, T advantage) {
+  T gap = x - prev, beta(c.dro_beta), ratio = exp_of(gap);
+  return {ratio, ratio, beta * gap * gap * T(0.5) - advantage * x, beta * gap - advantage};
+}
+
+/// GMPO: a token's share of the row's log ratio, clipped where the advantage gains from it, and whether it has a slope.
+template <class T>
+struct ClippedLogRatio {
+  T value;
+  T slope;  ///< 1, or 0 where the clip acts or the advantage is 0
+};
+
+template <class T>
+NRL_INLINE ClippedLogRatio<T> clipped_log_ratio(const ClippedPGConfig& c, T x, T prev, T advantage) {
+  T gap = x - prev, clipped = clamp_to(gap, T(-c.ratio_clip_min), T(c.ratio_clip_max));
+  const auto kept = select(advantage > T(0), gap, -gap) <= select(advantage > T(0), clipped, -clipped);
+  T slope = select(advantage == T(0), T(0), select(kept, T(1), T(0)));
+  return {select(advantage == T(0), T(0), select(kept, gap, clipped)), slope};
+}
+
+/// VESPO: what a token adds to its row's log ratio, the generator's mismatch included where W is asked for.
+template <class T>
+NRL_INLINE T vespo_log_ratio(const ClippedPGConfig& c, T x, T prev, T generation) {
+  T gap = clamp_to(x - prev, T(-20.0), T(20.0));
+  if (c.importance_sampling == ImportanceSampling::none) return gap;
+  return gap + clamp_to(prev - generation, T(-18.420680743952367), T(20.0));
+}
+
+/// VESPO: phi of a row's ratio, whose logarithm is given, for advantages of either sign.
+template <class T>
+struct RowWeights {
+  T positive, negative;
+};
+
+template <class T>
+NRL_INLINE RowWeights<T> vespo_weights(const ClippedPGConfig& c, double log_ratio) {
+  const double log_w = clamp_to(log_ratio, -18.420680743952367, 20.0);  // log 1e-8
+  const double w = exp_of(log_w);
+  return {static_cast<T>(exp_of(c.vespo_lambda_pos * (1.0 - w) + c.vespo_k_pos * log_w)),
+          static_cast<T>(exp_of(c.vespo_lambda_neg * (1.0 - w) + c.vespo_k_neg * log_w))};
+}
+
+template <class T>
+NRL_INLINE PolicyTerm<T> row_weighted_term(T x, T prev, T advantage, RowWeights<T> row) {
+  T ratio = exp_of(x - prev), weight = -advantage * select(advantage >= T(0), row.positive, row.negative);
+  return {ratio, ratio, weight * x, weight};
+}
+
+/// The term of one token from its own log-probs (everything but a ratio or a weight of a whole row).
 template <class T>
 NRL_INLINE PolicyTerm<T> policy_term(RatioMode mode, T x, T prev, T advantage, T lo, T hi, bool dual, T c) {
   if (mode == RatioMode::reinforce) return clipped_term(advantage, x, x, true, T(1), dual, c);
@@ -169,6 +263,28 @@ NRL_INLINE PolicyTerm<T> policy_term(RatioMode mode, T x, T prev, T advantage, T
     return {ratio, clamped, weight * x, weight};
   }
   return clipped_term(advantage, ratio, clamped, (ratio >= lo) & (ratio <= hi), ratio, dual, c);
+}
+
+/// The term of one token whose ratio is its own; `row`: VESPO's weights.
+template <class T>
+NRL_INLINE PolicyTerm<T> token_term(const ClippedPGConfig& c, T x, T prev, T advantage, T lo, T hi, RowWeights<T> row) {
+  if (c.ratio_mode == RatioMode::sapo) return soft_gated_term(c, x, prev, advantage);
+  if (c.ratio_mode == RatioMode::dppo_tv || c.ratio_mode == RatioMode::dppo_kl)
+    return divergence_masked_term(c, x, prev, advantage);
+  if (c.ratio_mode == RatioMode::dro) return quadratic_term(c, x, prev, advantage);
+  if (c.ratio_mode == RatioMode::vespo) return row_weighted_term(x, prev, advantage, row);
+  return policy_term(c.ratio_mode, x, prev, advantage, lo, hi, c.dual_clip, T(c.ratio_clip_c));
+}
+
+/// The term of one token whose ratio is the row's; its slope is that in the logarithm of the ratio.
+template <class T>
+NRL_INLINE PolicyTerm<T> grouped_term(const ClippedPGConfig& c, T advantage, T ratio, T lo, T hi) {
+  if (c.ratio_mode == RatioMode::gmpo) {
+    T loss = select(advantage == T(0), T(0), -advantage * ratio);
+    return {ratio, ratio, loss, loss};
+  }
+  const auto in_range = (ratio >= lo) & (ratio <= hi);
+  return clipped_term(advantage, ratio, clamp_to(ratio, lo, hi), in_range, ratio, c.dual_clip, T(c.ratio_clip_c));
 }
 
 /// How far the trainer's log-prob p of a token is from the generator's g.
@@ -239,6 +355,21 @@ NRL_INLINE TruncatedWeight<T> truncate_importance(ImportanceSampling mode, T wei
   const auto inside = (weight >= lo) & (weight <= hi);
   T replaced = mode == ImportanceSampling::tis ? clamp_to(weight, lo, hi) : T(0);
   return {select(inside, weight, replaced), select(inside, T(0), T(1))};
+}
+
+/// One ratio a row: GSPO's and GMPO's; on-policy and REINFORCE terms stay per token.
+NRL_INLINE bool grouped_ratio(const ClippedPGConfig& c) {
+  return c.sequence_level_ratios && (c.ratio_mode == RatioMode::ppo || c.ratio_mode == RatioMode::gmpo);
+}
+
+/// A weight W multiplies the term; VESPO has it inside phi.
+NRL_INLINE bool corrected(const ClippedPGConfig& c) {
+  return c.importance_sampling != ImportanceSampling::none && c.ratio_mode != RatioMode::vespo;
+}
+
+NRL_INLINE bool needs_row_pass(const ClippedPGConfig& c) {
+  return c.sequence_level_ratios || !c.token_level_loss || c.ratio_mode == RatioMode::vespo ||
+         c.importance_sampling == ImportanceSampling::seq_mask_tis;
 }
 
 /// Which token made a row's ratio what it is where that is not finite: the first valid one whose log ratio is not, else

@@ -2,7 +2,9 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "ops/checks.h"
@@ -45,11 +47,11 @@ const std::vector<std::string>& clipped_pg_metric_names() {
 }
 
 RatioMode parse_ratio_mode(const std::string& name) {
-  if (name == "ppo") return RatioMode::ppo;
-  if (name == "reinforce") return RatioMode::reinforce;
-  if (name == "cispo") return RatioMode::cispo;
-  if (name == "on_policy") return RatioMode::on_policy;
-  NRL_CHECK_ARG(false, "ratio mode '", name, "' is unknown; expected ppo, reinforce, cispo or on_policy");
+  static const std::vector<std::string> names = {"ppo",     "reinforce", "cispo", "on_policy", "sapo",
+                                                 "dppo_tv", "dppo_kl",   "dro",   "gmpo",      "vespo"};
+  const auto found = std::find(names.begin(), names.end(), name);
+  NRL_CHECK_ARG(found != names.end(), "ratio mode '", name, "' is unknown; expected one of ", c10::Join(", ", names));
+  return static_cast<RatioMode>(found - names.begin());
 }
 
 ImportanceSampling parse_importance_sampling(const std::string& name) {
@@ -76,6 +78,16 @@ void check_config(const ClippedPGConfig& c) {
                 "loss_fn.sequence_level_importance_ratios needs loss_fn.token_level_loss: false");
   NRL_CHECK_ARG(c.ratio_mode != RatioMode::cispo || (c.token_level_loss && !c.dual_clip && !c.sequence_level_ratios),
                 "loss_fn.use_cispo needs token_level_loss: true, ratio_clip_c: null and no sequence-level ratios");
+  NRL_CHECK_ARG(c.fixed_length >= 0 && !(c.fixed_length > 0 && c.token_level_loss), "loss_fn.loss_scale_factor is ",
+                c.fixed_length, "; expected a positive number and no token-level loss");
+  NRL_CHECK_ARG(c.ratio_mode != RatioMode::gmpo || c.sequence_level_ratios,
+                "the ratio mode gmpo is one ratio a sequence: it needs sequence_level_ratios");
+  NRL_CHECK_ARG(c.ratio_mode != RatioMode::vespo ||
+                    (!c.sequence_level_ratios && c.importance_sampling <= ImportanceSampling::full),
+                "loss_fn.name vespo weighs whole sequences itself: it takes no sequence_level_importance_ratios and no "
+                "truncated_importance_sampling_type");
+  NRL_CHECK_ARG(c.sapo_temperature_pos > 0 && c.sapo_temperature_neg > 0, "loss_fn.sapo_temperature_pos and _neg are ",
+                c.sapo_temperature_pos, " and ", c.sapo_temperature_neg, "; expected more than 0");
   const bool bounded = c.importance_sampling == ImportanceSampling::tis ||
                        c.importance_sampling == ImportanceSampling::icepop ||
                        c.importance_sampling == ImportanceSampling::seq_mask_tis;

@@ -28,7 +28,9 @@ at::Tensor index_of(const std::vector<std::int64_t>& values, std::int64_t begin,
 }  // namespace
 
 bool TokenLoss::separable(const ops::ClippedPGConfig& config) {
-  return config.token_level_loss && config.importance_sampling != kernels::ImportanceSampling::seq_mask_tis;
+  return (config.token_level_loss || (config.fixed_length > 0 && !config.sequence_level_ratios)) &&
+         config.ratio_mode != kernels::RatioMode::vespo &&
+         config.importance_sampling != kernels::ImportanceSampling::seq_mask_tis;
 }
 
 model::PairLoss TokenLoss::at(const std::vector<std::int64_t>& places, const std::vector<std::int64_t>& samples) const {

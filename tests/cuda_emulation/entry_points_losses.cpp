@@ -48,11 +48,12 @@ Int value_loss(Int rows, Int tokens, double* values, double* returns, double* ol
   return value_loss_launch(args, ValueLossConfig{1.0, cliprange}, sums.data(), metrics, nullptr);
 }
 
-/// The plain PPO loss with a KL term; metrics [kNumPGMetrics], counts [kNumLossCounts].
+/// The loss of a RatioMode with a KL term; metrics [kNumPGMetrics], counts [kNumLossCounts].
 Int clipped_pg_loss(Int rows, Int tokens, double* curr, double* advantages, double* prev, double* generation,
-                    double* reference, double* token_mask, double* sample_mask, double* counts, Int sequence_level,
-                    double kl_penalty, double* grad, double* metrics) {
+                    double* reference, double* token_mask, double* sample_mask, double* counts, Int mode,
+                    Int sequence_level, double kl_penalty, double* grad, double* metrics) {
   ClippedPGConfig config;
+  config.ratio_mode = static_cast<RatioMode>(mode);
   config.token_level_loss = sequence_level == 0;
   config.sequence_level_ratios = sequence_level != 0;
   config.kl_penalty = kl_penalty;

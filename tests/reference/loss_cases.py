@@ -3,7 +3,18 @@ their differences exactly and the comparison measures the loss, not the inputs' 
 
 import numpy as np
 
+NAMED = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo")
 DEFAULTS = {
+    "name": "clipped_pg",
+    "loss_agg_mode": None,
+    "loss_scale_factor": None,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "dro_beta": 0.1,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
     "disable_ppo_ratio": False,
     "token_level_loss": True,
     "sequence_level_importance_ratios": False,
@@ -29,7 +40,7 @@ DEFAULTS = {
 def config(rng):
     """A complete, consistent configuration with every switch in play."""
     c = dict(DEFAULTS)
-    mode = rng.choice(["ppo", "ppo", "gspo", "cispo", "reinforce", "on_policy"])
+    mode = rng.choice(["ppo", "ppo", "gspo", "cispo", "reinforce", "on_policy", "named", "named"])
     c["token_level_loss"] = mode == "cispo" or (mode != "gspo" and bool(rng.random() < 0.5))
     c["sequence_level_importance_ratios"] = mode == "gspo" or (
         mode == "on_policy" and not c["token_level_loss"] and bool(rng.random() < 0.3)
@@ -37,8 +48,13 @@ def config(rng):
     c["use_cispo"] = mode == "cispo"
     c["disable_ppo_ratio"] = mode == "reinforce"
     c["force_on_policy_ratio"] = mode == "on_policy"
+    if mode == "named":
+        named(c, rng)
     c["ratio_clip_min"], c["ratio_clip_max"] = float(rng.choice([0.1, 0.2, 0.27])), float(rng.choice([0.2, 0.28, 0.5]))
-    if mode != "cispo" and rng.random() < 0.4:
+    if not c["token_level_loss"] and rng.random() < 0.5:
+        c["loss_agg_mode"] = str(rng.choice(["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]))
+        c["loss_scale_factor"] = 24.0 if c["loss_agg_mode"].endswith("norm") else None
+    if mode != "cispo" and c["name"] in ("clipped_pg", "dppo_tv", "dppo_kl") and rng.random() < 0.4:
         c["ratio_clip_c"] = float(rng.choice([1.5, 3.0, 10.0]))
     c["reference_policy_kl_penalty"] = float(rng.choice([0.0, 0.01, 0.3]))
     c["reference_policy_kl_type"] = str(rng.choice(["k1", "k2", "k3"]))
@@ -50,7 +66,11 @@ def config(rng):
     c["positive_example_nll_weight"] = float(rng.choice([0.0, 0.1]))
     if rng.random() < 0.6:
         c["use_importance_sampling_correction"] = True
-        kinds = [None, "tis", "icepop"] + ([] if c["sequence_level_importance_ratios"] else ["seq-mask-tis"])
+        kinds = (
+            [None]
+            if c["name"] == "vespo"
+            else [None, "tis", "icepop"] + ([] if c["sequence_level_importance_ratios"] else ["seq-mask-tis"])
+        )
         kind = kinds[rng.integers(len(kinds))]
         c["truncated_importance_sampling_type"] = kind
         if kind is not None:
@@ -58,6 +78,18 @@ def config(rng):
             low = float(rng.choice([0.5, 0.97]))
             c["truncated_importance_sampling_ratio_min"] = None if kind == "tis" and rng.random() < 0.5 else low
     return c
+
+
+def named(c, rng):
+    """One of the losses that `name` chooses, with settings of its own."""
+    c["name"] = str(rng.choice(NAMED))
+    if c["name"] == "gmpo":
+        c["token_level_loss"], c["sequence_level_importance_ratios"] = False, True
+    if c["name"] == "vespo":
+        c["token_level_loss"] = True
+    c["sapo_temperature_pos"], c["sapo_temperature_neg"] = float(rng.choice([0.5, 1.0])), float(rng.choice([1.05, 2.0]))
+    c["dro_beta"] = float(rng.choice([0.05, 0.5]))
+    c["vespo_k_pos"], c["vespo_lambda_neg"] = float(rng.choice([1.0, 2.0])), float(rng.choice([1.0, 2.0]))
 
 
 def logprobs(rng, shape, spread):

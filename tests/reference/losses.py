@@ -56,14 +56,66 @@ class Sums(dict):
         self[name] = self.get(name, 0.0) + value
 
 
-def row_ratio(c, x, p, tm):
-    """GSPO's exp(mean log ratio) of a row."""
-    total = sum((x[t] - p[t]) * tm[t] for t in range(len(x)) if tm[t])
-    return math.exp(total / (tm.sum() + EPS))
+def row_ratio(c, x, p, g, a, tm):
+    """exp(mean log ratio) of a row for GSPO and GMPO, the log of the product of its ratios for VESPO."""
+    valid = [t for t in range(len(x)) if tm[t]]
+    if c["name"] == "vespo":
+        total = sum(clamp(x[t] - p[t], -20, 20) * tm[t] for t in valid)
+        if c["use_importance_sampling_correction"]:
+            total += sum(clamp(p[t] - g[t], math.log(1e-8), 20) * tm[t] for t in valid)
+        return total
+    gap = lambda t: gmpo_log_ratio(c, x[t] - p[t], a[t]) if c["name"] == "gmpo" else x[t] - p[t]  # noqa: E731
+    return math.exp(sum(gap(t) * tm[t] for t in valid) / (tm.sum() + EPS))
+
+
+def row_divisor(c, length):
+    """What a sequence-level loss divides a row's sum by (verl's loss_agg_mode)."""
+    return {"seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": c["loss_scale_factor"]}.get(
+        c["loss_agg_mode"], length
+    )
+
+
+def gmpo_log_ratio(c, d, a):
+    """What a token adds to GMPO's log ratio: clipped where the advantage gains from it (arXiv 2507.20673, eq. 4)."""
+    sign = float(a > 0) - float(a < 0)
+    return sign * min(sign * d, sign * clamp(d, -c["ratio_clip_min"], c["ratio_clip_max"]))
+
+
+def vespo_weight(c, log_w, a):
+    """phi(w) = e^(lambda (1 - w)) w^k by the sign of the advantage (arXiv 2602.10693)."""
+    log_w = clamp(log_w, math.log(1e-8), 20.0)
+    side = "pos" if a >= 0 else "neg"
+    return math.exp(c[f"vespo_lambda_{side}"] * (1 - math.exp(log_w)) + c[f"vespo_k_{side}"] * log_w)
+
+
+def named_term(c, x, p, a, row):
+    """(R, C) of one token of the losses that `name` chooses. `row`: GMPO's ratio, VESPO's log weight."""
+    ratio = safe_exp(x - p)
+    if c["name"] == "sapo":  # arXiv 2511.20347, eq. 5
+        tau = c["sapo_temperature_pos"] if a > 0 else c["sapo_temperature_neg"]
+        return ratio, -a * 4 / tau / (1 + safe_exp(-tau * (ratio - 1)))
+    if c["name"] == "dro":
+        return ratio, -(a * x - c["dro_beta"] / 2 * (x - p) ** 2)
+    if c["name"] == "gmpo":
+        return row, (-a * row if a else 0.0)
+    if c["name"] == "vespo":
+        return ratio, -a * vespo_weight(c, row, a) * x
+    new, old = math.exp(x), math.exp(p)  # DPPO, arXiv 2602.04879
+    if c["name"] == "dppo_tv":
+        kept = new - old <= c["ratio_clip_max"] if a > 0 else old - new <= c["ratio_clip_min"]
+    else:
+        others, others_before = max(1 - new, 0), max(1 - old, 0)
+        kl = old * (p - x) + others_before * math.log((others_before + 1e-8) / (others + 1e-8))
+        kept = kl <= c["ratio_clip_max"] or new <= old if a > 0 else kl <= c["ratio_clip_min"] or new >= old
+    capped = ratio if c["ratio_clip_c"] is None else min(ratio, c["ratio_clip_c"])
+    return ratio, (-a * capped * x if kept else 0.0)
 
 
 def policy_term(c, x, p, a, seq_ratio):
     """(R, clamped R, C) of one token."""
+    if c["name"] != "clipped_pg":
+        r, loss = named_term(c, x, p, a, seq_ratio)
+        return r, r, loss
     lo, hi = 1 - c["ratio_clip_min"], 1 + c["ratio_clip_max"]
     if c["force_on_policy_ratio"]:
         r = rc = 1.0
@@ -114,7 +166,8 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
     positive = 0.0
     for b in range(B):
         length = T[b].sum() + EPS
-        seq_ratio = row_ratio(c, x[b], p[b], T[b]) if gspo and s[b] else 1.0
+        by_row = (gspo or c["name"] == "vespo") and s[b]
+        seq_ratio = row_ratio(c, x[b], p[b], g[b], A[b], T[b]) if by_row else 1.0
         row_w = (
             finite_exp(sum((p[b, t] - g[b, t]) * T[b, t] * s[b] for t in range(N) if T[b, t] * s[b]), largest)
             if gspo
@@ -135,7 +188,7 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
             r, rc, loss = policy_term(c, x[b, t], p[b, t], A[b, t], seq_ratio)
             w, oob = truncate(c, row_w if gspo else finite_exp(p[b, t] - g[b, t], largest))
             w *= kept
-            actor += T[b, t] * loss * (w if c["use_importance_sampling_correction"] else 1.0)
+            actor += T[b, t] * loss * (w if c["use_importance_sampling_correction"] and c["name"] != "vespo" else 1.0)
             if beta:
                 ref = shift["reference_policy_logprobs"][b, t]
                 iw = finite_exp(u[b, t] - g[b, t], largest) if c["use_on_policy_kl_approximation"] else 1.0
@@ -157,7 +210,7 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
                 positive += m
         if gspo:
             S.add("row_weights", truncate(c, row_w)[0] * s[b])
-        outer = 1.0 if c["token_level_loss"] else 1.0 / length
+        outer = 1.0 if c["token_level_loss"] else 1.0 / row_divisor(c, length)
         S.add("actor", actor * s[b] * outer)
         S.add("kl", k_sum * s[b] * outer)
     return finish(

@@ -1,5 +1,7 @@
 """The losses written with torch operations, so that autograd gives reference gradients. Imports nothing of the package."""
 
+import math
+
 import torch
 
 EPS = 1e-8
@@ -50,9 +52,15 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
     def reduce(v):
         if c["token_level_loss"]:
             return masked(v, M, num_toks)
-        return masked(masked(v, T, length, dim=1), s, num_seqs)
+        rows = masked(v, T, length, dim=1)
+        if c["loss_agg_mode"] in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
+            divisor = c["loss_scale_factor"] if c["loss_agg_mode"].endswith("norm") else 1.0
+            rows = (torch.where(T != 0, v, torch.zeros_like(v)) * T).sum(1) / divisor
+        return masked(rows, s, num_seqs)
 
-    if c["force_on_policy_ratio"]:
+    if c["name"] != "clipped_pg":
+        C = named_term(c, x, p, g, A, T, length)
+    elif c["force_on_policy_ratio"]:
         R = Rc = torch.exp(x - x.detach())
     elif c["disable_ppo_ratio"]:
         R = Rc = x
@@ -62,11 +70,12 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
             log_ratio = masked(log_ratio, T, length, dim=1)[:, None].expand_as(x)
         R = log_ratio.exp()
         Rc = R.clamp(1 - c["ratio_clip_min"], 1 + c["ratio_clip_max"])
-    C = -A * Rc.detach() * x if c["use_cispo"] else torch.max(-A * R, -A * Rc)
-    if c["ratio_clip_c"] is not None:
+    if c["name"] == "clipped_pg":
+        C = -A * Rc.detach() * x if c["use_cispo"] else torch.max(-A * R, -A * Rc)
+    if c["ratio_clip_c"] is not None and c["name"] == "clipped_pg":
         C = torch.where(A < 0, torch.min(C, -A * c["ratio_clip_c"]), C)
 
-    if c["use_importance_sampling_correction"]:
+    if c["use_importance_sampling_correction"] and c["name"] != "vespo":
         C = C * importance_weights(c, p, g, T, M, length, largest)
     loss = reduce(C)
     beta = 0.0 if c["use_kl_in_reward"] else c["reference_policy_kl_penalty"]
@@ -84,6 +93,38 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
         count = positive.sum() if num_positive_toks is None else num_positive_toks
         loss = loss + c["positive_example_nll_weight"] * masked(-x, positive, count)
     return loss
+
+
+def named_term(c, x, p, g, A, T, length):
+    """C of the losses that `name` chooses, [B, N]."""
+    gap, ratio = x - p, torch.exp(x - p)
+    if c["name"] == "sapo":
+        tau = torch.where(A > 0, torch.full_like(A, c["sapo_temperature_pos"]), c["sapo_temperature_neg"])
+        return -A * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    if c["name"] == "dro":
+        return -(A * x - c["dro_beta"] / 2 * gap**2)
+    if c["name"] == "gmpo":
+        sign = torch.sign(A)
+        clipped = sign * torch.min(sign * gap, sign * gap.clamp(-c["ratio_clip_min"], c["ratio_clip_max"]))
+        return -A * masked(clipped, T, length, dim=1).exp()[:, None]
+    if c["name"] == "vespo":
+        log_w = (gap.clamp(-20, 20) * T).sum(1)
+        if c["use_importance_sampling_correction"]:
+            log_w = log_w + ((p - g).clamp(math.log(1e-8), 20) * T).sum(1)
+        log_w = log_w.clamp(math.log(1e-8), 20)[:, None]
+        k = torch.where(A >= 0, torch.full_like(A, c["vespo_k_pos"]), c["vespo_k_neg"])
+        lam = torch.where(A >= 0, torch.full_like(A, c["vespo_lambda_pos"]), c["vespo_lambda_neg"])
+        return -A * torch.exp(lam * (1 - log_w.exp()) + k * log_w).detach() * x
+    new, old = x.detach().exp(), p.exp()
+    if c["name"] == "dppo_tv":
+        kept = torch.where(A > 0, new - old <= c["ratio_clip_max"], old - new <= c["ratio_clip_min"])
+    else:
+        others, others_before = (1 - new).clamp(min=0), (1 - old).clamp(min=0)
+        kl = old * (p - x.detach()) + others_before * torch.log((others_before + 1e-8) / (others + 1e-8))
+        up, down = (kl <= c["ratio_clip_max"]) | (new <= old), (kl <= c["ratio_clip_min"]) | (new >= old)
+        kept = torch.where(A > 0, up, down)
+    capped = ratio if c["ratio_clip_c"] is None else ratio.clamp(max=c["ratio_clip_c"])
+    return torch.where(kept, -A * capped.detach() * x, torch.zeros_like(x))
 
 
 def importance_weights(c, p, g, T, M, length, largest):

@@ -189,11 +189,6 @@ class RowWorker {
   }
 
  private:
-  bool needs_row_pass() const {
-    return c_.sequence_level_ratios || !c_.token_level_loss ||
-           c_.importance_sampling == ImportanceSampling::seq_mask_tis;
-  }
-
   void start_row() {
     const auto from = [&](const MatrixView<T>& view) { return view.data ? view.row(b_) : nullptr; };
     row_ = {a_.num_tokens,
@@ -217,7 +212,7 @@ class RowWorker {
     known.weight = 1;
     if (a_.rewards && c_.positive_nll_weight > 0 && a_.rewards[b_] > T(0))
       known.nll_weight = static_cast<T>(c_.positive_nll_weight * weights_.positive_token);
-    if (needs_row_pass()) row_pass();
+    if (needs_row_pass(c_)) row_pass();
     known.grad_weight = static_cast<T>(known.weight * (c_.token_level_loss ? weights_.token : weights_.sequence));
   }
 
@@ -228,15 +223,18 @@ class RowWorker {
       Tokens<Vec<T>> k = load_tokens(row_, c_, t);
       Vec<T> mask = load(row_, row_.token_mask, t), gap = k.prev - k.gen;
       add_lanes(length, mask);
-      add_lanes(log_ratio, (k.x - k.prev) * mask);
+      add_lanes(log_ratio, log_ratio_of(k) * mask);
       add_lanes(log_importance, gap * mask);
       add_lanes(finite_log_importance, finite_or_zero(gap) * mask);
     }
     RowContext<T>& known = row_.known;
     const double denominator = static_cast<T>(total(length)) + static_cast<T>(1e-8);
     known.inverse_length = static_cast<T>(1.0 / denominator);
-    if (!c_.token_level_loss) known.weight = known.inverse_length;
-    if (c_.sequence_level_ratios) {
+    if (!c_.token_level_loss)
+      known.weight = c_.fixed_length > 0 ? static_cast<T>(1.0 / c_.fixed_length) : known.inverse_length;
+    if (c_.ratio_mode == RatioMode::vespo) {
+      known.vespo = vespo_weights<T>(c_, total(log_ratio));
+    } else if (c_.sequence_level_ratios) {
       known.ratio = exp_of(static_cast<T>(total(log_ratio) / denominator));
       known.importance = finite_or_zero(exp_of(static_cast<T>(total(log_importance) * row_.sample_mask)));
     }
@@ -244,6 +242,13 @@ class RowWorker {
       const T mean = exp_of(static_cast<T>(total(finite_log_importance) / denominator));
       known.kept = mean >= static_cast<T>(c_.importance_min) && mean <= static_cast<T>(c_.importance_max) ? T(1) : T(0);
     }
+  }
+
+  /// What a token adds to its row's log ratio.
+  Vec<T> log_ratio_of(const Tokens<Vec<T>>& k) const {
+    if (c_.ratio_mode == RatioMode::gmpo) return clipped_log_ratio(c_, k.x, k.prev, k.adv).value;
+    if (c_.ratio_mode != RatioMode::vespo) return k.x - k.prev;
+    return vespo_log_ratio(c_, k.x, k.prev, k.gen);
   }
 
   /// Adds a tile's sums to the row's.
@@ -302,11 +307,16 @@ class RowWorker {
     return first_bad_ratio(row_.curr, row_.prev, row_.token_mask, row_.num_tokens);
   }
 
-  /// GSPO: d(log R)/dx_t = token_mask_t / (length + 1e-8), the same slope for the whole row.
+  /// d(log R)/dx_t = token_mask_t / (length + 1e-8), the same slope for the whole row; GMPO's has holes.
   void spread_row_gradient() {
     const T slope = static_cast<T>(total(sums_.slope) * row_.known.grad_weight * row_.known.inverse_length);
     const T* mask = row_.token_mask;
-    for (std::int64_t t = 0; t < row_.num_tokens; ++t) row_.grad[t] += mask[t] != T(0) ? mask[t] * slope : T(0);
+    for (std::int64_t t = 0; t < row_.num_tokens; ++t) {
+      if (mask[t] == T(0)) continue;
+      const bool open = c_.ratio_mode != RatioMode::gmpo ||
+                        clipped_log_ratio(c_, row_.curr[t], row_.prev[t], row_.advantages[t]).slope != T(0);
+      if (open) row_.grad[t] += mask[t] * slope;
+    }
     if (is_finite(slope) || out_[kFirstBad] < HUGE_VAL) return;
     out_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens + bad_ratio_token());
   }

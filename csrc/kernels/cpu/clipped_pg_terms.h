@@ -13,10 +13,11 @@ struct RowContext {
   T weight = 0;          ///< of a token's loss in the row's sum: sample_mask, or sample_mask / tokens of the row
   T grad_weight = 0;     ///< the same times the outer reciprocal count
   T inverse_length = 0;  ///< 1 / (sum of the token mask + 1e-8)
-  T ratio = 1;           ///< GSPO: the row's R
+  T ratio = 1;           ///< GSPO, GMPO: the row's R
   T importance = 1;      ///< GSPO: the row's W (finite, before truncation)
   T kept = 1;            ///< seq-mask-tis: 1 if the row's geometric mean is inside the bounds
   T nll_weight = 0;      ///< gradient of the NLL term a token; 0 unless the reward is positive
+  RowWeights<T> vespo = {T(1), T(1)};
 };
 
 /// One row: its arrays from its first token on, and what is known of it before its tokens are visited.
@@ -44,12 +45,6 @@ struct LossTerms {
   MismatchTerm<P> mismatch;
   P kl, kl_grad;
 };
-
-/// GSPO's one ratio a row; on-policy and REINFORCE terms stay per token.
-NRL_INLINE bool grouped_ratio(const ClippedPGConfig& c) {
-  return c.sequence_level_ratios && c.ratio_mode == RatioMode::ppo;
-}
-NRL_INLINE bool corrected(const ClippedPGConfig& c) { return c.importance_sampling != ImportanceSampling::none; }
 
 constexpr int kPrefetchBytes = 2048;  ///< how far ahead of their use a row's arrays are fetched
 
@@ -82,12 +77,24 @@ NRL_INLINE Tokens<Vec<T>> load_tokens(const Row<T>& row, const ClippedPGConfig& 
   return k;
 }
 
+/// log v, lane by lane.
+template <class T>
+[[gnu::noinline]] Vec<T> log_of(Vec<T> v) {
+  T lanes[kLanes];
+  store(lanes, v);
+  for (T& lane : lanes) lane = kernels::log_of(lane);
+  return load<Vec<T>>(lanes);
+}
+
 template <class T, class P = Vec<T>>
 NRL_INLINE PolicyTerm<P> policy_terms(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k) {
-  P lo(row.lo), hi(row.hi), dual(c.ratio_clip_c);
-  if (!grouped_ratio(c)) return policy_term(c.ratio_mode, k.x, k.prev, k.adv, lo, hi, c.dual_clip, dual);
+  P lo(row.lo), hi(row.hi);
+  if (!grouped_ratio(c)) {
+    const RowWeights<P> vespo = {P(row.known.vespo.positive), P(row.known.vespo.negative)};
+    return token_term(c, k.x, k.prev, k.adv, lo, hi, vespo);
+  }
   P ratio = select(k.mask != P(0), P(row.known.ratio), P(0));  // a row's ratio may be infinite, and 0 * inf is NaN
-  return clipped_term(k.adv, ratio, clamp_to(ratio, lo, hi), (ratio >= lo) & (ratio <= hi), ratio, c.dual_clip, dual);
+  return grouped_term(c, k.adv, ratio, lo, hi);
 }
 
 template <class P>

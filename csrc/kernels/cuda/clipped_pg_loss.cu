@@ -13,6 +13,7 @@ template <class T>
 struct Row {
   T sample, grad_weight, inverse_length, ratio, importance, kept, nll_weight;
   double weight;
+  RowWeights<T> vespo;
 };
 
 template <class T>
@@ -27,24 +28,27 @@ __device__ __forceinline__ Token<T> load_token(const ClippedPGArgs<T>& a, RatioM
   return {x, mode == RatioMode::on_policy ? x : a.prev.row(b)[t], a.generation.row(b)[t], a.advantages.row(b)[t], mask};
 }
 
-__device__ __forceinline__ bool grouped_ratio(const ClippedPGConfig& c) {
-  return c.sequence_level_ratios && c.ratio_mode == RatioMode::ppo;
+/// What a token adds to its row's log ratio.
+template <class T>
+__device__ __forceinline__ T log_ratio_of(const ClippedPGConfig& c, const Token<T>& k) {
+  if (c.ratio_mode == RatioMode::gmpo) return clipped_log_ratio(c, k.x, k.prev, k.adv).value;
+  return c.ratio_mode == RatioMode::vespo ? vespo_log_ratio(c, k.x, k.prev, k.gen) : k.x - k.prev;
 }
 
 template <class T>
 __device__ Row<T> prepare_row(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const LossWeights& w, std::int64_t b,
                               T sample, double* shared) {
-  Row<T> row = {sample, T(0), T(0), T(1), T(1), T(1), T(0), 1.0};
+  Row<T> row = {sample, T(0), T(0), T(1), T(1), T(1), T(0), 1.0, {T(1), T(1)}};
   if (a.rewards && c.positive_nll_weight > 0 && a.rewards[b] > T(0))
     row.nll_weight = static_cast<T>(c.positive_nll_weight * w.positive_token);
-  if (c.sequence_level_ratios || !c.token_level_loss || c.importance_sampling == ImportanceSampling::seq_mask_tis) {
+  if (needs_row_pass(c)) {
     double length = 0, ratio = 0, importance = 0, finite_importance = 0;
     for (std::int64_t t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
       const T mask = a.token_mask.row(b)[t];
       if (mask == T(0)) continue;
       const Token<T> k = load_token(a, c.ratio_mode, b, t, mask);
       length += mask;
-      ratio += static_cast<double>(k.x - k.prev) * mask;
+      ratio += static_cast<double>(log_ratio_of(c, k)) * mask;
       importance += static_cast<double>(k.prev - k.gen) * mask;
       finite_importance += static_cast<double>(finite_or_zero(k.prev - k.gen)) * mask;
     }
@@ -54,8 +58,11 @@ __device__ Row<T> prepare_row(const ClippedPGArgs<T>& a, const ClippedPGConfig& 
     finite_importance = block_reduce(RowMerge::sum, finite_importance, shared);
     const double denominator = static_cast<T>(length) + static_cast<T>(1e-8);
     row.inverse_length = static_cast<T>(1.0 / denominator);
-    if (!c.token_level_loss) row.weight = row.inverse_length;
-    if (c.sequence_level_ratios) {
+    if (!c.token_level_loss)
+      row.weight = c.fixed_length > 0 ? static_cast<T>(1.0 / c.fixed_length) : row.inverse_length;
+    if (c.ratio_mode == RatioMode::vespo) {
+      row.vespo = vespo_weights<T>(c, ratio);
+    } else if (c.sequence_level_ratios) {
       row.ratio = exp_of(static_cast<T>(ratio / denominator));
       row.importance = finite_or_zero(exp_of(static_cast<T>(importance * sample)));
     }
@@ -71,11 +78,9 @@ __device__ Row<T> prepare_row(const ClippedPGArgs<T>& a, const ClippedPGConfig& 
 template <class T>
 __device__ __forceinline__ PolicyTerm<T> row_policy_term(const ClippedPGConfig& c, const Row<T>& row,
                                                          const Token<T>& k) {
-  const T lo = static_cast<T>(1.0 - c.ratio_clip_min), hi = static_cast<T>(1.0 + c.ratio_clip_max),
-          dual = static_cast<T>(c.ratio_clip_c);
-  if (!grouped_ratio(c)) return policy_term(c.ratio_mode, k.x, k.prev, k.adv, lo, hi, c.dual_clip, dual);
-  return clipped_term(k.adv, row.ratio, clamp_to(row.ratio, lo, hi), row.ratio >= lo && row.ratio <= hi, row.ratio,
-                      c.dual_clip, dual);
+  const T lo = static_cast<T>(1.0 - c.ratio_clip_min), hi = static_cast<T>(1.0 + c.ratio_clip_max);
+  if (grouped_ratio(c)) return grouped_term(c, k.adv, row.ratio, lo, hi);
+  return token_term(c, k.x, k.prev, k.adv, lo, hi, row.vespo);
 }
 
 template <class T>
@@ -97,9 +102,8 @@ __device__ void visit_token(const ClippedPGArgs<T>& a, const ClippedPGConfig& c,
   TruncatedWeight<T> w = truncate_importance(c.importance_sampling, raw, static_cast<T>(c.importance_min),
                                              static_cast<T>(c.importance_max));
   w.weight *= row.kept;
-  const bool corrected = c.importance_sampling != ImportanceSampling::none;
-  const T loss = corrected ? p.loss * w.weight : p.loss;
-  const T slope = !corrected || p.grad == T(0) ? p.grad : p.grad * w.weight;
+  const T loss = corrected(c) ? p.loss * w.weight : p.loss;
+  const T slope = !corrected(c) || p.grad == T(0) ? p.grad : p.grad * w.weight;
   const T mult = k.mask == T(1) ? m.mult_prob_error : exp_of(abs_of(k.prev - k.gen) * k.mask);
   const double mask = k.mask;
   sum[kActor] += static_cast<double>(loss) * mask;
@@ -157,7 +161,10 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(ClippedPGArgs<T> a, Clip
         static_cast<T>(block_reduce(RowMerge::sum, slope_sum, shared) * row.grad_weight * row.inverse_length);
     for (std::int64_t t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
       const T mask = a.token_mask.row(b)[t];
-      if (mask != T(0)) a.grad[b * a.num_tokens + t] += mask * slope;
+      if (mask == T(0)) continue;
+      const Token<T> k = load_token(a, c.ratio_mode, b, t, mask);
+      const bool open = c.ratio_mode != RatioMode::gmpo || clipped_log_ratio(c, k.x, k.prev, k.adv).slope != T(0);
+      if (open) a.grad[b * a.num_tokens + t] += mask * slope;
     }
     const bool by_ratio = !is_finite(row.ratio) && sum[kFirstBad] < HUGE_VAL;
     if (threadIdx.x == 0 && (by_ratio || (!is_finite(slope) && !(sum[kFirstBad] < HUGE_VAL)))) {

@@ -1,13 +1,37 @@
 """The `loss_fn` and `value_loss_fn` sections."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, model_validator
 
 from .base import NonNegative, Real, Section, key
 from .tables import OneOf
 
-LossName = Annotated[str, OneOf(lambda: ["clipped_pg"], dotted=True)]
+LOSSES: dict[str, dict[str, object]] = {
+    "clipped_pg": {},
+    "grpo": {"token_level_loss": False},
+    "dapo": {"token_level_loss": True},
+    "bnpo": {"token_level_loss": True},
+    "dr_grpo": {"token_level_loss": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
+    "gpg": {"disable_ppo_ratio": True},
+    "cispo": {"use_cispo": True},
+    "gspo": {"token_level_loss": False, "sequence_level_importance_ratios": True},
+    "luspo": {
+        "token_level_loss": False,
+        "sequence_level_importance_ratios": True,
+        "loss_agg_mode": "seq-mean-token-sum",
+    },
+    "gmpo": {"token_level_loss": False, "sequence_level_importance_ratios": True},
+    "sapo": {},
+    "dppo_tv": {},
+    "dppo_kl": {},
+    "dro": {},
+    "vespo": {},
+}
+"""The losses that `loss_fn.name` chooses, and the keys that each decides (docs/losses.md)."""
+_ALIASES = {"vanilla": "clipped_pg", "geo_mean": "gmpo"}
+_OWN_TERM = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo")
+LossName = Annotated[str, OneOf(lambda: [*LOSSES, *_ALIASES], dotted=True)]
 
 
 class ClippedPGLossConfig(Section):
@@ -15,8 +39,8 @@ class ClippedPGLossConfig(Section):
 
     name: LossName = key(
         "clipped_pg",
-        "clipped_pg: the loss that the other keys describe; or a class or function of yours, as my_module.MyLoss, which reads of them "
-        "what it takes as `loss_config`",
+        "clipped_pg: the loss that the other keys describe; or one of docs/losses.md (dr_grpo, gspo, sapo, gmpo, ...), which sets the "
+        "keys that it decides; or a class or function of yours, as my_module.MyLoss, which reads of them what it takes as `loss_config`",
     )
     kwargs: dict[str, object] = key({}, "keyword arguments of a loss of yours")
     reference_policy_kl_penalty: NonNegative = key(0.01, "weight of the KL term; 0: no reference model is kept")
@@ -31,6 +55,16 @@ class ClippedPGLossConfig(Section):
     ratio_clip_c: Real | None = key(None, "dual clip for negative advantages, above 1 (usually 3); null: off")
     token_level_loss: bool = key(
         True, "true: mean over all tokens; false: mean over each sequence's tokens, then over sequences"
+    )
+    loss_agg_mode: (
+        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
+    ) = key(
+        None,
+        "mean over tokens; or over sequences of the mean, the sum, or the sum over loss_scale_factor of their tokens; null: as "
+        "token_level_loss says",
+    )
+    loss_scale_factor: Real | None = key(
+        None, "divisor of a sequence's sum with seq-mean-token-sum-norm; null: policy.generation.max_new_tokens", gt=0
     )
     sequence_level_importance_ratios: bool = key(False, "one ratio a sequence (GSPO); needs token_level_loss: false")
     disable_ppo_ratio: bool = key(False, "plain policy gradient: the loss uses log-probabilities instead of the ratio")
@@ -49,8 +83,31 @@ class ClippedPGLossConfig(Section):
     truncated_importance_sampling_ratio: Real | None = key(None, "upper bound of the weight")
     truncated_importance_sampling_ratio_min: Real | None = key(None, "lower bound of the weight (icepop, seq-mask-tis)")
     positive_example_nll_weight: NonNegative = key(0.0, "VAPO: weight of the likelihood of correct samples; 0: off")
+    sapo_temperature_pos: Real = key(1.0, "sapo: steepness of the gate for positive advantages", gt=0)
+    sapo_temperature_neg: Real = key(1.05, "sapo: steepness of the gate for other advantages", gt=0)
+    dro_beta: NonNegative = key(0.1, "dro: weight of the squared log ratio")
+    vespo_k_pos: NonNegative = key(2.0, "vespo: power of the sequence's ratio, advantages from 0 on")
+    vespo_lambda_pos: NonNegative = key(3.0, "vespo: decay in the sequence's ratio, advantages from 0 on")
+    vespo_k_neg: NonNegative = key(3.0, "vespo: power of the sequence's ratio, negative advantages")
+    vespo_lambda_neg: NonNegative = key(2.0, "vespo: decay in the sequence's ratio, negative advantages")
     # set by the program, see config.exactness
     _correction_left_open: bool = PrivateAttr(False)
+
+    @model_validator(mode="after")
+    def _set_keys_of_name(self) -> Self:
+        """Give the keys that `name` decides its values; ValueError where the user gave another one."""
+        self.__dict__["name"] = name = _ALIASES.get(self.name, self.name)
+        decided = dict(LOSSES.get(name, {}))
+        if self.loss_agg_mode is not None:
+            decided.setdefault("token_level_loss", self.loss_agg_mode == "token-mean")
+        for field, value in decided.items():
+            given = getattr(self, field)
+            if given not in (value, type(self).model_fields[field].default):
+                raise ValueError(f"{field} is {given}, but the loss {name} needs {value}: leave it out")
+            self.__dict__[field] = value
+        if name in _OWN_TERM and (self.use_cispo or self.disable_ppo_ratio or self.force_on_policy_ratio):
+            raise ValueError(f"use_cispo, disable_ppo_ratio and force_on_policy_ratio do not go with the loss {name}")
+        return self
 
     @property
     def correction_left_open(self) -> bool:
@@ -62,6 +119,11 @@ class ClippedPGLossConfig(Section):
         if self.use_importance_sampling_correction is None:
             self._correction_left_open = True
             self.__dict__["use_importance_sampling_correction"] = wanted
+
+    def fill_scale_factor(self, max_new_tokens: int) -> None:
+        """Give `loss_scale_factor` its value, where it is needed and left open."""
+        if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None:
+            self.__dict__["loss_scale_factor"] = float(max_new_tokens)
 
 
 class MseValueLossConfig(Section):

@@ -78,6 +78,7 @@ class TrainMasterConfig(MasterConfig):
         self.policy.fill_defaults()
         row = exactness_of(self.policy)
         self.loss_fn.fill_correction(row is not None and not row.equal)
+        self.loss_fn.fill_scale_factor(self.policy.generation.max_new_tokens)
 
 
 class GRPOMasterConfig(TrainMasterConfig):

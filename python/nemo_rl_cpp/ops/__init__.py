@@ -8,7 +8,7 @@ Losses: value, gradient and metrics in one pass, by the formulas of csrc/kernels
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 
-RatioMode = Literal["ppo", "reinforce", "cispo", "on_policy"]
+RatioMode = Literal["ppo", "reinforce", "cispo", "on_policy", "sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo"]
 ImportanceSampling = Literal["none", "full", "tis", "icepop", "seq-mask-tis"]
 KlEstimator = Literal["k1", "k2", "k3"]
 _TRUNCATED = ("tis", "icepop", "seq-mask-tis")
@@ -145,7 +145,9 @@ def _real(t: Tensor) -> Tensor:
 class ClippedPGConfig:
     """What clipped_pg_loss computes; the flags of NeMo RL's `loss_fn` folded into one choice a question.
 
-    ratio_mode: ppo (clipped ratio), reinforce (no ratio), cispo, on_policy (the ratio is 1 and prev is curr).
+    ratio_mode: ppo (clipped ratio), reinforce (no ratio), on_policy (the ratio is 1 and prev is curr), or the loss of that
+        name, see csrc/kernels/clipped_pg_loss.h.
+    fixed_length: with token_level_loss false, sum a row's tokens and divide by this instead of by their number; 0: off.
     importance_sampling: none, full, tis (clamped), icepop (zeroed outside the bounds), seq-mask-tis (whole rows).
     ratio_clip_c None, and a clamp value None, switch that part off. kl_penalty 0 reads no reference log-probs.
     A contradiction raises ValueError at the first call of clipped_pg_loss.
@@ -153,6 +155,7 @@ class ClippedPGConfig:
 
     ratio_mode: RatioMode = "ppo"
     token_level_loss: bool = True
+    fixed_length: float = 0.0
     sequence_level_ratios: bool = False
     ratio_clip_min: float = 0.2
     ratio_clip_max: float = 0.2
@@ -166,17 +169,21 @@ class ClippedPGConfig:
     importance_min: float = 0.0
     importance_max: float = 0.0
     positive_nll_weight: float = 0.0
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    dro_beta: float = 0.1
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
 
     @cached_property
     def native(self) -> C.ClippedPGConfig:
         """The C++ struct."""
         out = C.ClippedPGConfig()
-        for name in (
-            "ratio_mode", "token_level_loss", "sequence_level_ratios", "ratio_clip_min", "ratio_clip_max", "kl_penalty",
-            "kl_type", "use_on_policy_kl_approximation", "importance_sampling", "importance_min", "importance_max",
-            "positive_nll_weight",
-        ):  # fmt: skip
-            setattr(out, name, getattr(self, name))
+        for field in fields(self):
+            if field.name not in ("ratio_clip_c", "kl_input_clamp", "kl_output_clamp"):  # where None is a number in C++
+                setattr(out, field.name, getattr(self, field.name))
         out.dual_clip = self.ratio_clip_c is not None
         out.ratio_clip_c = self.ratio_clip_c if self.ratio_clip_c is not None else 0.0
         out.kl_input_clamp = _clamp(self.kl_input_clamp)

@@ -57,6 +57,19 @@ TEST(ClippedTerm, OverflowThatIsClippedAwayHasNoGradient) {
   EXPECT_EQ(dual.grad, 0.0);
 }
 
+TEST(NamedTerms, RatiosThatOverflowHaveNoGradientWhereTheyAreHeldBack) {
+  ClippedPGConfig config;
+  config.ratio_mode = RatioMode::sapo;
+  const RowWeights<double> row = {1.0, 1.0};
+  const PolicyTerm<double> soft = token_term(config, 1e4, 0.0, 2.0, 0.8, 1.2, row);
+  EXPECT_EQ(soft.loss, -8.0);
+  EXPECT_EQ(soft.grad, 0.0);
+  config.ratio_mode = RatioMode::dppo_tv;
+  const PolicyTerm<double> masked = token_term(config, 1e4, 0.0, 2.0, 0.8, 1.2, row);
+  EXPECT_EQ(masked.loss, 0.0);
+  EXPECT_EQ(masked.grad, 0.0);
+}
+
 TEST(MismatchTerm, TheSeriesOfSmallGapsAreTheFormulas) {
   for (const float d : {1e-6f, 1e-4f, -3e-3f, 0.02f, -0.2f, 0.37f, -0.4999f, 0.4999f}) {
     const MismatchTerm<float> near = near_mismatch_term(KlEstimator::k3, d, 0.0f);

@@ -98,8 +98,14 @@ def test_value_loss_equals_the_cpu(kernels, B, S, cliprange):
 
 
 @pytest.mark.parametrize("B, S", SHAPES)
-@pytest.mark.parametrize("sequence_level, kl_penalty", [(False, 0.0), (False, 0.05), (True, 0.05)])
-def test_clipped_pg_loss_equals_the_cpu(kernels, B, S, sequence_level, kl_penalty):
+@pytest.mark.parametrize(
+    "mode, sequence_level, kl_penalty",
+    [
+        ("ppo", False, 0.0), ("ppo", False, 0.05), ("ppo", True, 0.05), ("sapo", False, 0.05), ("dppo_tv", False, 0.0),
+        ("dppo_kl", False, 0.0), ("dro", False, 0.05), ("gmpo", True, 0.0), ("vespo", False, 0.05),
+    ],
+)  # fmt: skip
+def test_clipped_pg_loss_equals_the_cpu(kernels, B, S, mode, sequence_level, kl_penalty):
     (x, prev, generation, reference), advantages, mask, sample = (
         logprobs(B, S),
         randn(B, S, seed=6),
@@ -109,6 +115,7 @@ def test_clipped_pg_loss_equals_the_cpu(kernels, B, S, sequence_level, kl_penalt
     valid = float((mask * sample[:, None]).sum())
     counts = torch.tensor([valid, float(sample.sum()), 0.0], dtype=F64)
     config = C.ClippedPGConfig()
+    config.ratio_mode = mode
     config.token_level_loss, config.sequence_level_ratios, config.kl_penalty = (
         not sequence_level,
         sequence_level,
@@ -129,6 +136,7 @@ def test_clipped_pg_loss_equals_the_cpu(kernels, B, S, sequence_level, kl_penalt
         mask,
         sample,
         counts,
+        config.ratio_mode,
         sequence_level,
         kl_penalty,
         got_grad,

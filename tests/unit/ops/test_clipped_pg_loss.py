@@ -147,6 +147,66 @@ def test_gspo_ratio_by_hand():
     assert r.grad_logprobs[0].tolist() == pytest.approx([-0.5, -0.5], rel=1e-6)
 
 
+def test_sapo_by_hand():
+    """At R = 1 the gate is 1/2: C = -A 2/tau, and the slope in x is A, whatever tau. Far away the gradient vanishes."""
+    up = one_row([1.0, 1.0], 1.0, name="sapo", sapo_temperature_pos=0.5)
+    assert float(up.loss) == pytest.approx(-4.0) and up.grad_logprobs[0].tolist() == pytest.approx([-0.5, -0.5])
+    down = one_row([1.0, 1e4], -1.0, name="sapo", sapo_temperature_neg=2.0)
+    assert float(down.loss) == pytest.approx((1.0 + 2.0) / 2)
+    assert down.grad_logprobs[0].tolist() == pytest.approx([0.5, 0.0])
+
+
+def test_dppo_by_hand():
+    """prev = -1: a probability of 0.37 that doubles moves by 0.37. Beyond the bound and in A's direction there is no gradient; else
+    it is -A min(R, cap)."""
+    bounds = {"name": "dppo_tv", "ratio_clip_min": 0.1, "ratio_clip_max": 0.1}
+    up = one_row([2.0, 1.1, 0.5], 1.0, **bounds)
+    assert up.grad_logprobs[0].tolist() == pytest.approx([0.0, -1.1 / 3, -0.5 / 3], rel=1e-6)
+    assert float(up.loss) == pytest.approx(-(1.1 * (-1 + math.log(1.1)) + 0.5 * (-1 + math.log(0.5))) / 3, rel=1e-6)
+    capped = one_row([2.0, 1.1, 0.5], -1.0, **bounds, ratio_clip_c=1.5)
+    assert capped.grad_logprobs[0].tolist() == pytest.approx([1.5 / 3, 1.1 / 3, 0.0], rel=1e-6)
+    kl = math.exp(-1) * -math.log(2.0) + (1 - math.exp(-1)) * math.log((1 - math.exp(-1)) / (1 - 2 * math.exp(-1)))
+    for bound, slope in ((kl * 1.01, -2.0), (kl * 0.99, 0.0)):
+        result = one_row([2.0], 1.0, name="dppo_kl", ratio_clip_max=bound)
+        assert result.grad_logprobs.item() == pytest.approx(slope, rel=1e-6)
+
+
+def test_dro_by_hand():
+    """prev = -1 and x = -1 + log 2: C = -(A x - beta/2 log(2)^2)."""
+    result = one_row([2.0], 3.0, name="dro", dro_beta=0.5)
+    gap = math.log(2.0)
+    assert float(result.loss) == pytest.approx(-(3.0 * (gap - 1) - 0.25 * gap**2), rel=1e-7)
+    assert result.grad_logprobs.item() == pytest.approx(0.5 * gap - 3.0, rel=1e-7)
+
+
+def test_gmpo_by_hand():
+    """Log ratios 1 and -1, bounds 0.4: for A > 0 the first counts as 0.4 and has no slope, for A < 0 the second as -0.4."""
+    ratios = [math.e, 1 / math.e]
+    up = one_row(ratios, 1.0, name="gmpo", ratio_clip_min=0.4, ratio_clip_max=0.4)
+    assert float(up.loss) == pytest.approx(-math.exp(-0.3), rel=1e-6)
+    assert up.grad_logprobs[0].tolist() == pytest.approx([0.0, -math.exp(-0.3) / 2], rel=1e-6)
+    down = one_row(ratios, -1.0, name="gmpo", ratio_clip_min=0.4, ratio_clip_max=0.4)
+    assert float(down.loss) == pytest.approx(math.exp(0.3), rel=1e-6)
+    assert down.grad_logprobs[0].tolist() == pytest.approx([math.exp(0.3) / 2, 0.0], rel=1e-6)
+
+
+def test_vespo_by_hand():
+    """Ratios 2 and 1/2 make W = 1 and phi = 1: plain policy gradient. W = 4: phi = e^(3 (1 - 4)) 4^2 for A >= 0."""
+    flat = one_row([2.0, 0.5], 1.0, name="vespo")
+    assert flat.grad_logprobs[0].tolist() == pytest.approx([-0.5, -0.5], rel=1e-6)
+    far = one_row([2.0, 2.0], 1.0, name="vespo")
+    assert far.grad_logprobs[0].tolist() == pytest.approx([-0.5 * 16 * math.exp(-9)] * 2, rel=1e-6)
+    other = one_row([2.0, 2.0], -1.0, name="vespo")
+    assert other.grad_logprobs[0].tolist() == pytest.approx([0.5 * 64 * math.exp(-6)] * 2, rel=1e-6)
+
+
+def test_means_over_sequences_by_hand():
+    """R = 1 and A = 1 at three tokens of one sequence: the mean is -1, the sum -3, the sum over 12 tokens -1/4."""
+    for name, loss in (("grpo", -1.0), ("dapo", -1.0), ("luspo", -3.0), ("dr_grpo", -0.25)):
+        scale = {"loss_scale_factor": 12.0} if name == "dr_grpo" else {}
+        assert float(one_row([1.0] * 3, 1.0, name=name, **scale).loss) == pytest.approx(loss, rel=1e-6), name
+
+
 def test_kl_by_hand():
     """r = log 2 everywhere: k3 = 2 - 1 - log 2; its slope in log pi is k - (e^r - 1), the score-function term included."""
     x = torch.zeros(1, 2, dtype=torch.float64)
@@ -187,12 +247,14 @@ def random_batch(seed, rows, length, dtype=torch.float64):
     return torch.as_tensor(gen[:, 1:] + rng.normal(0, 0.1, (rows, length - 1)), dtype=dtype), tensors(data, dtype)
 
 
-@pytest.mark.parametrize("mode", ["token", "sequence", "gspo", "seq-mask"])
+@pytest.mark.parametrize("mode", ["token", "sequence", "gspo", "seq-mask", *cases.NAMED, "dr_grpo", "luspo"])
 def test_micro_batches_add_up(mode):
     """Any split of the rows gives the same gradient bits and, by summing, the same loss and metrics."""
     config = {"positive_example_nll_weight": 0.1}
     config["token_level_loss"] = mode not in ("sequence", "gspo")
     config["sequence_level_importance_ratios"] = mode == "gspo"
+    if mode in (*cases.NAMED, "dr_grpo", "luspo"):
+        config |= {"name": mode, "loss_scale_factor": 7.0}
     if mode == "seq-mask":
         config |= dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis",
                        truncated_importance_sampling_ratio=1.02, truncated_importance_sampling_ratio_min=0.98)  # fmt: skip

@@ -28,11 +28,19 @@ TOKEN_LOSSES = {
     "cispo": dict(use_cispo=True),
     "reinforce": dict(disable_ppo_ratio=True),
     "on-policy": dict(force_on_policy_ratio=True),
+    "sapo": dict(name="sapo"),
+    "dppo-tv": dict(name="dppo_tv", ratio_clip_c=3.0),
+    "dppo-kl": dict(name="dppo_kl"),
+    "dro": dict(name="dro"),
+    "dr-grpo": dict(name="dr_grpo", loss_scale_factor=8.0),
     "NLL": dict(positive_example_nll_weight=0.3, reference_policy_kl_type="k2"),
 }  # fmt: skip
 ROW_LOSSES = {
     "sequence-level": dict(token_level_loss=False),
     "gspo": dict(token_level_loss=False, sequence_level_importance_ratios=True),
+    "gmpo": dict(name="gmpo"),
+    "luspo": dict(name="luspo"),
+    "vespo": dict(name="vespo"),
     "seq-mask-tis": dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis",
                          truncated_importance_sampling_ratio=1.5, truncated_importance_sampling_ratio_min=0.5),
 }  # fmt: skip

@@ -159,7 +159,9 @@ class ClippedPGLossFn:
             )
         if kind is None:
             kind = "full" if self.use_importance_sampling_correction else "none"
-        if self.force_on_policy_ratio:
+        if self.name in ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo"):
+            mode = self.name
+        elif self.force_on_policy_ratio:
             mode = "on_policy"
         elif self.disable_ppo_ratio:
             mode = "reinforce"
@@ -168,6 +170,7 @@ class ClippedPGLossFn:
         return ops.ClippedPGConfig(
             ratio_mode=mode,
             token_level_loss=self.loss_type is LossType.TOKEN_LEVEL,
+            fixed_length=self._fixed_length(),
             sequence_level_ratios=self.sequence_level_importance_ratios,
             ratio_clip_min=self.ratio_clip_min,
             ratio_clip_max=self.ratio_clip_max,
@@ -181,7 +184,24 @@ class ClippedPGLossFn:
             importance_min=low if low is not None else 0.0,
             importance_max=high if high is not None else 0.0,
             positive_nll_weight=self.positive_example_nll_weight,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            dro_beta=self.dro_beta,
+            vespo_k_pos=self.vespo_k_pos,
+            vespo_lambda_pos=self.vespo_lambda_pos,
+            vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg,
         )
+
+    def _fixed_length(self) -> float:
+        """What a sequence's sum is divided by where that is not its length; 0: its length."""
+        if self.loss_agg_mode == "seq-mean-token-sum":
+            return 1.0
+        if self.loss_agg_mode != "seq-mean-token-sum-norm":
+            return 0.0
+        if self.loss_scale_factor is None:
+            raise ValueError("loss_fn.loss_agg_mode seq-mean-token-sum-norm needs loss_fn.loss_scale_factor")
+        return self.loss_scale_factor
 
     def native(
         self,
@@ -243,7 +263,7 @@ class ClippedPGLossFn:
         """Bool [B]: samples whose gradient is zero whatever their log-probabilities, since their advantages are (a group of
         equal rewards under GRPO); None where another term than the advantages' has a gradient."""
         config, advantages = self.op_config(), data.tokens.get("advantages")
-        if config.kl_penalty != 0 or config.positive_nll_weight > 0 or advantages is None:
+        if config.kl_penalty != 0 or config.positive_nll_weight > 0 or config.ratio_mode == "dro" or advantages is None:
             return None
         return data.by_sample(((advantages != 0) & (data.tokens["token_mask"] != 0)).int()) == 0
 

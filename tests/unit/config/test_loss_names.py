@@ -1,0 +1,49 @@
+"""`loss_fn.name`: the keys that a name decides, and mistakes."""
+
+import pytest
+from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config.loss import LOSSES, ClippedPGLossConfig
+
+BASE = "configs/grpo_tiny.yaml"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_name_sets_the_keys_that_it_decides(name):
+    loss = load_grpo_config(BASE, [f"loss_fn.name={name}"]).loss_fn
+    assert loss.name == name
+    for key, value in LOSSES[name].items():
+        assert getattr(loss, key) == value
+    assert ClippedPGLossConfig.model_validate(loss.model_dump()).model_dump() == loss.model_dump()
+
+
+def test_names_of_verl():
+    names = {"vanilla": "clipped_pg", "geo_mean": "gmpo"}
+    assert {name: ClippedPGLossConfig(name=name).name for name in names} == names
+
+
+def test_the_mean_over_sequences_wins_over_the_shipped_token_level_loss():
+    loss = load_grpo_config(BASE, ["loss_fn.loss_agg_mode=seq-mean-token-mean"]).loss_fn
+    assert not loss.token_level_loss
+
+
+def test_dr_grpo_divides_by_the_longest_answer():
+    assert (
+        load_grpo_config(BASE, ["loss_fn.name=dr_grpo", "policy.generation.max_new_tokens=7"]).loss_fn.loss_scale_factor
+        == 7
+    )
+    given = ["loss_fn.name=dr_grpo", "loss_fn.loss_scale_factor=100"]
+    assert load_grpo_config(BASE, given).loss_fn.loss_scale_factor == 100
+
+
+@pytest.mark.parametrize(
+    "overrides, key",
+    [
+        (["loss_fn.name=dapo", "loss_fn.token_level_loss=false"], "token_level_loss is False"),
+        (["loss_fn.name=sapo", "loss_fn.use_cispo=true"], "use_cispo"),
+        (["loss_fn.name=luspo", "loss_fn.loss_agg_mode=token-mean"], "loss_agg_mode is token-mean"),
+        (["loss_fn.name=sapo", "loss_fn.sapo_temperature_pos=0"], "sapo_temperature_pos"),
+    ],
+)
+def test_a_key_against_the_name_is_refused(overrides, key):
+    with pytest.raises(ConfigError, match=key):
+        load_grpo_config(BASE, overrides)

@@ -1,12 +1,14 @@
 """Stand-ins for policy, engine and environment with which a whole training loop runs in milliseconds."""
 
 import json
+import warnings
+from unittest.mock import patch
 
 import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
-from nemo_rl_cpp.algorithms import build
-from nemo_rl_cpp.algorithms.checkpointing import find_resume
-from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from nemo_rl_cpp.algorithms.parts import RunData
+from nemo_rl_cpp.algorithms.run import build_run
+from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.environments.group import Environments
@@ -114,20 +116,39 @@ def rows(count):
                       idx=i, task_name="t") for i in range(count)]  # fmt: skip
 
 
+class Warns:
+    """A live line that shows nothing and makes its warnings Python's."""
+
+    def step(self, step, metrics):
+        pass
+
+    def print(self, text):
+        if text.startswith("warning: "):
+            warnings.warn(text, stacklevel=2)
+
+    def finish(self, rows, title):
+        pass
+
+
 def fake_run(config, policy, engine, value=None, num_rows=8):
     """A run of these stand-ins on `num_rows` prompts, resumed from its folder's newest checkpoint; nothing is printed."""
-    checkpoints = CheckpointManager(config.checkpointing)
-    resume = find_resume(checkpoints)
-    loader = StatefulDataLoader(rows(num_rows), config.loop.prompts_per_round, drop_last=True)
-    resume.load_data_position(loader, config.data)
     env = {"t": Digits()}
-    run = build.assemble(config, build.Parts(
-        policy=policy, generation=engine, value=value, tokenizer=TOKENIZER, loader=loader, val_loader=StatefulDataLoader(rows(3), 3),
-        environments=Environments(env, env), loss_fn=None, value_loss_fn=None, logger=build.make_logger(config, resume.state),
-        checkpoints=checkpoints, state=resume.state,
-    ))  # fmt: skip
-    run.services.progress.close()
-    run.services.progress = None
+    policy.create_generation = lambda config, seed: engine
+    critic = NoCritic() if value is None else Critic(value, None)
+    stand_ins = {
+        "make_tokenizer": lambda policy: TOKENIZER,
+        "make_dataloader": lambda data, rows, size, *more: StatefulDataLoader(rows, size, drop_last=True),
+        "make_critic": lambda *parts: critic,
+        "make_loss": lambda config: None,
+    }
+    data = RunData(rows(num_rows), rows(3), Environments(env, env))
+    with (
+        patch.multiple("nemo_rl_cpp.algorithms.run", **stand_ins),
+        patch("nemo_rl_cpp.algorithms.checkpointing.announce"),
+    ):
+        run = build_run(config, data=lambda config, tokenizer: data, policy_factory=lambda **given: policy)
+    run.terminal.progress.close()
+    run.terminal.progress = Warns()
     return run
 
 

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from nemo_rl_cpp.algorithms.build import build_run
-from nemo_rl_cpp.algorithms.run import TrainingRun
-from nemo_rl_cpp.algorithms.run_data import RunData, make_data
+from nemo_rl_cpp.algorithms.parts import RunData, make_data
+from nemo_rl_cpp.algorithms.run import TrainingRun, build_run
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.loader import kind_of
 
@@ -49,33 +48,27 @@ def make(
         return made
 
     run = build_run(config, data=data, **options)
-    run.services.progress.mode = "quiet"
+    run.terminal.progress.mode = "quiet"
     return run
 
 
 class StopWhenLearned:
-    """Ends a run once the mean reward of five steps, as the environment gave it, is above `target`."""
+    """A hook that ends a run once the mean reward of five steps, as the environment gave it, is above `target`."""
 
     def __init__(self, run: TrainingRun, target: float):
         self.run, self.target = run, target
 
-    def step(self, step, metrics):
+    def __call__(self, result):
         rewards = [row["accuracy"] for row in self.run.history[-5:]]
         if len(rewards) == 5 and sum(rewards) / 5 > self.target:
-            self.run.state.stop("learned")
-
-    def print(self, text):
-        pass
-
-    def finish(self, summary, title):
-        pass
+            result.state.stop("learned")
 
 
 def train(folder: Path, *overrides: str, until: float | None = None, **options: Any) -> TrainingRun:
     """The same, after training; `run.history` holds the metrics of each step. `until`: stop at this mean raw reward."""
     run = make(folder, *overrides, **options)
     if until is not None:
-        run.services.progress = StopWhenLearned(run, until)
+        run.after_step.append(StopWhenLearned(run, until))
     run.train()
     return run
 
@@ -89,6 +82,6 @@ def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNam
         history=run.history,
         first=accuracy[0],
         last=sum(accuracy[-5:]) / 5,
-        held_out=run.validator.run(run.state.step).metrics["accuracy"],
+        held_out=run.validation.validator.run(run.state.step).metrics["accuracy"],
         has_critic=run.config.has_critic,
     )

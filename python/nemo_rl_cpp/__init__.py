@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "AdvantageEstimator": "algorithms.advantages",
+    "AdvantageEstimator": "algorithms.custom_components",
     "BatchedDataDict": "distributed.batched_data_dict",
     "Callback": "algorithms.callbacks",
     "CheckpointManager": "checkpoints.manager",
@@ -49,7 +49,7 @@ _EXPORTS = {
     "TrainResult": "api.result",
     "Trainer": "api.primitives",
     "TrainingRun": "algorithms.run",
-    "build_run": "algorithms.build",
+    "build_run": "algorithms.run",
     "evaluate": "api.evaluation",
     "load": "api.model",
     "load_grpo_config": "config",

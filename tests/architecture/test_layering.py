@@ -73,11 +73,6 @@ def test_config_never_imports_torch():
         assert not {i for i in imports(path) if i.split(".")[0] == "torch"}, path.relative_to(ROOT)
 
 
-def test_grpo_and_ppo_never_import_each_other():
-    assert "nemo_rl_cpp.algorithms.ppo" not in imports(PACKAGE / "algorithms" / "grpo.py")
-    assert "nemo_rl_cpp.algorithms.grpo" not in imports(PACKAGE / "algorithms" / "ppo.py")
-
-
 def test_references_import_nothing_of_ours():
     for path in (ROOT / "tests" / "reference").rglob("*.py"):
         assert not {i for i in imports(path) if i.startswith("nemo_rl_cpp")}, path.relative_to(ROOT)

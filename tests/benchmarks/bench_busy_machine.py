@@ -56,8 +56,8 @@ def side(config_file: str, folder: str, overrides: list[str]) -> None:
         ],
     )  # fmt: skip
     with nemo_rl_cpp.build_run(config) as run:
-        run.services.progress.close()
-        run.services.progress = Gate(None, 0, "quiet")
+        run.terminal.progress.close()
+        run.terminal.progress = Gate(None, 0, "quiet")
         run.train()
 
 

@@ -67,7 +67,10 @@ def test_a_lost_engine_ends_the_run_with_its_name_and_leaves_no_process(tmp_path
             os.kill(run.engine_cluster.workers.pids[0], signal.SIGKILL)
             return sync(timer=None)
 
-        sync, run.refit.sync_weights = run.refit.sync_weights, lambda **_: kill() if run.state.step else sync()
+        sync, run.collector.refit.sync_weights = (
+            run.collector.refit.sync_weights,
+            lambda **_: kill() if run.state.step else sync(),
+        )
         with pytest.raises(WorkerLostError, match=r"engine worker 0 of 1 \(process \d+\) was ended by SIGKILL"):
             run.train()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
@@ -84,6 +87,6 @@ def test_responses_carry_the_version_of_their_weights(tmp_path):
             run.generation.generate(prompts.copy())
         for step in (0, 5):
             run.state.total_steps = step
-            run.refit.mark_stale()
-            run.refit.sync_weights()
+            run.collector.refit.mark_stale()
+            run.collector.refit.sync_weights()
             assert run.generation.generate(prompts.copy()).weight_version == step == run.generation.weight_version

@@ -16,7 +16,9 @@ def test_it_learns_to_reverse_digits(tmp_path, seed):
     rewards = [row["reward"] for row in run.history]
     assert rewards[0] < 0.2
     assert sum(rewards[-5:]) / 5 > 0.9
-    assert run.validator.run(run.state.step).metrics["accuracy"] > 0.85  # on numbers that were not trained on
+    assert (
+        run.validation.validator.run(run.state.step).metrics["accuracy"] > 0.85
+    )  # on numbers that were not trained on
     assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
 
 
@@ -42,7 +44,7 @@ def test_a_timeline_on_request(tmp_path):
     """The stages of every step lie within it, and the file lies beside the other logs."""
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")
     (trace,) = (tmp_path / "logs").rglob("trace_from_step_*.json")
-    assert trace.name == "trace_from_step_1.json" and trace.parent == run.services.trace.path.parent
+    assert trace.name == "trace_from_step_1.json" and trace.parent == run.log_dir
     stages = [event for event in json.loads(trace.read_text()) if event["ph"] == "X"]
     steps = [event for event in stages if event["name"] == "total_step_time"]
     assert len(steps) == 3
@@ -106,15 +108,15 @@ def flip_one_bit(policy):
 
 def with_a_fault(run):
     """Flips a bit after the rollouts of the second step."""
-    rollout = run.rollouts.run
+    roll_out = run.collector.roll_out
 
-    def generate(prompts, weight_version):
-        rollouts = rollout(prompts, weight_version)
-        if weight_version == 1:
+    def generate(prompts):
+        result = roll_out(prompts)
+        if run.state.step == 1:
             flip_one_bit(run.policy)
-        return rollouts
+        return result
 
-    run.rollouts.run = generate
+    run.collector.roll_out = generate
     return run
 
 
@@ -130,7 +132,7 @@ def test_a_flipped_bit_shows_in_both_metrics(tmp_path, reuse):
     run = with_a_fault(
         tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", f"policy.reuse_generation_logprobs={reuse}")
     )
-    run.refit.verify_before_training = lambda: None  # let the fault through to the metrics
+    run.collector.refit.verify_before_training = lambda: None  # let the fault through to the metrics
     run.train()
     clean, faulty, after = run.history
     for row in (clean, after):  # after: generation and training both read the changed weight, and agree again

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.algorithms.run import build_run
 from nemo_rl_cpp.config import find_config, load_grpo_config
 from nemo_rl_cpp.rollouts.train_batch import build_train_batch
 
@@ -23,7 +23,7 @@ def make(folder, *overrides, config="grpo_guess_number.yaml"):
         ],
     )
     run = build_run(config)
-    run.services.progress.mode = "quiet"
+    run.terminal.progress.mode = "quiet"
     return run
 
 
@@ -64,7 +64,7 @@ def test_reusing_generations_logprobs_changes_nothing(tmp_path):
 
 def test_what_stands_at_the_environments_tokens_changes_no_gradient(tmp_path):
     run = make(tmp_path, *SMALL)
-    rollouts = run.rollouts.run(run.prompts.next(), 0)
+    rollouts = run.collector.make(0, run.timer).samples
     batch = build_train_batch(rollouts, pad_token_id=0)
     batch["advantages"] = torch.randn(batch["input_ids"].shape, generator=torch.Generator().manual_seed(3))
     outside = batch["token_mask"] == 0
@@ -107,14 +107,14 @@ def test_several_tasks_and_environments_in_one_run(tmp_path):
     path.write_text(TWO_TASKS.format(parent=find_config("grpo_guess_number.yaml")))
     run = make(tmp_path, *SMALL, "grpo.max_num_steps=6", config=path)
     seen = []
-    rollout = run.rollouts.run
+    roll_out = run.collector.roll_out
 
-    def watched(prompts, weight_version):
-        rollouts = rollout(prompts, weight_version)
+    def watched(prompts):
+        rollouts, metrics = roll_out(prompts)
         seen.append(rollouts)
-        return rollouts
+        return rollouts, metrics
 
-    run.rollouts.run = watched
+    run.collector.roll_out = watched
     run.train()
     turns = {"reverse_digits": set(), "guess_number": set()}
     for rollouts in seen:
@@ -134,7 +134,7 @@ def test_several_tasks_and_environments_in_one_run(tmp_path):
 
 def test_it_learns_to_halve_the_range(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=260")
-    run.services.progress = tiny.StopWhenLearned(run, 0.65)
+    run.after_step.append(tiny.StopWhenLearned(run, 0.65))
     run.train()
     rewards = [row["reward"] for row in run.history]
     assert rewards[0] < 0.45  # who guesses blindly wins 3 in 7

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.algorithms.run import build_run
 from nemo_rl_cpp.commands.runs import train_to_the_end
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.distributed.ranks import Ranks
@@ -125,26 +125,19 @@ def test_a_run_that_has_lost_a_worker_goes_on_from_its_checkpoint(tmp_path, monk
     straight, _ = trained(tmp_path / "straight", 4, *BLOCKS)
     folder, built = tmp_path / "broken", []
 
-    class KillsAWorker:
-        """In place of the progress line: after step 3 of the first run, rank 1 is gone."""
-
-        def __init__(self, run):
-            self.run = run
-
-        def step(self, step, metrics):
-            if step == 3 and len(built) == 1:
-                os.kill(self.run.cluster.workers.pids[1], signal.SIGKILL)
-
-        def print(self, text): ...
-
-        def finish(self, summary, title): ...
-
     def build(config):
-        built.append(build_run(config))
-        built[-1].services.progress = KillsAWorker(built[-1])
-        return built[-1]
+        run = build_run(config)
+        built.append(run)
 
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.build_run", build)
+        def kill_a_worker(result):
+            """After step 3 of the first run, rank 1 is gone."""
+            if result.step == 3 and len(built) == 1:
+                os.kill(run.cluster.workers.pids[1], signal.SIGKILL)
+
+        run.after_step.append(kill_a_worker)
+        return run
+
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.run.build_run", build)
     config = load_grpo_config(
         "grpo_tiny.yaml",
         [*BLOCKS, *workers(2), "cluster.max_restarts=1", f"logger.log_dir={folder / 'logs'}", "grpo.max_num_steps=4",

@@ -128,8 +128,9 @@ def test_a_run_beside_rollouts_ends_although_an_async_reward_is_under_way(tmp_pa
             event.stop()
 
     way = WAYS["async_grpo"]
-    with tiny.make(tmp_path, *COMMON, *PLACES["environment"], *way, "grpo.max_num_steps=50") as run:
-        run.services.callbacks = Callbacks([Stop()])
+    with tiny.make(
+        tmp_path, *COMMON, *PLACES["environment"], *way, "grpo.max_num_steps=50", callbacks=Callbacks([Stop()])
+    ) as run:
         run.train()
         assert run.state.step == 1
 

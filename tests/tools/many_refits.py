@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from nemo_rl_cpp.algorithms.build import make_cluster, make_engine_cluster, make_generation, make_policy
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
-from nemo_rl_cpp.algorithms.run_data import make_tokenizer
+from nemo_rl_cpp.algorithms.parts import make_cluster, make_engine_cluster, make_generation, make_policy, make_tokenizer
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of

@@ -50,7 +50,7 @@ def test_no_public_module_imports_an_optional_package():
     printed = run(code)
     loaded = {name.removeprefix("loaded:") for name in printed if name.startswith("loaded:")}
     imported = [name for name in printed if name.startswith("nemo_rl_cpp.")]
-    assert len(imported) > 100 and "nemo_rl_cpp.algorithms.grpo" in imported
+    assert len(imported) > 100 and "nemo_rl_cpp.algorithms.loop" in imported
     optional = {
         "ray",
         "vllm",

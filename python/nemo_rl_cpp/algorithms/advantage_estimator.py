@@ -1,4 +1,4 @@
-"""Advantage estimators, over the native ops. One class and one line in
+"""From rewards to advantages: the estimators, over the native ops, and the stage of a step that calls one. One class and one line in
 `config/estimators.py`, or `register_estimator`, add another.
 
 compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) gives advantages [B, S], or (advantages, returns) from
@@ -7,23 +7,71 @@ Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] where th
 `last_metrics` of each estimator holds `advantage/degenerate_whitening` = 1.0 when too few tokens were valid to whiten.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
-from nemo_rl_cpp.algorithms.custom_components import OwnEstimator
-from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys, setting
+from nemo_rl_cpp.algorithms.custom_components import AdvantageEstimator, OwnEstimator
 from nemo_rl_cpp.checks.components import ESTIMATORS
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS, EstimatorEntry, checked_name
-from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
+from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, GRPOConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
 from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
+from nemo_rl_cpp.rollouts.batches import TrainBatch
+
+T = TypeVar("T")
+
+
+def get_gdpo_reward_component_keys(batch: Mapping[str, object]) -> list[str]:
+    """The keys `reward/<name>` of a batch, sorted."""
+    return sorted(key for key in batch.keys() if str(key).startswith("reward/"))
+
+
+def calculate_baseline_and_std_per_prompt(
+    prompts: Tensor,
+    rewards: Tensor,
+    valid_mask: Tensor,
+    leave_one_out_baseline: bool = True,
+    std_rewards: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(baseline, std), both [B]: mean and unbiased std of the rewards of the samples with the same prompt.
+
+    prompts [B, L] (rows equal as a whole, they need not be adjacent), rewards and valid_mask [B]; samples with
+    valid_mask 0 do not count. With leave_one_out_baseline the sample itself is left out. `std_rewards` replaces the
+    rewards in the std. A prompt with at most one valid sample gives (own reward, 0).
+    """
+    result = ops.group_baseline(
+        rewards,
+        ops.group_ids_from_prompts(prompts),
+        valid_mask=valid_mask,
+        leave_one_out=leave_one_out_baseline,
+        std_rewards=std_rewards,
+    )
+    return result.baseline, result.std
+
+
+def setting(config: object, name: str, *default: T) -> T:
+    """One field of a mapping or an object; without a default a missing one is a ValueError that names it."""
+    found = config.get(name, _MISSING) if isinstance(config, Mapping) else getattr(config, name, _MISSING)
+    if found is not _MISSING:
+        return found
+    if default:
+        return default[0]
+    raise ValueError(f"the configuration has no '{name}'; add the key (known: {sorted(_names(config))})")
+
+
+def _names(config: object) -> list[str]:
+    return list(config) if isinstance(config, Mapping) else [n for n in vars(config) if not n.startswith("_")]
+
+
+_MISSING = object()
 
 
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
@@ -239,3 +287,76 @@ def register_estimator(
     ADVANTAGE_ESTIMATORS.add(
         name, EstimatorEntry(cls, algorithm), section, keys.model_fields if keys is not None else {}
     )
+
+
+# ---- the stage of a step
+
+
+def _takes_ragged(estimator: AdvantageEstimator) -> bool:
+    """Whether its compute_advantage names `offsets`: then what belongs to tokens is given as [T] with them, without padding."""
+    return "offsets" in inspect.signature(estimator.compute_advantage).parameters
+
+
+def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
+    """What every estimator is given, and these, which are [T] or None; padded where it does not take them as they are."""
+    of_tokens["mask"] = batch.valid_mask
+    if ragged:
+        return {**of_tokens, "prompt_ids": batch.input_ids, "rewards": batch.rewards, "offsets": batch.offsets}
+    padded = {name: None if value is None else batch.padded(value) for name, value in of_tokens.items()}
+    return {**padded, "prompt_ids": batch["input_ids"], "rewards": batch.rewards}
+
+
+class GroupAdvantages:
+    """GRPO's: each sample is compared with the others of its group. Groups go by `group_id`: two equal prompts of a batch are
+    two groups.
+
+    With `masked_reward_policy` exclude the samples that get no gradient have no say in their group's statistics. Final
+    advantages lie within [advantage_clip_low, advantage_clip_high]; a bound that is None does not bind.
+    """
+
+    def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig) -> None:
+        self.estimator, self._ragged = estimator, _takes_ragged(estimator)
+        self._voting = grpo.masked_rewards_are_out
+        self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return dict(self.estimator.last_metrics)
+
+    def add(self, batch: TrainBatch) -> None:
+        """`advantages` of the batch."""
+        advantages = self.estimator.compute_advantage(
+            group_id=batch.group_id,
+            valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
+            repeated_batch=batch,
+            **_inputs(
+                batch, self._ragged, logprobs_policy=batch.old_logprobs,
+                logprobs_reference=batch.tokens.get("reference_policy_logprobs"),
+            ),
+        )  # fmt: skip
+        if self._low is not None or self._high is not None:
+            advantages = advantages.clamp(min=self._low, max=self._high)
+        batch.advantages = advantages
+
+
+class TokenAdvantages:
+    """PPO's: from the values of the critic's states, or the rewards as they are; with a critic also what it learns from."""
+
+    def __init__(self, estimator: AdvantageEstimator) -> None:
+        self.estimator, self._ragged = estimator, _takes_ragged(estimator)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return dict(self.estimator.last_metrics)
+
+    def add(self, batch: TrainBatch) -> None:
+        """`advantages` and, where there is a critic, `returns` of the batch."""
+        advantages, returns = self.estimator.compute_advantage(
+            **_inputs(
+                batch, self._ragged, values=batch.tokens.get("values"), logprobs=batch.old_logprobs,
+                reference_logprobs=batch.tokens.get("reference_policy_logprobs"),
+            )
+        )  # fmt: skip
+        batch.advantages = advantages
+        if returns is not None:
+            batch.returns = returns

@@ -14,6 +14,7 @@ from nemo_rl_cpp.errors import one_sentence, user_code
 from nemo_rl_cpp.user_code import call_user
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.hooks import StepResult
     from nemo_rl_cpp.algorithms.run import TrainingRun
     from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
@@ -80,22 +81,26 @@ class Callback:
 class Callbacks:
     """The callbacks of a run, called in their order."""
 
+    run: TrainingRun
+
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
 
-    def step(self, run: TrainingRun, metrics: Metrics) -> None:
-        self._call("on_step", run, metrics)
+    def after_step(self, result: StepResult) -> None:
+        self._call("on_step", result.metrics)
 
-    def validation(self, run: TrainingRun, metrics: Metrics) -> None:
-        self._call("on_validation", run, metrics)
+    def after_validation(self, result: StepResult) -> None:
+        if result.validation is not None:
+            self._call("on_validation", result.validation.metrics)
 
-    def checkpoint(self, run: TrainingRun, folder: Path) -> None:
-        self._call("on_checkpoint", run, _last(run), checkpoint=folder)
+    def after_checkpoint(self, result: StepResult) -> None:
+        if result.checkpoint is not None:
+            self._call("on_checkpoint", self._last_metrics(), result.checkpoint)
 
-    def end(self, run: TrainingRun, status: str) -> None:
-        """`on_end` of each, whatever one raises: the first error goes on to the caller, further ones are printed. After a failure
-        all are, since the failure goes on."""
-        event, first = _event(run, _last(run), status=status), None
+    def end(self, status: str) -> None:
+        """Call `on_end` of each, whatever one raises: the first error goes to the caller, further ones are printed. After a failure
+        all are printed, since the caller gets the failure."""
+        event, first = self._event(self._last_metrics(), status=status), None
         for callback in self._callbacks:
             try:
                 _tell(callback, "on_end", event)
@@ -107,14 +112,19 @@ class Callbacks:
         if first is not None:
             raise first
 
-    def _call(self, method: str, run: TrainingRun, metrics: Metrics, checkpoint: Path | None = None) -> None:
-        event = _event(run, metrics, checkpoint)
+    def _call(self, method: str, metrics: Metrics, checkpoint: Path | None = None) -> None:
+        if not self._callbacks:
+            return
+        event = self._event(metrics, checkpoint)
         for callback in self._callbacks:
             _tell(callback, method, event)
 
+    def _event(self, metrics: Metrics, checkpoint: Path | None = None, status: str = "") -> RunEvent:
+        run = self.run
+        return RunEvent(run.state.step, run.config.loop.max_num_steps, dict(metrics), run, checkpoint, status)
 
-def _event(run: TrainingRun, metrics: Metrics, checkpoint: Path | None = None, status: str = "") -> RunEvent:
-    return RunEvent(run.state.step, run.config.loop.max_num_steps, dict(metrics), run, checkpoint, status)
+    def _last_metrics(self) -> Metrics:
+        return self.run.history[-1] if self.run.history else {}
 
 
 def _tell(callback: Callback, method: str, event: RunEvent) -> None:
@@ -122,10 +132,6 @@ def _tell(callback: Callback, method: str, event: RunEvent) -> None:
     if function is not None:
         with user_code(f"callback {type(callback).__name__}.{method}"):
             call_user(function, event)
-
-
-def _last(run: TrainingRun) -> Metrics:
-    return run.services.history[-1] if run.services.history else {}
 
 
 def checked_callbacks(given: object) -> Callbacks:

@@ -7,7 +7,7 @@
       train_dataloader.json     position in the data
       trainer_state/sampler.*   prompt groups kept for the next step: JSON and safetensors, nothing that runs code
       trainer_state/ready_batches.*  rollouts that were made beside training for later steps (`algorithms.collector.py`)
-      trainer_state/identity.json   which model, tokenizer and rows these are, see `algorithms/resume.py`
+      trainer_state/identity.json   which model, tokenizer and rows these are, see `run_identity`
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 
 Nothing else of ours has a state: every random number is a function of the seed and of what is saved here. Functions of the
@@ -18,12 +18,13 @@ The model card and the upload to the hub are here, too: what a run tells others 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,31 +33,44 @@ import torch
 from nemo_rl_cpp.algorithms.collector import RolloutCollector
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
+from nemo_rl_cpp.algorithms.hooks import StepResult, Terminal
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.algorithms.validation import mean_word
+from nemo_rl_cpp.algorithms.validation import Validator, mean_word
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
+from nemo_rl_cpp.checks import resumed
 from nemo_rl_cpp.checks.resumed import IDENTITY
 from nemo_rl_cpp.config.access import to_json
+from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.config.data import DataConfig, environments_of_training
+from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
+from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.errors import short_path
 from nemo_rl_cpp.files.durable import disk_trouble
 from nemo_rl_cpp.files.folder_lock import FolderError
 from nemo_rl_cpp.files.plain_state import read_state, write_state
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.loggers.logger import Logger
+from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.hub_upload import push_to_hub
+from nemo_rl_cpp.models.interfaces import TrainedModelInterface
+from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.observe import StepReport
-    from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.step import Critic, NoCritic
+    from nemo_rl_cpp.data.utils import Datasets
 
 
 SAMPLER_STATE = Path("trainer_state") / "sampler"
 READY_BATCHES = Path("trainer_state") / "ready_batches"
+_SAMPLED_ROWS = 256
 
 
 class NotSavedError(FolderError):
@@ -127,181 +141,210 @@ def find_resume(checkpoints: CheckpointManager | None) -> Resume:
     return Resume(Path(path), TrainState.from_training_info(checkpoints.load_training_info(path)))
 
 
-def save_checkpoint(run: TrainingRun, metric: dict[str, float]) -> Path:
-    """Saves everything that the run needs to go on after step `state.step`, and returns the checkpoint's folder.
+# ---- saving
 
-    The logs are synced first, so that no checkpoint is newer than its logs.
+
+@dataclass
+class Saver:
+    """Saves a checkpoint after a step, if one is due, with all that the run needs to continue.
+
+    Attributes:
+        card: facts of the model card that the whole run shares.
     """
-    checkpoints, state = run.services.checkpoints, run.state
-    run.services.logger.flush()
-    run.collection.settle()
-    with checkpoints.saving(state.step, state.to_training_info(metric), run.config) as folder:
-        for name, model in run.models.items():
-            optimizer = folder / name / "optimizer" if checkpoints.save_optimizer else None
-            model.save_checkpoint(folder / name / "weights", optimizer, checkpointing_cfg=run.config.checkpointing)
-        write_card(folder / "policy" / "weights", run.config, card_facts(run))
-        save_dataloader_state(run.prompts.loader, folder)
-        (folder / SAMPLER_STATE).parent.mkdir(exist_ok=True)
-        if kept := run.sampler.state_dict():
-            write_state(folder / SAMPLER_STATE, kept)
-        if ready := run.collection.state_dict():
-            write_state(folder / READY_BATCHES, ready)
-        if checkpoints.identity:
-            (folder / IDENTITY).write_text(
-                json.dumps(checkpoints.identity, indent=1, sort_keys=True) + "\n", encoding="utf-8"
-            )
-    return Path(folder).with_name(f"step_{state.step}")
 
+    manager: CheckpointManager
+    config: TrainMasterConfig
+    policy: TrainedModelInterface
+    critic: Critic | NoCritic
+    collector: RolloutCollector
+    validator: Validator | None
+    environments: Mapping[str, Environment]
+    logger: Logger
+    timer: Timer
+    terminal: Terminal
+    card: CardFacts
 
-def save_if_due(run: TrainingRun, metric: Callable[[], dict[str, float]], **reasons: bool) -> None:
-    """A checkpoint after step `state.step`, if one is due by `CheckpointManager.save_reason(**reasons)`, or is owed because
-    an earlier one found no space and there is space again. `metric()` gives the checkpoint metric.
+    @property
+    def models(self) -> dict[str, TrainedModelInterface]:
+        """What a checkpoint saves, by the name of its folder."""
+        return {"policy": self.policy} | self.critic.models
 
-    A save that fails for want of space is said once; the run goes on. At its end that is an error (NotSavedError). Weights
-    that are not finite are never saved: NonFiniteError names the first bad parameter.
-    """
-    checkpoints = run.services.checkpoints
-    reason = checkpoints.save_reason(run.state.step, **reasons)
-    if reason is None and not (checkpoints.owed and _free(checkpoints) > _size(run)):
-        return
-    check_weights(run)
-    began = time.monotonic()
-    with run.services.timer("checkpointing"):
-        try:
-            saved = save_checkpoint(run, metric())
-        except Exception as error:
-            if (trouble := disk_trouble(error)) is None:
-                raise
-            _not_saved(run, trouble, error)
+    def after_step(self, result: StepResult) -> None:
+        """Save if a checkpoint is due by `CheckpointManager.save_reason`, or is owed because an earlier one found no space and
+        there is space again.
+
+        A save that fails for want of space is said once; the run goes on. At its end that is an error (NotSavedError). Weights
+        that are not finite are never saved: NonFiniteError names the first bad parameter.
+        """
+        self.check_metric_name(result)
+        manager, state = self.manager, result.state
+        reason = manager.save_reason(
+            state.step, is_last=state.finished, early_stop=result.reached_target, timeout=result.timed_out,
+            interrupted=result.interrupted,
+        )  # fmt: skip
+        if reason is None and not (manager.owed and self._free() > self._size()):
+            if state.finished and not manager.enabled:
+                self._check_weights(state)
             return
-        if checkpoints.owed:
-            _say(run, f"step {run.state.step} is saved: {checkpoints.checkpoint_dir} has space again")
-        checkpoints.owed = False
-    if run.services.progress is not None:
+        self._check_weights(state)
+        began = time.monotonic()
+        with self.timer("checkpointing"):
+            try:
+                saved = self._save(result)
+            except Exception as error:
+                if (trouble := disk_trouble(error)) is None:
+                    raise
+                self._not_saved(state, trouble, error)
+                return
+            if manager.owed:
+                self.terminal.print(f"step {state.step} is saved: {manager.checkpoint_dir} has space again")
+            manager.owed = False
         size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-        run.services.progress.print(f"saved {short_path(saved)}: {size_text(size)} in {time.monotonic() - began:.1f} s")
-    run.services.callbacks.checkpoint(run, saved)
+        self.terminal.print(f"saved {short_path(saved)}: {size_text(size)} in {time.monotonic() - began:.1f} s")
+        result.checkpoint = saved
 
+    def _save(self, result: StepResult) -> Path:
+        """Write the checkpoint and return its folder. The logs are synced first, so that no checkpoint is newer than its logs."""
+        manager, state, collector = self.manager, result.state, self.collector
+        metric = self._metric_of(result)
+        self.logger.flush()
+        collector.settle()
+        with manager.saving(state.step, state.to_training_info(metric), self.config) as folder:
+            for name, model in self.models.items():
+                optimizer = folder / name / "optimizer" if manager.save_optimizer else None
+                model.save_checkpoint(folder / name / "weights", optimizer, checkpointing_cfg=self.config.checkpointing)
+            validation = result.validation.metrics if result.validation else None
+            facts = facts_of_step(self.card, state.step, result.metrics, validation)
+            write_card(folder / "policy" / "weights", self.config, facts)
+            save_dataloader_state(collector.prompts.loader, folder)
+            (folder / SAMPLER_STATE).parent.mkdir(exist_ok=True)
+            if kept := collector.sampler.state_dict():
+                write_state(folder / SAMPLER_STATE, kept)
+            if ready := collector.state_dict():
+                write_state(folder / READY_BATCHES, ready)
+            if manager.identity:
+                text = json.dumps(manager.identity, indent=1, sort_keys=True) + "\n"
+                (folder / IDENTITY).write_text(text, encoding="utf-8")
+        return Path(folder).with_name(f"step_{state.step}")
 
-def check_metric_name(run: TrainingRun, report: StepReport | None, val_metrics: Metrics | None) -> None:
-    """ValueError when `checkpointing.metric_name` is none of the metrics that there are: asked after the first step, and after
-    the first validation (before a step: `report` None), so that no save finds out. Nothing once the name was seen."""
-    checkpoints = run.services.checkpoints
-    kind, _, name = ((checkpoints and checkpoints.metric_name) or "").partition(":")
-    if not name or not checkpoints.enabled or checkpoints.metric_seen or (kind == "train" and report is None):
-        return
-    if kind == "train":
-        known: Iterable[str] | None = report.metrics
-    elif val_metrics is not None:
-        known = val_metrics
-    else:
-        known = run.validator.gives(report.rollout_names, run.environments.train) if run.validator is not None else None
-        if known is None or name in known:
-            return  # the first validation tells
-    if name not in known:
-        raise _no_metric(checkpoints, known)
-    checkpoints.metric_seen = True
+    def check_metric_name(self, result: StepResult) -> None:
+        """Raise ValueError when `checkpointing.metric_name` is none of the metrics that there are: after the first step, and after
+        the first validation, so that no save finds out. Do nothing once the name was seen."""
+        manager, validation = self.manager, result.validation
+        kind, _, name = (manager.metric_name or "").partition(":")
+        if not name or not manager.enabled or manager.metric_seen:
+            return
+        if kind == "train":
+            known: Iterable[str] | None = result.metrics or None  # None before the first step
+        elif validation is not None:
+            known = validation.metrics
+        elif self.validator is None or not result.metrics:
+            known = None
+        else:
+            known = self.validator.gives(result.rollout_names, self.environments)
+            if known is not None and name in known:
+                return  # the first validation tells
+        if known is None:
+            return
+        if name not in known:
+            raise _no_metric(manager, known)
+        manager.metric_seen = True
 
-
-def _no_metric(checkpoints: CheckpointManager, known: Iterable[str]) -> ValueError:
-    kind, _, name = checkpoints.metric_name.partition(":")
-    return ValueError(
-        f"checkpointing.metric_name={checkpoints.metric_name!r}: the {kind} metrics have no {name!r}; there are {', '.join(sorted(known))}"
-    )
-
-
-def metric_of(run: TrainingRun, metrics: Metrics, val_metrics: Metrics | None, quiet: bool = False) -> dict[str, float]:
-    """The metric that ranks a checkpoint. None, and that is said once a run (unless `quiet`), where no validation ran on this
-    step or where a metric that was there before is missing."""
-    checkpoints = run.services.checkpoints
-    kind, _, name = (checkpoints.metric_name or "").partition(":")
-    there = val_metrics if kind == "val" else metrics
-    if not name:
-        return {}
-    if there and name in there:
-        return {checkpoints.metric_name: float(there[name])}
-    if there and not checkpoints.metric_seen:
-        raise _no_metric(checkpoints, there)
-    if not quiet and not checkpoints.metric_missed:
-        checkpoints.metric_missed = True
-        why = (
-            f"this step's {kind} metrics have no {name!r}"
-            if there
-            else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
-        )
-        _say(
-            run,
-            f"warning: the checkpoint is saved without checkpointing.metric_name={checkpoints.metric_name}, by which it would be ranked ({why})",
-        )
-    return {}
-
-
-def _not_saved(run: TrainingRun, trouble: str, error: Exception) -> None:
-    checkpoints, state = run.services.checkpoints, run.state
-    text = (
-        f"step {state.step} could not be saved in {checkpoints.checkpoint_dir} ({trouble}): {size_text(_free(checkpoints))} are free there, a "
-        f"checkpoint takes about {size_text(_size(run))}"
-    )
-    if state.finished:
-        raise NotSavedError(
-            f"{text}. This was the run's last save: free space and start it again (it goes on from the newest checkpoint there), or "
-            "change checkpointing.checkpoint_dir"
-        ) from error
-    if not checkpoints.owed:
-        _say(
-            run,
-            f"warning: {text}. The run goes on and tries again when there is space, at the next period and at its end",
-        )
-    checkpoints.owed = True
-
-
-def _say(run: TrainingRun, text: str) -> None:
-    if run.services.progress is not None:
-        run.services.progress.print(text)
-    else:
-        warnings.warn(text, stacklevel=2)
-
-
-def _free(checkpoints: CheckpointManager) -> int:
-    return shutil.disk_usage(checkpoints.checkpoint_dir).free
-
-
-def _size(run: TrainingRun) -> int:
-    """Bytes of a checkpoint's tensors."""
-    return sum(model.checkpoint_bytes(run.services.checkpoints.save_optimizer) for model in run.models.values())
-
-
-def check_weights(run: TrainingRun) -> None:
-    """NonFiniteError that names the first parameter that is not finite, of any model that is trained."""
-    for name, model in run.models.items():
-        if bad := model.non_finite_parameters():
-            raise NonFiniteError(
-                f"{name}: after step {run.state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing was saved, "
-                f"earlier checkpoints are untouched. The learning rate is {to_json(model.learning_rate)}: lower it"
+    def _metric_of(self, result: StepResult) -> dict[str, float]:
+        """Return the metric that ranks a checkpoint. Return {}, and say so once a run (unless it was interrupted), where no
+        validation ran on this step or where a metric that was there before is missing."""
+        manager = self.manager
+        kind, _, name = (manager.metric_name or "").partition(":")
+        validation = result.validation.metrics if result.validation else None
+        there = validation if kind == "val" else result.metrics
+        if not name:
+            return {}
+        if there and name in there:
+            return {manager.metric_name: float(there[name])}
+        if there and not manager.metric_seen:
+            raise _no_metric(manager, there)
+        if not result.interrupted and not manager.metric_missed:
+            manager.metric_missed = True
+            why = (
+                f"this step's {kind} metrics have no {name!r}"
+                if there
+                else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
             )
+            self.terminal.print(
+                f"warning: the checkpoint is saved without checkpointing.metric_name={manager.metric_name}, by which it would "
+                f"be ranked ({why})"
+            )
+        return {}
+
+    def _not_saved(self, state: TrainState, trouble: str, error: Exception) -> None:
+        manager = self.manager
+        text = (
+            f"step {state.step} could not be saved in {manager.checkpoint_dir} ({trouble}): {size_text(self._free())} are free "
+            f"there, a checkpoint takes about {size_text(self._size())}"
+        )
+        if state.finished:
+            raise NotSavedError(
+                f"{text}. This was the run's last save: free space and start it again (it goes on from the newest checkpoint "
+                "there), or change checkpointing.checkpoint_dir"
+            ) from error
+        if not manager.owed:
+            self.terminal.print(
+                f"warning: {text}. The run goes on and tries again when there is space, at the next period and at its end"
+            )
+        manager.owed = True
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.manager.checkpoint_dir).free
+
+    def _size(self) -> int:
+        """Return the bytes of a checkpoint's tensors."""
+        return sum(model.checkpoint_bytes(self.manager.save_optimizer) for model in self.models.values())
+
+    def _check_weights(self, state: TrainState) -> None:
+        """Raise NonFiniteError with the first parameter that is not finite, of any model that is trained."""
+        for name, model in self.models.items():
+            if bad := model.non_finite_parameters():
+                raise NonFiniteError(
+                    f"{name}: after step {state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing "
+                    f"was saved, earlier checkpoints are untouched. The learning rate is {to_json(model.learning_rate)}: lower it"
+                )
 
 
-def card_facts(run: TrainingRun) -> CardFacts:
-    """Of the present step."""
-    services, results = run.services, {}
-    if services.history:
-        results["reward, last step"] = services.history[-1]["reward"]
-    if services.validations and services.validations[-1]["step"] == run.state.step:
-        last = services.validations[-1]
-        results[f"validation {mean_word(last)}"] = last["accuracy"]
-    own = {"loss_fn": run.loss_fn, "adv_estimator": run.advantages.estimator}
+def _no_metric(manager: CheckpointManager, known: Iterable[str]) -> ValueError:
+    kind, _, name = manager.metric_name.partition(":")
+    return ValueError(
+        f"checkpointing.metric_name={manager.metric_name!r}: the {kind} metrics have no {name!r}; there are "
+        f"{', '.join(sorted(known))}"
+    )
+
+
+# ---- what others are told of the model
+
+
+def facts_of_run(
+    config: TrainMasterConfig, environments: Mapping[str, Environment], loss_fn: object, estimator: object
+) -> CardFacts:
+    """Return the facts of a model card that do not change in the course of a run."""
+    own = {"loss_fn": loss_fn, "adv_estimator": estimator}
     components = {what: each.name for what, each in own.items() if isinstance(each, (OwnLoss, OwnEstimator))}
-    return CardFacts(run.state.step, _rewards(run), results, components)
+    return CardFacts(0, reward_names(config, environments), {}, components)
 
 
-def _rewards(run: TrainingRun) -> list[str]:
-    """The names of environments; of reward functions their own, with their weights."""
+def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metrics | None) -> CardFacts:
+    """Return the facts of a model card after a step, with its metrics and those of its validation."""
+    results = {"reward, last step": metrics["reward"]} if metrics else {}
+    if validation is not None:
+        results[f"validation {mean_word(validation)}"] = validation["accuracy"]
+    return card._replace(step=step, results=results)
+
+
+def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
+    """Return the names of environments; of reward functions their own, with their weights."""
     found: list[str] = []
-    used = environments_of_training(run.config.data)
-    section = (
-        run.config.env.get("reward_functions") if used == {"reward_functions"} else None
-    )  # else it may be another task's
-    for task, environment in run.environments.train.items():
+    used = environments_of_training(config.data)
+    # of other environments the section may be another task's
+    section = config.env.get("reward_functions") if used == {"reward_functions"} else None
+    for task, environment in environments.items():
         described = getattr(getattr(environment, "_instance", environment), "described", None)
         if isinstance(described, list):
             found += described
@@ -312,19 +355,194 @@ def _rewards(run: TrainingRun) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def publish(run: TrainingRun) -> dict[str, str]:
-    """Uploads the last checkpoint where `checkpointing.push_to_hub` names a repository; the row of the summary. A failure is told
-    there and loses nothing."""
-    config = run.config.checkpointing
+def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:
+    """Upload a checkpoint where `checkpointing.push_to_hub` names a repository, and return the row of the summary. A failure
+    stands there and loses nothing."""
     repository, private = config.push_to_hub, config.hub_private
-    if repository is None or not run.services.saves or not run.state.step:
+    if repository is None or checkpoint is None:
         return {}
-    folder = run.services.checkpoints.checkpoint_dir / f"step_{run.state.step}"
     try:
-        return {"hub": push_to_hub(folder, repository, private=private)}
+        return {"hub": push_to_hub(checkpoint, repository, private=private)}
     except ValueError as error:
         return {"hub": f"not uploaded: {error}"}
     except KeyboardInterrupt:  # the run is over and saved: only the upload is given up
         return {
             "hub": f"not uploaded: the upload to {repository} was interrupted; nemo_rl_cpp.push_to_hub does it again"
         }
+
+
+# ---- which run a folder is of
+
+
+def open_checkpoints(
+    checkpoints: CheckpointManager,
+    config: TrainMasterConfig,
+    tokenizer: TokenizerType,
+    dataset: Datasets,
+    val_dataset: AllTaskProcessedDataset | None,
+) -> Resume:
+    """Lock the checkpoint folder, and return where to continue. The caller ends the lock (`CheckpointManager.shutdown`).
+
+    Print the first lines of a resumed run: the checkpoint, its time, each key that changed. What `checks/resumed.py` sees in
+    configuration and model files is checked again, and what only the loaded tokenizer and rows can tell. Raise ResumeError (a
+    ValueError) for another model, tokenizer, data set or algorithm, and FolderError for a folder that another run holds.
+    """
+    checkpoints.claim()
+    resume = find_resume(checkpoints)
+    if checkpoints.enabled:
+        checkpoints.identity = run_identity(config, tokenizer, dataset, val_dataset)
+    if resume.path is not None:
+        announce(resume, config, checkpoints.identity)
+    return resume
+
+
+def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, object]) -> None:
+    """Prints what is resumed and what changed since; ResumeError when it would be another run."""
+    saved = resumed.read_saved(resume.path)
+    refused = [*resumed.refusals(saved, config), *_loaded_refusals(saved, config, identity)]
+    if refused:
+        raise ResumeError(resumed.refusal_text(saved, refused))
+    print(resumed.headline(saved, [*resumed.changes(saved, config), *_said(saved, identity)]), flush=True)
+    if unknown := resumed.environment_keys(config):
+        print(f"Not compared, since their values come from environment variables: {', '.join(unknown)}", flush=True)
+    if text := end_reached(resume.state, config):
+        print(f"{resumed.short(resume.path)} {text}", flush=True)
+
+
+def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
+    """How to go on with a run that is at its end by the configuration; None while there is something to train."""
+    section, loop = config.algorithm, config.loop
+    for key, done, limit in (
+        ("max_num_steps", state.total_steps, loop.max_num_steps),
+        ("max_num_epochs", state.current_epoch, loop.max_num_epochs),
+    ):
+        if limit is not None and done >= limit:
+            return (
+                f"has {done} {key.rpartition('_')[2]}, and {section}.{key} is {limit}: nothing is left to train. Raise {section}.{key} to train on; for a new run "
+                "give another checkpointing.checkpoint_dir"
+            )
+    return None
+
+
+def run_identity(
+    config: TrainMasterConfig, tokenizer: TokenizerType, dataset: Datasets, val_dataset: AllTaskProcessedDataset | None
+) -> dict[str, object]:
+    """What identity.json holds: a number of each model's weights (of those that lie in a folder), of the tokenizer, of its
+    chat template, the prompt files, and the rows."""
+    sections = [name for name in ("policy", "value") if hasattr(config, name)]
+    return {
+        "models": {name: resumed.weights_identity(getattr(config, name).model_name) for name in sections},
+        "tokenizer": tokenizer_identity(tokenizer),
+        "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
+        "prompt_files": _digest(sorted(_prompt_texts(dataset))),
+        "train": rows_identity(dataset),
+        "validation": rows_identity(val_dataset),
+    }
+
+
+def tokenizer_identity(tokenizer: TokenizerType) -> str | None:
+    """A number of what texts become: vocabulary, merges and special tokens; None where the tokenizer does not say."""
+    named = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if hasattr(backend, "to_str"):
+        content = json.loads(backend.to_str())
+        content.pop("truncation", None), content.pop("padding", None)  # of the last call
+    elif hasattr(tokenizer, "get_vocab"):
+        content = tokenizer.get_vocab()
+    else:
+        return None
+    return _digest([content, named])
+
+
+def rows_identity(dataset: object) -> Plain:
+    """{"rows": how many, "sha256": a number of up to 256 of them, evenly spread}; by task name for several data sets, None
+    for none and for one whose rows cannot be read by number."""
+    if isinstance(dataset, Mapping):
+        return {str(name): rows_identity(one) for name, one in dataset.items()}
+    rows = getattr(dataset, "dataset", dataset)
+    try:
+        count = len(rows)
+        picked = sorted(
+            {i * (count - 1) // max(1, min(count, _SAMPLED_ROWS) - 1) for i in range(min(count, _SAMPLED_ROWS))}
+        )
+        return {"rows": count, "sha256": _digest([_content(rows[i]) for i in picked])}
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+def _content(row: object) -> object:
+    """A row without its task's name, which follows from the name of its file."""
+    return {key: value for key, value in row.items() if key != "task_name"} if isinstance(row, Mapping) else row
+
+
+def _prompt_texts(dataset: object) -> Iterator[str]:
+    """What stands in the prompt files of a data set, and its system prompts."""
+    for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+        table = getattr(one, "task_data_processors", None)
+        specs = [entry[0] for entry in table.values()] if isinstance(table, Mapping) else []
+        for spec in [*specs, getattr(one, "default_task_data_spec", None)]:
+            yield from (
+                f"{name}: {text}" for name in ("prompt", "system_prompt") if (text := getattr(spec, name, None))
+            )
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(_canonical(value), sort_keys=True).encode()).hexdigest()
+
+
+def _canonical(value: object) -> Plain:
+    """Plain data; objects that have no value of their own in words count by their type."""
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):
+        return _canonical(value.tolist())
+    return type(value).__name__
+
+
+# ---- compared with a checkpoint's
+
+
+def _loaded_refusals(
+    saved: resumed.Saved, config: TrainMasterConfig, identity: Mapping[str, object]
+) -> Iterator[tuple[str, str]]:
+    before = saved.identity
+    if _differ(before, identity, "tokenizer"):
+        yield "policy.tokenizer.name", f"{config.policy.tokenizer.name} is another tokenizer"
+    if _differ(before, identity, "train"):
+        counts = [
+            side["train"].get("rows") if isinstance(side["train"], Mapping) else None for side in (before, identity)
+        ]
+        how = f"{counts[0]} -> {counts[1]} rows" if counts[0] != counts[1] else "other rows"
+        yield "data.train", f"{how}: another data set"
+    for section in ("policy", "value"):
+        if hasattr(config, section) and (saved.path / section / "weights").is_dir():
+            model = getattr(config, section)
+            if model.backend == "hf":
+                from nemo_rl_cpp.models.hf.folder import hf_refusals  # transformers, which such a run has
+
+                yield from hf_refusals(saved.path / section / "weights", model, section)
+                continue
+            yield from resumed.architecture_refusals(
+                saved, section, model, open_model_folder(model.model_name, model.hf_config_overrides).config
+            )
+
+
+def _said(saved: resumed.Saved, identity: Mapping[str, object]) -> list[resumed.Change]:
+    names = {
+        "chat_template": "the chat template",
+        "prompt_files": "the prompt files",
+        "validation": "the validation rows",
+    }
+    return [
+        resumed.Change(text, "those of the checkpoint", "others")
+        for name, text in names.items()
+        if _differ(saved.identity, identity, name)
+    ]
+
+
+def _differ(before: Mapping[str, object], now: Mapping[str, object], name: str) -> bool:
+    return before.get(name) is not None and now.get(name) is not None and before[name] != now[name]

@@ -1,29 +1,32 @@
-"""Where the rollouts of a step come from: made in the step itself, or beside the training of earlier steps.
+"""Where the rollouts of a step come from: made in the step itself, or while earlier steps train.
 
 Both give the batches of a run in one order, and what a batch holds does not depend on how fast anything is:
 
-    SyncCollector      batch k is generated in step k, under version k of the weights
+    SyncCollector   batch k is generated in step k, under version k of the weights
     AsyncCollector  batch k is generated under version max(0, k - A) while steps before k train (A: `max_trajectory_age_steps`)
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from types import TracebackType
+from typing import Self
 
 import torch
 
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.data.interfaces import tokens_of
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.files.plain_state import check_state
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, finished_on_error
-from nemo_rl_cpp.rollouts.batches import Rollouts
-from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
+from nemo_rl_cpp.rollouts.batches import DatumBatch, Rollouts
+from nemo_rl_cpp.rollouts.rollout_metrics import RoundMetrics
+from nemo_rl_cpp.rollouts.rollouts import PromptSource
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
 _SAVED = ("rollout_metrics", "sampler_metrics", "finished_epochs", "weight_version")
@@ -61,115 +64,134 @@ class Collected:
 
 
 @dataclass
-class RolloutMaker:
-    """The components that make the rollouts of a step.
+class RolloutCollector(ABC):
+    """Makes the rollouts of a step.
 
     Attributes:
+        refit: brings the policy's weights to the engine.
+        prompts: draws the next prompts, each G times.
+        roll_out: lets the engine answer prompts and the environments score the answers (`run_multi_turn_rollout`).
+        sampler: collects rollouts until there are enough to train on.
+        shape_rewards: scales and shapes the rewards of a round.
+        change_rewards: changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`).
         failures_left: how many rounds of generation or scoring may still fail in this run; a failed one is done again.
     """
 
     generation: GenerationInterface
     refit: WeightSynchronizer
     prompts: PromptSource
-    rollouts: RolloutRunner
+    roll_out: Callable[[DatumBatch], tuple[DatumBatch, dict[str, float]]]
     sampler: GroupSampler
-    shape_rewards: Callable[[Rollouts], Rollouts]
+    state: TrainState
+    shape_rewards: Callable[[Rollouts], Rollouts] = lambda rollouts: rollouts
+    change_rewards: Callable[[Rollouts], dict[str, float]] = lambda rollouts: {}
     failures_left: int = 0
 
-    def make(self, weight_version: int, timer: Timer) -> Collected:
-        """Rounds of generation until a step can be taken: one, unless dynamic sampling asks for more."""
-        while not self.sampler.full:
-            prompts = self.prompts.next()
-            with timer("generation"):
-                rollouts = self._round(prompts, weight_version)
-            with timer("reward_calculation"):
-                rollouts = self.shape_rewards(rollouts)
-            with timer("dynamic_sampling"):
-                self.sampler.add(rollouts)  # the limit and its error live in the sampler
-        samples = self.sampler.take(weight_version)
-        return Collected(
-            samples, self.rollouts.pop_metrics(), self.sampler.metrics, self.prompts.pop_finished_epochs(), weight_version
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        self._rounds = RoundMetrics()
 
-    def _round(self, prompts: BatchedDataDict, weight_version: int) -> Rollouts:
-        while True:
-            tried = copy.deepcopy(prompts) if self.failures_left else prompts  # a rollout extends the conversations
-            try:
-                return self.rollouts.run(tried, weight_version)
-            except WorkerLostError:
-                raise  # it would not answer again
-            except Exception as error:
-                if self.failures_left == 0:
-                    raise
-                self.failures_left -= 1
-                print(f"a round of rollouts failed and is done again ({type(error).__name__}: {error}); {self.failures_left} more may fail", flush=True)  # fmt: skip
+    @abstractmethod
+    def collect(self, timer: Timer) -> Collected:
+        """Return the rollouts of the next step. The engine has the present weights afterwards."""
+
+    def settle(self) -> None:
+        """Wait until nothing is generated, for a validation or a checkpoint. Raise what generation raised."""
+
+    def state_dict(self) -> list[CollectedState]:
+        """Return the batches that are ready for later steps. `settle` comes first."""
+        return []
+
+    @abstractmethod
+    def load_state_dict(self, state: list[CollectedState]) -> None:
+        """Continue from `state_dict`."""
+
+    def close(self, wait: bool = False) -> None:
+        """Begin nothing more, and with `wait` wait for what has begun. Safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(wait=not isinstance(error, KeyboardInterrupt))
 
     def refresh(self, timer: Timer) -> dict[str, float | str | None]:
-        """The engine gets the present weights and is made ready."""
+        """Give the engine the present weights and make it ready."""
         with timer("prepare_for_generation/total"):
             metrics = self.refit.sync_weights(timer=timer)
             self.generation.prepare_for_generation()
         return metrics
 
+    def make(self, weight_version: int, timer: Timer) -> Collected:
+        """Generate until a step can be taken: one round, unless dynamic sampling asks for more.
 
-def _leave_out(batches: list[CollectedState], state: TrainState, why: str) -> None:
-    """Says that a checkpoint's batches are not trained. The data is past them, so their epochs count."""
-    print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
-    for _ in range(sum(saved["finished_epochs"] for saved in batches)):
-        state.next_epoch()
+        Rollouts get `raw_reward` float32 [B], as the environments gave it, and `weight_version` int64 [B].
+        """
+        while not self.sampler.full:
+            prompts = self.prompts.next()
+            with timer("generation"):
+                while True:
+                    tried = (
+                        copy.deepcopy(prompts) if self.failures_left else prompts
+                    )  # a rollout extends the conversations
+                    try:
+                        finished, metrics = self.roll_out(tried)
+                        break
+                    except Exception as error:
+                        self._count_failure(error)
+                rollouts = Rollouts(finished.data)
+                rollouts.raw_reward = rollouts.total_reward.clone()
+                metrics |= self.change_rewards(rollouts)
+                rollouts.weight_version = torch.full((rollouts.size,), weight_version)
+                metrics["total_rollout_tokens"] = sum(map(tokens_of, rollouts.message_log))
+                self._rounds.add(rollouts, metrics)
+            with timer("reward_calculation"):
+                rollouts = self.shape_rewards(rollouts)
+            with timer("dynamic_sampling"):
+                self.sampler.add(rollouts)  # raises at its limit of rounds
+        samples = self.sampler.take(weight_version)
+        epochs = self.prompts.pop_finished_epochs()
+        return Collected(samples, self._rounds.pop(), self.sampler.metrics, epochs, weight_version)
 
+    def _count_failure(self, error: Exception) -> None:
+        """Raise the error where no further round may fail. A lost worker would not answer again."""
+        if isinstance(error, WorkerLostError) or self.failures_left == 0:
+            raise error
+        self.failures_left -= 1
+        print(
+            f"a round of rollouts failed and is done again ({type(error).__name__}: {error}); {self.failures_left} more "
+            "may fail",
+            flush=True,
+        )
 
-class RolloutCollector(Protocol):
-    """Where the rollouts of a step come from."""
-
-    def collect(self, timer: Timer) -> Collected:
-        """The rollouts of the next step. The engine's weights are the present ones afterwards."""
-
-    def settle(self) -> None:
-        """Waits until nothing is generated: for a validation or a checkpoint. Raises what generation raised."""
-
-    def state_dict(self) -> list[CollectedState]:
-        """Batches that are ready for later steps; to be asked after `settle`."""
-
-    def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Goes on where `state_dict` was taken."""
-
-    def close(self, wait: bool = False) -> None:
-        """Begins nothing more, and with `wait` waits for what has begun. Safe to call twice."""
+    def leave_out(self, batches: list[CollectedState], why: str) -> None:
+        """Say that a checkpoint's batches are not trained. The data is past them, so their epochs count."""
+        print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
+        for _ in range(sum(saved["finished_epochs"] for saved in batches)):
+            self.state.next_epoch()
 
 
 class SyncCollector(RolloutCollector):
-    """Generates a step's rollouts when the step asks for them."""
-
-    def __init__(self, maker: RolloutMaker, state: TrainState) -> None:
-        self.maker, self._state = maker, state
+    """Generates a step's rollouts when the step asks for them. Nothing is ready before its step."""
 
     def collect(self, timer: Timer) -> Collected:
-        """As `RolloutCollector`."""
-        metrics = self.maker.refresh(timer)
-        with finished_on_error(self.maker.generation):
-            collected = self.maker.make(self._state.step, timer)
+        """Give the engine the present weights, generate, and close the engine."""
+        metrics = self.refresh(timer)
+        with finished_on_error(self.generation):
+            collected = self.make(self.state.step, timer)
         with timer("data_processing"):
-            self.maker.generation.finish_generation()
+            self.generation.finish_generation()
         collected.metrics = metrics
         return collected
 
-    def settle(self) -> None:
-        """Nothing is generated between two steps."""
-
-    def state_dict(self) -> list[CollectedState]:
-        """Nothing is ready before its step."""
-        return []
-
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Batches of a run that generated beside its training: they are said and left out."""
+        """Leave out the batches of a run that generated while it trained, and say so."""
         if state:
-            _leave_out(state, self._state, "rollouts are made in their own step now")
-
-    def close(self, wait: bool = False) -> None:
-        """Nothing runs beside."""
+            self.leave_out(state, "rollouts are made in their own step now")
 
 
+@dataclass
 class AsyncCollector(RolloutCollector):
     """Generates the batches of later steps while the present one trains. The engine has weights of its own.
 
@@ -177,33 +199,38 @@ class AsyncCollector(RolloutCollector):
     batch is A versions old when it is trained, but for the first ones, which version 0 generates; and a run gives the same bits
     however long generation and training take. What is ready waits in order; a checkpoint holds it.
 
-    Args:
+    Attributes:
         age: A, at least 1 (`max_trajectory_age_steps`).
-        keeps: whether checkpoints will hold batches. Then the first one is tried, so that a column which no checkpoint can hold
-            is said in step 1.
+        keeps: whether checkpoints will hold batches. Then the first one is tried, so that step 1 reports a column which no
+            checkpoint can hold.
         groups: (prompts of a step, responses to each), which batches of a checkpoint must have; None: any.
-        submit: starts a job beside and gives its future; None: in a thread. Jobs run one after the other.
+        submit: starts a job and gives its future; None: in a thread. Jobs run one after the other.
     """
 
-    def __init__(
-        self, maker: RolloutMaker, state: TrainState, age: int, keeps: bool = False, groups: tuple[int, int] | None = None,
-        submit: Callable[[Callable[[], Collected | None]], Future[Collected | None]] | None = None,
-    ) -> None:  # fmt: skip
-        self.maker, self._state, self._age, self._keeps, self._groups = maker, state, age, keeps, groups
+    age: int = 1
+    keeps: bool = False
+    groups: tuple[int, int] | None = None
+    submit: Callable[[Callable[[], Collected | None]], Future[Collected | None]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._threads: ThreadPoolExecutor | None = None
-        self._submit = submit or self._in_thread
+        self.submit = self.submit or self._in_thread
         self._batches: deque[Future[Collected | None]] = deque()  # of steps state.step, state.step + 1, ...
-        self._epochs_drawn = state.current_epoch  # of the data, when all these batches are trained
+        self._epochs_drawn = self.state.current_epoch  # of the data, when all these batches are trained
         self._generates = False
 
     def collect(self, timer: Timer) -> Collected:
-        """As `RolloutCollector`. `exposed_generation` is the time that training waits for it."""
+        """Wait for the rollouts of the step, and begin those of a later one. `exposed_generation` is the time that training
+        waits."""
         with timer("exposed_generation"):
             self.settle()
-        ready, version = len(self._batches), self._state.step
-        metrics = self.maker.refresh(timer)
-        while len(self._batches) <= self._age:
-            self._begin(version + len(self._batches), version)
+        ready, version = len(self._batches), self.state.step
+        metrics = self.refresh(timer)
+        while len(self._batches) <= self.age:
+            self._generates = True
+            step = version + len(self._batches)
+            self._batches.append(self.submit(lambda step=step: self._batch_of(step, version)))
         with timer("exposed_generation"):
             collected = self._batches.popleft().result()
         if collected is None:
@@ -214,54 +241,48 @@ class AsyncCollector(RolloutCollector):
         collected.metrics = metrics | {"avg_trajectory_age": age, "buffer_size": ready}
         return collected
 
-    def _begin(self, step: int, version: int) -> None:
-        self._generates = True
-        self._batches.append(self._submit(lambda: self._make(step, version)))
-
     def _in_thread(self, job: Callable[[], Collected | None]) -> Future[Collected | None]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         return self._threads.submit(job)
 
-    def _make(self, step: int, version: int) -> Collected | None:
-        """The batch of a step, counted from 0; None where the run ends before it. Runs beside, in the order of steps."""
-        state, timer = self._state, Timer()
+    def _batch_of(self, step: int, version: int) -> Collected | None:
+        """Make the batch of a step, counted from 0; None where the run ends before it. Jobs run in the order of steps."""
+        state, timer = self.state, Timer()
         if state.max_num_steps is not None and step >= state.max_num_steps:
             return None
         if state.max_num_epochs is not None and self._epochs_drawn >= state.max_num_epochs:
             return None
-        collected = self.maker.make(version, timer)
-        if self._keeps:
+        collected = self.make(version, timer)
+        if self.keeps:
             check_state(collected.state_dict(), "rollouts")
-            self._keeps = False
+            self.keeps = False
         self._epochs_drawn += collected.finished_epochs
         collected.seconds = timer.sums()
         return collected
 
     def settle(self) -> None:
-        """As `RolloutCollector`."""
+        """Wait for all batches, and close the engine."""
         for batch in self._batches:
             batch.result()
         if self._generates:
-            self.maker.generation.finish_generation()
+            self.generation.finish_generation()
             self._generates = False
 
     def state_dict(self) -> list[CollectedState]:
-        """As `RolloutCollector`."""
+        """Return the batches that are ready for later steps."""
         ready = [batch.result() for batch in self._batches]
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """As `RolloutCollector`. Where the run now allows a smaller age, the batches are trained all the same, in their order. Batches of
-        another size than this run's are said and left out."""
+        """Train the batches of a checkpoint in their order, also where the run now allows a smaller age. Leave out batches of
+        another size than this run's, and say so."""
         sizes = [
             torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
         ]
-        if self._groups is not None and any(size != [self._groups[1]] * self._groups[0] for size in sizes):
-            _leave_out(
-                state, self._state, f"they are not of {self._groups[0]} prompts with {self._groups[1]} responses each"
-            )
-            self._epochs_drawn = self._state.current_epoch
+        if self.groups is not None and any(size != [self.groups[1]] * self.groups[0] for size in sizes):
+            self.leave_out(state, f"they are not of {self.groups[0]} prompts with {self.groups[1]} responses each")
+            self._epochs_drawn = self.state.current_epoch
             return
         for saved in state:
             batch: Future[Collected | None] = Future()
@@ -270,7 +291,7 @@ class AsyncCollector(RolloutCollector):
             self._epochs_drawn += saved["finished_epochs"]
 
     def close(self, wait: bool = False) -> None:
-        """As `RolloutCollector`; what is being generated ends by itself, or with its workers."""
+        """Begin nothing more. What is being generated ends by itself, or with its workers."""
         if self._threads is not None:
             self._threads.shutdown(wait=wait, cancel_futures=not wait)
             self._threads = None

@@ -6,13 +6,15 @@ tells its exceptions from ours.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp import dotted_names
-from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, LossFunction, LossInputType, LossType
 from nemo_rl_cpp.argument_checks import described
 from nemo_rl_cpp.checks.components import ESTIMATORS, LOSS, check_component, make_component
@@ -22,6 +24,33 @@ from nemo_rl_cpp.config.ppo import GAEConfig
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted, search_for_modules
 from nemo_rl_cpp.errors import user_code
 from nemo_rl_cpp.user_code import call_user
+
+
+class AdvantageEstimator(Protocol):
+    """From the rewards of a batch to the advantages of its tokens. The base class of estimators of one's own.
+
+    class Best(nemo_rl_cpp.AdvantageEstimator):
+        def compute_advantage(self, rewards, group_id, **batch):
+            return rewards - rewards.mean()
+
+    `last_metrics` holds numbers of the last call that are logged with the step.
+    """
+
+    last_metrics: Mapping[str, float] = MappingProxyType({})
+
+    @abstractmethod
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
+
+        `batch` has what an algorithm knows beside these. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
+        `logprobs_policy` and `logprobs_reference` [B, S] or None. PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None.
+        An estimator of PPO returns (advantages, returns), the latter None where there is no critic.
+
+        One that names `offsets`, int64 [B + 1], among its inputs is given all that is [B, S] here as [T], without padding.
+        """
+
 
 Estimator = AdvantageEstimator | Callable[..., Tensor] | Mapping[str, object] | str | None
 """What may be given for an advantage estimator from Python."""

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Self, TypedDict
 
 import torch
 
-from nemo_rl_cpp.algorithms.utils import setting
+from nemo_rl_cpp.algorithms.advantage_estimator import setting
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import DatumSpec

@@ -1,13 +1,13 @@
 """The training loop: GRPO, DAPO, ProRLv2 and PPO on one page.
 
-Everything that a configuration can switch on or off is a component of the run, never another loop: `algorithms/run.py` says
-what they are, `algorithms/build.py` how they are made. GRPO is the loop whose critic does nothing and whose epochs are one.
+Everything that a configuration can switch on or off is a part of the run, never another loop: `algorithms/run.py` says what
+the parts are and puts them together. GRPO is the loop whose critic does nothing and whose epochs are one.
 """
 
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.algorithms.observe import observe, observe_start
-from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, require_valid_tokens, train_epochs
+from nemo_rl_cpp.algorithms.hooks import StepResult
+from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, require_valid_tokens, step_result, train_epochs
 from nemo_rl_cpp.rollouts.train_batch import LogprobNeeds, add_logprobs, build_train_batch
 
 if TYPE_CHECKING:
@@ -15,32 +15,36 @@ if TYPE_CHECKING:
 
 
 def train_loop(run: "TrainingRun") -> None:
-    """Each turn takes one batch of rollouts from version `state.step` of the policy and trains on it: the next version."""
-    config, loop, state = run.config, run.config.loop, run.state
+    """Take a batch of rollouts from version `state.step` of the policy in each turn, and train on it: the next version."""
+    config, loop, state, refit = run.config, run.config.loop, run.state, run.collector.refit
     needs = LogprobNeeds.of(config.loss_fn, loop)
-    observe_start(run)
-    while not state.finished:
-        with run.services.timer.step(state.step + 1) as timer:
-            collected = run.collection.collect(timer)
-            samples, metrics = collected.samples, collected.metrics
-            with timer("data_processing"):
-                batch = build_train_batch(
-                    samples, pad_token_id=run.tokenizer.pad_token_id, overlong_filtering=loop.overlong_filtering,
-                    divisible_by=config.policy.make_sequence_length_divisible_by, is_trained=run.algorithm.is_trained,
-                )  # fmt: skip
-            run.critic.add_values(batch, timer)
-            with timer("policy_and_reference_logprobs"):
-                run.refit.verify_before_training()
-                metrics |= add_logprobs(run.policy, batch, needs, weight_version=state.step)
-                metrics |= mask_by_logprob_error(batch, loop.seq_logprob_error_threshold)
-                if run.algorithm.needs_tokens:
-                    require_valid_tokens(samples, batch, config.algorithm)
-            with timer("advantage_calculation"):
-                run.advantages.add(batch)
-            metrics |= train_epochs(run, batch, timer)
-            with timer("metrics"):
-                report = report_step(run, collected, batch, metrics)
-        state.advance(loop.num_prompts_per_step, int(batch.valid_mask.sum()))
-        for _ in range(collected.finished_epochs):
-            state.next_epoch()
-        observe(run, report)
+    start = StepResult(state)
+    for hook in run.before_training:
+        hook(start)
+    with run.collector:  # what was begun for later steps ends with the loop
+        while not state.finished:
+            with run.timer.step(state.step + 1) as timer:
+                collected = run.collector.collect(timer)
+                samples, metrics = collected.samples, collected.metrics
+                with timer("data_processing"):
+                    batch = build_train_batch(
+                        samples, pad_token_id=run.tokenizer.pad_token_id, overlong_filtering=loop.overlong_filtering,
+                        divisible_by=config.policy.make_sequence_length_divisible_by, is_trained=run.algorithm.is_trained,
+                    )  # fmt: skip
+                run.critic.add_values(batch, timer)
+                with timer("policy_and_reference_logprobs"):
+                    refit.verify_before_training()
+                    metrics |= add_logprobs(run.policy, batch, needs, weight_version=state.step)
+                    metrics |= mask_by_logprob_error(batch, loop.seq_logprob_error_threshold)
+                    if run.algorithm.needs_tokens:
+                        require_valid_tokens(samples, batch, config.algorithm)
+                with timer("advantage_calculation"):
+                    run.advantages.add(batch)
+                metrics |= train_epochs(run, batch, timer)
+                with timer("metrics"):
+                    result = step_result(state, collected, batch, metrics, run.advantages.metrics, loop.leave_one_out)
+            state.advance(loop.num_prompts_per_step, int(batch.valid_mask.sum()))
+            for _ in range(collected.finished_epochs):
+                state.next_epoch()
+            for hook in run.after_step:
+                hook(result)

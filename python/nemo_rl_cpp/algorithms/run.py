@@ -1,152 +1,97 @@
-"""A run: what it is made of, what watches and keeps it, and what may be asked of it. `algorithms/build.py` makes one of a configuration."""
+"""A run: its parts (`TrainingRun`), and how a configuration becomes one (`build_run`).
+
+The order matters in two places: environments start their worker processes before this process computes on several
+threads, and the checkpoint to resume from is known before the model is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Self
 
-from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
+from nemo_rl_cpp.algorithms.algorithm import ALGORITHMS, Advantages, Algorithm
 from nemo_rl_cpp.algorithms.callbacks import Callbacks
-from nemo_rl_cpp.algorithms.collector import RolloutCollector, RolloutMaker
-from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.checkpointing import Saver, facts_of_run, facts_of_step, open_checkpoints, publish
+from nemo_rl_cpp.algorithms.collector import RolloutCollector
+from nemo_rl_cpp.algorithms.custom_components import make_loss
+from nemo_rl_cpp.algorithms.hooks import OUT_OF_TIME, Ending, Hook, StepLog, Terminal, Validation, summary
 from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.algorithms.loss import LossFunction
-from nemo_rl_cpp.algorithms.observe import run_to_end, validate_now
+from nemo_rl_cpp.algorithms.parts import (
+    RunData,
+    close_environments,
+    make_cluster,
+    make_collector,
+    make_critic,
+    make_data,
+    make_dataloader,
+    make_engine_cluster,
+    make_generation,
+    make_log,
+    make_logger,
+    make_policy,
+    make_report,
+    make_tokenizer,
+    make_validation,
+    planned_steps,
+    set_seed,
+)  # fmt: skip
+from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
+from nemo_rl_cpp.algorithms.validation import ValidationResult
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
-from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig
-from nemo_rl_cpp.data.interfaces import Message, TokenizerType
-from nemo_rl_cpp.data.token_bytes import bytes_of_token
-from nemo_rl_cpp.distributed.cluster import Cluster, shut_down
+from nemo_rl_cpp.checkpoints.model_card import CardFacts
+from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
 from nemo_rl_cpp.evals.report import EvalResult
-from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
-from nemo_rl_cpp.loggers.logger import Logger
+from nemo_rl_cpp.interrupts import GracefulStop
+from nemo_rl_cpp.loggers.backends import check_trackers
 from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace
-from nemo_rl_cpp.metrics.memory import PhaseMemory
+from nemo_rl_cpp.metrics.memory import startup_objects_frozen
 from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
 from nemo_rl_cpp.models.generation.interfaces import end_engine
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, TrainedModelInterface
 from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.report.alerts import Alerts
-from nemo_rl_cpp.report.defaults import schema_defaults
 from nemo_rl_cpp.report.progress import Progress
-from nemo_rl_cpp.rollouts.batches import TrainBatch
-from nemo_rl_cpp.rollouts.rollouts import PromptSource, RolloutRunner
+from nemo_rl_cpp.serving.attach import listener_of, serve_policy
+from nemo_rl_cpp.stages import stage
 from nemo_rl_cpp.user_code import serve
-from nemo_rl_cpp.weight_sync import WeightSynchronizer
-
-
-@dataclass
-class RunServices:
-    """What watches and keeps a run: shared by every algorithm, and each part may be left out.
-
-    Attributes:
-        stop: asked between steps whether the user wants the run to end.
-        timeout: says once when the run must save and end.
-        report: writes report.html; None: no page.
-        history: one dictionary a step of this process: `step`, the metrics, `seconds` and rates.
-        validations: one dictionary a validation of this process: `step` and its metrics.
-        alerts: what is serious about the run so far, for the terminal.
-        callbacks: the user's code that hears of steps, validations, checkpoints and the end.
-    """
-
-    logger: Logger | None
-    checkpoints: CheckpointManager | None
-    timer: Timer = field(default_factory=Timer)
-    progress: Progress | None = None
-    report: ReportWriter | None = None
-    memory: PhaseMemory | None = None
-    trace: ChromeTrace | None = None
-    stop: GracefulStop = field(default_factory=GracefulStop)
-    timeout: TimeoutChecker = field(default_factory=lambda: TimeoutChecker(None))
-    history: list[Metrics] = field(default_factory=list)
-    validations: list[Metrics] = field(default_factory=list)
-    alerts: Alerts = field(default_factory=Alerts)
-    callbacks: Callbacks = field(default_factory=Callbacks)
-
-    def __post_init__(self) -> None:
-        for observer in (self.progress, self.memory, self.trace):
-            if observer is not None:
-                self.timer.subscribe(observer)
-
-    @property
-    def saves(self) -> bool:
-        """Whether checkpoints are written."""
-        return self.checkpoints is not None and self.checkpoints.enabled
-
-
-def make_services(
-    config: TrainMasterConfig, logger: Logger | None, checkpoints: CheckpointManager | None, state: TrainState, tokenizer: TokenizerType
-) -> RunServices:  # fmt: skip
-    """What watches and keeps the run that the configuration describes."""
-    report = trace = None
-    steps = config.loop.max_num_steps
-    if logger is not None and config.logger.chrome_trace:
-        trace = ChromeTrace(Path(logger.log_dir) / f"trace_from_step_{state.step + 1}.json", config.title)
-    if logger is not None and config.logger.report:
-        report = ReportWriter(
-            logger.log_dir, config, schema_defaults(config), total_steps=steps, title=config.title,
-            token_bytes=bytes_of_token(tokenizer),
-        )  # fmt: skip
-    return RunServices(
-        logger=logger,
-        checkpoints=checkpoints,
-        progress=Progress(steps, state.step),
-        report=report,
-        memory=PhaseMemory(),
-        trace=trace,
-        timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True),
-    )
-
-
-class Advantages(Protocol):
-    """The stage of a step that turns rewards into advantages."""
-
-    metrics: dict[str, float]
-    estimator: AdvantageEstimator
-
-    def add(self, batch: TrainBatch) -> None:
-        """`advantages` of the batch, and `returns` where a critic learns from them."""
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """What is an algorithm's own, beside the sections of its configuration.
-
-    Attributes:
-        make_advantages: the stage `Advantages` of a configuration.
-        is_trained: which messages of a conversation the policy is trained on.
-        needs_tokens: whether a step without a single token to train on ends the run. PPO would go on to shrink both models
-            by weight decay, epoch after epoch; a step of GRPO has one update, and the report says that it taught nothing.
-    """
-
-    make_advantages: Callable[[TrainMasterConfig], Advantages]
-    is_trained: Callable[[Message], bool]
-    needs_tokens: bool
 
 
 @dataclass
 class TrainingRun:
-    """The components of a training run. A mode is another component here, never another loop.
+    """The parts of a training run. A mode is another part here, never another loop.
 
     Attributes:
         config: checked; `config.loop` is its section `grpo` or `ppo`.
-        state: the counters that a resumed run goes on from.
-        environments: what scores the answers, for training and for validation.
+        state: the counters that a resumed run continues from.
         critic: values for the advantages and their training (`Critic`, or `NoCritic`).
-        maker: what makes the rollouts of a step; its components are the run's `generation`, `refit`, `prompts`, `rollouts` and `sampler`.
-        collection: lets it make them, in the step or beside the training of earlier ones.
-        validator: None when there is nothing to validate on.
-        cluster: the workers of policy, critic and engine, which `close` ends.
-        engine_cluster: the workers of engines with weights of their own, likewise; None where there are none.
+        collector: makes the rollouts of a step, in the step or while earlier ones train.
+        environments: score the answers, for training and for validation.
+        stop: tells between steps whether the user wants the run to end.
+        before_training: hooks before the first step.
+        after_step: hooks after each step, in their order (`algorithms/hooks.py`).
+        validation: None when there is nothing to validate on.
+        log: writes the numbers of steps, and holds them.
+        report: writes report.html; None: no page.
+        resources: what `close` releases: processes, locks of folders, the engine.
+        cluster: the workers of policy, critic and engine.
+        engine_cluster: the workers of engines with weights of their own; None where there are none.
     """
 
     config: TrainMasterConfig
@@ -156,92 +101,251 @@ class TrainingRun:
     environments: Environments
     policy: PolicyInterface
     critic: Critic | NoCritic
-    maker: RolloutMaker
-    collection: RolloutCollector
+    collector: RolloutCollector
     advantages: Advantages
     loss_fn: LossFunction
-    validator: Validator | None
-    services: RunServices
-    cluster: Cluster | None = None
-    engine_cluster: Cluster | None = None
+    cluster: Cluster
+    engine_cluster: Cluster | None
+    timer: Timer
+    log: StepLog
+    terminal: Terminal
+    report: ReportWriter | None
+    checkpoints: CheckpointManager
+    card: CardFacts
+    validation: Validation | None
+    callbacks: Callbacks
+    resources: ExitStack
+    stop: GracefulStop = field(default_factory=GracefulStop)
+    before_training: list[Hook] = field(default_factory=list)
+    after_step: list[Hook] = field(default_factory=list)
 
     @property
     def generation(self) -> GenerationInterface:
         """The engine."""
-        return self.maker.generation
-
-    @property
-    def refit(self) -> WeightSynchronizer:
-        """Brings the policy's weights to the engine."""
-        return self.maker.refit
-
-    @property
-    def prompts(self) -> PromptSource:
-        """The next prompts, each G times."""
-        return self.maker.prompts
-
-    @property
-    def rollouts(self) -> RolloutRunner:
-        """Lets the engine answer them and the environments score the answers."""
-        return self.maker.rollouts
-
-    @property
-    def sampler(self) -> GroupSampler:
-        """Collects rollouts until there are enough to train on."""
-        return self.maker.sampler
+        return self.collector.generation
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
-        """What a checkpoint saves, by the name of its folder."""
+        """The models that are trained, by the name of their folder in a checkpoint."""
         return {"policy": self.policy} | self.critic.models
 
     @property
     def history(self) -> list[Metrics]:
         """One dictionary a step of this process: `step`, its metrics, `seconds` and rates."""
-        return self.services.history
+        return self.log.history
 
     @property
-    def log_dir(self) -> Path | None:
-        """The folder of this run's logs; None where nothing is logged."""
-        return None if self.services.logger is None else Path(self.services.logger.log_dir)
+    def validations(self) -> list[Metrics]:
+        """One dictionary a validation of this process: `step` and its metrics."""
+        return self.log.validations
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder of this run's logs."""
+        return Path(self.log.logger.log_dir)
 
     def train(self) -> None:
-        """Trains to the end that the configuration or the user sets; then the report, the logs and a summary are complete."""
-        run_to_end(self, train_loop)
+        """Train to the end that the configuration or the user sets; then complete the report, the logs and a summary.
+
+        An exception leaves the report saying what it was. One from the user's own code (a reward function, an environment, a
+        loss) names its function, file and line (`errors.in_user_code`).
+        """
+        began, first = time.monotonic(), self.state.step
+        status, message, published = "failed", "", {}
+        tracebacks_go_to(self.log_dir)
+        if self.report is not None:
+            self.report.start()
+        try:
+            with self.stop, startup_objects_frozen():
+                serve(partial(train_loop, self))
+            status = self._status()
+            if status == "finished":
+                saved = self.checkpoints.enabled and self.state.step
+                folder = self.checkpoints.checkpoint_dir / f"step_{self.state.step}"
+                published = publish(self.config.checkpointing, folder if saved else None)
+            self.callbacks.end(status)
+        except KeyboardInterrupt:
+            status, message = "interrupted", "stopped at once, in the middle of a step"
+            raise
+        except BaseException as error:
+            told = in_user_code(error)
+            message = one_sentence(told or error)
+            if status == "failed":  # else it is on_end that has failed
+                self.callbacks.end(status)
+            status = "failed"
+            if told is None:
+                raise
+            raise told from error
+        finally:
+            if self.report is not None:
+                self.report.finish(status, message)
+            self.log.logger.finish()
+            self.checkpoints.shutdown()
+            ended = status + (", but nothing was learned" if self.terminal.alerts.learned_nothing else "")
+            rows = summary(self, first, time.monotonic() - began) | published
+            self.terminal.progress.finish(rows, title=f"{self.config.title}: {ended}")
+
+    def _status(self) -> str:
+        """Tell how a run ended that has not failed. A run that was interrupted, or that `checkpoint_must_save_by` ended, continues
+        in the next one: neither is uploaded."""
+        if self.stop.requested:
+            return "interrupted"
+        return "stopped in time" if self.state.stop_reason == OUT_OF_TIME else "finished"
 
     def validate(self) -> ValidationResult:
-        """Validates the present weights. ValueError without validation data."""
-        if self.validator is None:
+        """Validate the present weights. ValueError without validation data."""
+        if self.validation is None:
             raise ValueError("there is no validation data: set data.validation")
-        return serve(partial(validate_now, self))
+        return serve(partial(self.validation.run, self.state))
 
     def evaluate(self, config: EvalMasterConfig) -> EvalResult:
-        """Evaluates the present weights as the configuration of an evaluation says (`load_eval_config`): its data, environment,
+        """Evaluate the present weights as the configuration of an evaluation says (`load_eval_config`): its data, environment,
         sampling and metric. Model, tokenizer and the longest sequence are this run's. Raises ConfigError."""
         from nemo_rl_cpp.evals.eval import evaluate_policy
 
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
-    def close(self, patience: float | None = None) -> None:
-        """End the processes of environments, workers and engine, and unlock the log and checkpoint folders. May be called again.
+    def card_facts(self) -> CardFacts:
+        """Return what a model card says of the present weights."""
+        step, last = self.state.step, self.validations[-1] if self.validations else None
+        return facts_of_step(
+            self.card, step, self.history[-1] if self.history else {}, last if last and last["step"] == step else None
+        )
 
-        An environment that does not answer within `patience` seconds is abandoned; None waits for it.
-        """
-        self.collection.close()
-        self.environments.close(patience)
-        shut_down(self.engine_cluster, self.cluster)
-        end_engine(self.generation)
-        if self.services.logger is not None:
-            self.services.logger.finish()
-        if self.services.checkpoints is not None:
-            self.services.checkpoints.shutdown()
+    def close(self) -> None:
+        """End the processes of environments, workers and engine, and unlock the log and checkpoint folders. May be called again."""
+        self.resources.close()
 
-    def __enter__(self) -> TrainingRun:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ended_by_user = kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit))
-        self.close(GRACE_SECONDS if ended_by_user else None)
+        self.resources.__exit__(kind, error, trace)
+
+
+def build_run(
+    config: TrainMasterConfig | Mapping[str, object],
+    *,
+    data: Callable[[TrainMasterConfig, TokenizerType], RunData] = make_data,
+    policy_factory: Callable[..., PolicyInterface] | None = None,
+    callbacks: Callbacks | None = None,
+) -> TrainingRun:
+    """Make everything that a configuration describes, ready to `train`: data, environments, policy, critic, engine, logs.
+
+    Lock checkpointing.checkpoint_dir until the run's end and continue from the newest whole checkpoint there, as
+    checkpointing.resume says. However the configuration was made, it is checked as a file would be.
+
+    Args:
+        data: gives data sets and environments of (configuration, tokenizer); by default what the configuration says.
+        policy_factory: makes the policy instead of `Policy` (`DistributedPolicy` in a cluster of several workers), with its arguments.
+
+    Raises ConfigError, ResumeError (a checkpoint of another run), FolderError (a folder that another run holds), all
+    ValueErrors, before a model is loaded.
+    """
+    is_ppo = isinstance(config, PPOMasterConfig) or (isinstance(config, Mapping) and "ppo" in config)
+    config = checked(config, PPOMasterConfig if is_ppo else GRPOMasterConfig)
+    loop, algorithm = config.loop, ALGORITHMS[config.algorithm]
+    set_seed(loop.seed)
+    stage("preparing tokenizer, data and environments")
+    tokenizer = make_tokenizer(config.policy)
+    with ExitStack() as resources:  # released when a later part fails, else by `TrainingRun.close`; the last one first
+        made = data(config, tokenizer)
+        resources.push(partial(close_environments, made.environments))
+        checkpoints = CheckpointManager(config.checkpointing)
+        resources.callback(checkpoints.shutdown)
+        resume = open_checkpoints(checkpoints, config, tokenizer, made.train, made.validation)
+        state = resume.state
+        state.max_num_steps, state.max_num_epochs = loop.max_num_steps, loop.max_num_epochs
+        loader = make_dataloader(config.data, made.train, loop.prompts_per_round, loop.seed, config.algorithm)
+        resume.load_data_position(loader, config.data)
+        if config.policy.generation.runs_vllm:
+            check_vllm(config.policy, config.cluster.device)  # before a model is loaded
+        check_trackers(config.logger)
+        cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
+        for each in filter(None, (cluster, engine_cluster)):
+            resources.callback(each.shutdown)
+        listener = listener_of(config.policy)
+        if listener is not None:
+            resources.callback(listener.close)
+        stage("loading the model")
+        steps = planned_steps(loop, loader)
+        policy = make_policy(config, tokenizer, resume, cluster, steps, policy_factory)
+        generation = make_generation(config, policy, tokenizer, engine_cluster)
+        resources.callback(end_engine, generation)
+        critic = make_critic(config, tokenizer, resume, cluster, steps)
+        loss_fn, advantages = make_loss(config.loss_fn), algorithm.make_advantages(config)
+        logger = make_logger(config, state)
+        resources.callback(logger.finish)
+        if warning := shaping_warning(loop.reward_shaping):
+            print(warning, flush=True)
+        for model in (policy, *critic.models.values()):
+            model.keep_bad_batches(Path(logger.log_dir) / "replay")
+        checkpoints.facts["run"] = logger.run_id
+        if config.policy.generation.expose_http_server:
+            generation = serve_policy(policy, generation, config.policy, lambda: state.step, loop.seed, listener)
+            resources.callback(end_engine, generation)
+        collector = make_collector(config, policy, generation, tokenizer, loader, made.environments, state)
+        resources.callback(collector.close)
+        resume.load_sampler(collector.sampler)
+        resume.load_ready_batches(collector)
+        timer = Timer()
+        run = TrainingRun(
+            config=config, state=state, algorithm=algorithm, tokenizer=tokenizer, environments=made.environments,
+            policy=policy, critic=critic, collector=collector, advantages=advantages, loss_fn=loss_fn, cluster=cluster,
+            engine_cluster=engine_cluster, timer=timer, log=make_log(config, logger, timer, policy),
+            terminal=Terminal(Progress(loop.max_num_steps, state.step), Alerts(to_plain(config))),
+            report=make_report(config, logger, tokenizer), checkpoints=checkpoints,
+            card=facts_of_run(config, made.environments.train, loss_fn, advantages.estimator),
+            validation=make_validation(config, generation, tokenizer, made, collector, logger, timer),
+            callbacks=callbacks or Callbacks(), resources=resources.pop_all(),
+        )  # fmt: skip
+    connect_hooks(run)
+    return run
+
+
+def connect_hooks(run: TrainingRun) -> None:
+    """List what follows each step.
+
+    The order makes a killed run whole: metrics are on the disk before the checkpoint that they belong to appears, and a run that
+    resumes from a checkpoint cuts off whatever was logged after it. Times come last, because saving takes time.
+    """
+    config, log, terminal, validation = run.config, run.log, run.terminal, run.validation
+    ending = Ending(
+        run.stop, TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True), config.loop
+    )
+    saver = Saver(
+        run.checkpoints, config, run.policy, run.critic, run.collector, validation and validation.validator,
+        run.environments.train, log.logger, run.timer, terminal, run.card,
+    )  # fmt: skip
+    run.stop.saves = run.checkpoints.enabled
+    run.callbacks.run = run
+    run.timer.subscribe(terminal.progress)
+    run.timer.subscribe(log.memory)
+    if config.logger.chrome_trace:
+        run.timer.subscribe(ChromeTrace(run.log_dir / f"trace_from_step_{run.state.step + 1}.json", config.title))
+    run.before_training = [
+        ending.start_clock,
+        *([validation.at_start] if validation else []),
+        log.validation,
+        terminal.validation,
+        saver.check_metric_name,
+        run.callbacks.after_validation,
+    ]
+    run.after_step = [
+        ending.look,
+        log.metrics,  # before what may wait for rollouts of later steps, which may have failed
+        run.callbacks.after_step,
+        *([validation.after_step] if validation else []),
+        ending.decide,
+        log.validation,
+        terminal.validation,
+        run.callbacks.after_validation,
+        saver.after_step,
+        run.callbacks.after_checkpoint,
+        log.times,
+        terminal.step,
+        *([lambda result: run.report.update()] if run.report else []),
+    ]

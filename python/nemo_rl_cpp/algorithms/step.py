@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp.algorithms import step_metrics
+from nemo_rl_cpp.algorithms.advantage_estimator import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.algorithms.collector import Collected
+from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.loss import LossFunction
-from nemo_rl_cpp.algorithms.observe import StepReport
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards
-from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
+from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
@@ -52,48 +53,50 @@ def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[st
 
 
 def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-    """Trains the critic and the policy on the batch, in turns, each for its epochs. The metrics, as means over epochs."""
+    """Train the critic and the policy on the batch, in turns, each for its epochs. Return the metrics, as means over epochs.
+
+    The first pass of the policy leaves the old policy's log-probabilities in the batch for those that follow.
+    """
     loop, of_critic, of_policy = run.config.loop, [], []
     for epoch in range(max(loop.policy_epochs, loop.critic_epochs)):
         if epoch < loop.critic_epochs:
             of_critic.append(run.critic.train(batch, timer))
         if epoch < loop.policy_epochs and run.state.step >= loop.first_policy_step:
             with timer("policy_training"):
-                of_policy.append(train_policy(run, batch, timer))
+                run.policy.prepare_for_training()
+                result = run.policy.train(batch, run.loss_fn, timer=timer)
+                run.policy.finish_training()
+                run.collector.refit.mark_stale()
+                if loop.policy_epochs > 1:
+                    batch.prev_logprobs = result["prev_logprobs"]
+                of_policy.append(step_metrics.training_metrics(result))
     return step_metrics.mean_over_epochs(of_critic, of_policy)
 
 
-def train_policy(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-    """One pass over the batch. The first one leaves the old policy's log-probabilities in it for those that follow."""
-    run.policy.prepare_for_training()
-    result = run.policy.train(batch, run.loss_fn, timer=timer)
-    run.policy.finish_training()
-    run.refit.mark_stale()
-    if run.config.loop.policy_epochs > 1:
-        batch.prev_logprobs = result["prev_logprobs"]
-    return step_metrics.training_metrics(result)
-
-
-def report_step(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: step_metrics.Metrics) -> StepReport:
-    """Everything that is logged of a step but its times."""
+def step_result(
+    state: TrainState,
+    collected: Collected,
+    batch: TrainBatch,
+    metrics: step_metrics.Metrics,
+    of_advantages: step_metrics.Metrics,
+    leave_one_out: bool,
+) -> StepResult:
+    """Return everything that is logged of a step but its times."""
     samples, rollout_metrics = collected.samples, collected.rollout_metrics
     rewards, groups = batch.rewards, batch.group_id[:, None]
     baseline, _ = calculate_baseline_and_std_per_prompt(
-        groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=run.config.loop.leave_one_out
-    )
-    metrics = (
-        metrics | rollout_metrics | step_metrics.batch_metrics(samples, batch) | step_metrics.baseline_metrics(baseline)
+        groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=leave_one_out
     )
     stale = {"stale_samples": metrics["stale_samples"]}  # by the weights that train, not those that have generated
-    metrics |= collected.sampler_metrics | stale | run.advantages.metrics
-    trained = batch.is_valid
-    histograms = {"baseline_reward": baseline.tolist()}
+    logged = metrics | rollout_metrics | step_metrics.batch_metrics(samples, batch)
+    logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale | of_advantages
     names = [name for name in ("advantages", "values", "returns") if name in batch]
-    histograms |= {name: batch.tokens[name][trained].tolist() for name in names}
-    return StepReport(
-        metrics=metrics,
+    return StepResult(
+        state=state,
+        metrics=logged,
         table=step_metrics.rollout_table(samples, batch),
-        histograms=histograms,
+        histograms={"baseline_reward": baseline.tolist()}
+        | {name: batch.tokens[name][batch.is_valid].tolist() for name in names},
         generated_tokens=rollout_metrics.get("total_generated_tokens"),
         rollout_tokens=rollout_metrics.get("total_rollout_tokens"),
         rollout_names=frozenset(rollout_metrics),

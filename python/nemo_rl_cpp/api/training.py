@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.callbacks import Callback, Callbacks, checked_callbacks
-from nemo_rl_cpp.algorithms.checkpointing import card_facts
-from nemo_rl_cpp.algorithms.run_data import RunData
+from nemo_rl_cpp.algorithms.parts import RunData
+from nemo_rl_cpp.algorithms.run import build_run
 from nemo_rl_cpp.api.components import component_keys, lora_keys, reward_environment
 from nemo_rl_cpp.api.keywords import Function, dotted_keys
 from nemo_rl_cpp.api.prompting import TASK, dataset_of
@@ -327,10 +326,8 @@ def _train(
         validation = None if val_rows is None else dataset_of(val_rows, tokenizer, limit, "validation prompt")
         return RunData(train, validation, Environments({TASK: environment}, owned=False))
 
-    with build_run(config, data=data) as run:
-        run.services.callbacks = callbacks
+    with build_run(config, data=data, callbacks=callbacks) as run:
         run.train()
-    services = run.services
     return TrainResult(
-        services.history, services.validations, run.policy, run.tokenizer, config, Path(services.logger.log_dir), run.generation, card_facts(run)
+        run.history, run.validations, run.policy, run.tokenizer, config, run.log_dir, run.generation, run.card_facts()
     )  # fmt: skip

@@ -69,7 +69,7 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
     checkpoint with new workers, `cluster.max_restarts` times at most. Any other error ends the run, and so does a lost worker
     of a run that was asked to end.
     """
-    from nemo_rl_cpp.algorithms.build import build_run  # loads torch, after the configuration is known to be right
+    from nemo_rl_cpp.algorithms.run import build_run  # loads torch, after the configuration is known to be right
     from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 
     raise_if_interrupted()
@@ -79,7 +79,7 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
             with build_run(config) as run:
                 return run.train()
         except WorkerLostError as error:
-            asked_to_end = run is not None and run.services.stop.reason is not None
+            asked_to_end = run is not None and run.stop.reason is not None
             if restarts > config.cluster.max_restarts or asked_to_end:
                 raise
             resumed = config.checkpointing.model_copy(update={"resume": "auto"})

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
+from nemo_rl_cpp.metrics.performance import group_reward_metrics, is_equal, rewards_by_group
+from nemo_rl_cpp.rollouts.batches import Rollouts
 
 
 @dataclass
@@ -116,3 +118,29 @@ def join_of(name: str) -> Callable[[list[float]], float] | None:
     last = name.rsplit("/", 1)[-1]
     kind = last.split("_", 1)[0]
     return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)
+
+
+class RoundMetrics:
+    """Collects the metrics of a step's rounds of generation, also of rollouts that are filtered out later."""
+
+    def __init__(self) -> None:
+        self._rounds: list[tuple[int, dict[str, float]]] = []
+        self._rewards: list[float] = []
+        self._groups: list[int] = []
+
+    def add(self, rollouts: Rollouts, metrics: dict[str, float]) -> None:
+        """Take in a round."""
+        self._rounds.append((rollouts.size, metrics))
+        self._rewards += rollouts.raw_reward.tolist()
+        self._groups += rollouts.group_id.tolist()
+
+    def pop(self) -> dict[str, float]:
+        """Return NeMo RL's rollout metrics since the last call, `accuracy` (mean raw reward), `groups/*`, and `zero_std_groups`
+        (groups of two or more whose raw rewards are all equal)."""
+        metrics = combine_rollout_metrics(self._rounds)
+        if self._rewards:
+            metrics |= group_reward_metrics(self._rewards, self._groups)
+            metrics["zero_std_groups"] = sum(map(is_equal, rewards_by_group(self._rewards, self._groups)))
+            metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
+        self._rounds, self._rewards, self._groups = [], [], []
+        return metrics

@@ -6,7 +6,7 @@ environments and people read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,16 +15,10 @@ from nemo_rl_cpp.data.interfaces import TokenizerType, tokens_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
-from nemo_rl_cpp.metrics.performance import group_reward_metrics, is_equal, rewards_by_group
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface
 from nemo_rl_cpp.rollouts.agent_rollouts import are_made_by_agents, run_agent_rollouts
-from nemo_rl_cpp.rollouts.batches import DatumBatch, Rollouts
-from nemo_rl_cpp.rollouts.rollout_metrics import (
-    SampleStats,
-    combine_rollout_metrics,
-    environment_metrics,
-    rollout_metrics,
-)
+from nemo_rl_cpp.rollouts.batches import DatumBatch
+from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
 from nemo_rl_cpp.rollouts.turns import (
     EarlyScoring,
     append_observation,
@@ -201,50 +195,6 @@ def run_multi_turn_rollout(
         conversations.observe(turn, calculate_rewards(turn.active, task_to_env, early.begun))
     batch = conversations.finish()
     return batch, rollout_metrics(conversations.stats) | environment_metrics(task_to_env)
-
-
-class RolloutRunner:
-    """Lets the engine answer prompts and the environments score the answers; one call a round of generation."""
-
-    def __init__(
-        self, generation: GenerationInterface, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment],
-        max_seq_len: int, max_turns: int, change_rewards: Callable[[Rollouts], dict[str, float]] | None = None,
-    ) -> None:  # fmt: skip
-        """`change_rewards` changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`)."""
-        self._generation, self._tokenizer, self.task_to_env = generation, tokenizer, task_to_env
-        self._max_seq_len, self._max_turns, self._change_rewards = max_seq_len, max_turns, change_rewards
-        self._rounds: list[tuple[int, dict[str, float]]] = []
-        self._rewards: list[float] = []
-        self._groups: list[int] = []
-
-    def run(self, prompts: BatchedDataDict, weight_version: int) -> Rollouts:
-        """`prompts` (repeated, see `PromptSource`) rolled out. Adds, besides `total_reward` and `truncated`, the rewards
-        as the environments gave them, `raw_reward` float32 [B], and `weight_version` int64 [B]."""
-        finished, metrics = run_multi_turn_rollout(
-            self._generation, prompts, self._tokenizer, self.task_to_env, self._max_seq_len, self._max_turns
-        )
-        rollouts = Rollouts(finished.data)
-        rollouts.raw_reward = rollouts.total_reward.clone()
-        if self._change_rewards is not None:
-            metrics |= self._change_rewards(rollouts)
-        rollouts.weight_version = torch.full((rollouts.size,), weight_version)
-        tokens = sum(map(tokens_of, rollouts.message_log))
-        metrics["total_rollout_tokens"] = tokens
-        self._rounds.append((rollouts.size, metrics))
-        self._rewards += rollouts.raw_reward.tolist()
-        self._groups += rollouts.group_id.tolist()
-        return rollouts
-
-    def pop_metrics(self) -> dict[str, float]:
-        """The metrics of all rounds since the last call, those that are filtered out later included: NeMo RL's rollout
-        metrics, `accuracy` (mean raw reward), `zero_std_groups` (groups of two or more whose raw rewards are all equal) and `groups/*`."""
-        metrics = combine_rollout_metrics(self._rounds)
-        if self._rewards:
-            metrics |= group_reward_metrics(self._rewards, self._groups)
-            metrics["zero_std_groups"] = sum(map(is_equal, rewards_by_group(self._rewards, self._groups)))
-            metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
-        self._rounds, self._rewards, self._groups = [], [], []
-        return metrics
 
 
 class PromptSource:

@@ -5,10 +5,14 @@ import math
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
-from nemo_rl_cpp.algorithms.advantages import GroupAdvantages, TokenAdvantages
+from nemo_rl_cpp.algorithms.advantage_estimator import (
+    ADVANTAGE_ESTIMATORS,
+    AdvEstimatorConfig,
+    GroupAdvantages,
+    TokenAdvantages,
+    calculate_baseline_and_std_per_prompt,
+)
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
-from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.config.grpo import GRPOConfig
 from nemo_rl_cpp.rollouts.batches import TrainBatch
 from reference import losses_torch

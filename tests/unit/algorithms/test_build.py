@@ -2,7 +2,7 @@
 
 import pytest
 import tiny
-from nemo_rl_cpp.algorithms import build
+from nemo_rl_cpp.algorithms import parts, run
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config import load_ppo_config
@@ -26,14 +26,14 @@ def test_a_schedule_knows_which_limit_ends_the_run_and_that_the_policy_begins_la
     )  # fmt: skip
     loader = StatefulDataLoader(list(range(10)), 2)
     several = MultipleDataloaderWrapper(2, {}, {"a": loader})
-    assert build.planned_steps(config.ppo, loader) == whole and build.planned_steps(config.ppo, several) == steps
-    made = build.make_policy(config, None, Resume(None, TrainState()), None, whole, lambda **given: given)
+    assert parts.planned_steps(config.ppo, loader) == whole and parts.planned_steps(config.ppo, several) == steps
+    made = parts.make_policy(config, None, Resume(None, TrainState()), None, whole, lambda **given: given)
     assert made["total_steps"] == of_policy
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "part"), [(build, "make_services"), (build, "MseValueLossFn"), (Logger, "log_hyperparams")]
+    ("owner", "part"), [(run, "connect_hooks"), (parts, "MseValueLossFn"), (Logger, "log_hyperparams")]
 )
 def test_folders_are_free_after_a_part_failed(tmp_path, monkeypatch, owner, part):
     options = (

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.collector import AsyncCollector, Collected, RolloutMaker, SyncCollector
+from nemo_rl_cpp.algorithms.collector import AsyncCollector, Collected, SyncCollector
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
@@ -130,11 +130,19 @@ class Maker:
         return True
 
 
+def collector_of(maker, state, **options):
+    """A collector whose engine and trainer are `maker`'s."""
+    collector = AsyncCollector(maker, None, None, None, None, state, **options)
+    collector.refresh = lambda timer: maker.refresh(timer)
+    collector.make = lambda version, timer: maker.make(version, timer)
+    return collector
+
+
 def run_model(choices, age, steps, save_after=None, resumed=None, begin=0):
     """(what was trained as (batch, version that made it), what a checkpoint held, options at each gate)"""
     turns, state, saved = Turns(choices), TrainState(max_num_steps=steps, total_steps=begin), None
     maker = Maker(turns, state)
-    collection = AsyncCollector(maker, state, age, keeps=True, submit=turns.submit)
+    collection = collector_of(maker, state, age=age, keeps=True, submit=turns.submit)
     if resumed is not None:
         collection.load_state_dict(resumed)
         maker.number = begin + len(resumed)
@@ -189,7 +197,7 @@ def test_nothing_is_generated_after_the_last_step_or_epoch():
     for age in (1, 2):
         turns, state = Turns([]), TrainState(max_num_epochs=2)
         maker = Maker(turns, state, epochs=lambda number: int(number % 2 == 1))  # two batches an epoch
-        collection = AsyncCollector(maker, state, age, submit=turns.submit)
+        collection = collector_of(maker, state, age=age, submit=turns.submit)
         while not state.finished:
             for _ in range(collection.collect(Timer()).finished_epochs):
                 state.next_epoch()
@@ -201,7 +209,7 @@ def test_nothing_is_generated_after_the_last_step_or_epoch():
 def test_what_generation_raises_ends_the_step_that_needs_it():
     turns, state = Turns([]), TrainState(max_num_steps=4)
     maker = Maker(turns, state)
-    collection = AsyncCollector(maker, state, 1, submit=turns.submit)
+    collection = collector_of(maker, state, age=1, submit=turns.submit)
     collection.collect(Timer())
     collection.settle()
     state.advance()
@@ -223,21 +231,18 @@ class Runner:
     def __init__(self, errors):
         self.errors, self.given = list(errors), []
 
-    def run(self, prompts, weight_version):
+    def __call__(self, prompts):
         self.given.append([len(log) for log in prompts["message_log"]])
         for log in prompts["message_log"]:
-            log.append("a response")
+            log.append({"content": "a response", "token_ids": torch.tensor([1, 2])})
         if self.errors and (error := self.errors.pop(0)) is not None:
             raise error
-        return Rollouts({"message_log": prompts["message_log"], "total_reward": torch.zeros(1)})
-
-    def pop_metrics(self):
-        return {}
+        return BatchedDataDict({**prompts.data, "total_reward": torch.zeros(1), "group_id": torch.zeros(1)}), {}
 
 
 class Prompts:
     def next(self):
-        return BatchedDataDict(message_log=[["a prompt"]])
+        return BatchedDataDict(message_log=[[{"content": "a prompt", "token_ids": torch.tensor([0])}]])
 
     def pop_finished_epochs(self):
         return 0
@@ -255,14 +260,15 @@ class OneRound:
 
 
 def maker_of(runner, failures_left):
-    return RolloutMaker(None, None, Prompts(), runner, OneRound(), lambda rollouts: rollouts, failures_left)
+    return SyncCollector(None, None, Prompts(), runner, OneRound(), None, failures_left=failures_left)
 
 
 def test_a_round_that_failed_is_done_again_from_the_same_prompts(capsys):
     runner = Runner([OSError("away"), None, OSError("away again"), None])
     maker = maker_of(runner, failures_left=2)
     for _ in range(2):
-        assert maker.make(0, Timer()).samples["message_log"] == [["a prompt", "a response"]]
+        (log,) = maker.make(0, Timer()).samples["message_log"]
+        assert [message["content"] for message in log] == ["a prompt", "a response"]
     assert runner.given == [[1]] * 4
     assert "OSError: away again); 0 more may fail" in capsys.readouterr().out
     runner.errors = [OSError("once more")]
@@ -281,7 +287,7 @@ def test_batches_of_another_size_are_left_out(capsys):
     state, groups = TrainState(max_num_epochs=3), torch.tensor([0, 0, 1, 1])
     kept = Collected(Rollouts({"group_id": groups}), {}, {}, finished_epochs=1, weight_version=0).state_dict()
     for wanted, number in (((2, 2), 1), ((1, 4), 0), ((2, 3), 0)):
-        collection = AsyncCollector(None, state, age=1, groups=wanted)
+        collection = AsyncCollector(*[None] * 5, state, age=1, groups=wanted)
         collection.load_state_dict([kept])
         assert len(collection.state_dict()) == number
     assert state.current_epoch == 2 and "they are not of 2 prompts with 3 responses each" in capsys.readouterr().out
@@ -292,7 +298,7 @@ def test_a_loop_that_ends_waits_for_what_is_generated():
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}
     maker.make = lambda version, timer: ends.wait(60) and Collected(Rollouts({}), {}, {}, 0, version)
-    collection = AsyncCollector(maker, state, age=1)
+    collection = collector_of(maker, state, age=1)
     threading.Timer(0.05, ends.set).start()
     collection.collect(Timer())
     collection.close(wait=True)
@@ -301,7 +307,7 @@ def test_a_loop_that_ends_waits_for_what_is_generated():
 
 def test_batches_of_a_run_beside_training_are_left_out_in_step_by_step(capsys):
     state = TrainState(current_epoch=1)
-    SyncCollector(None, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
+    SyncCollector(*[None] * 5, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
     assert state.current_epoch == 2, "the data is past these batches"
     assert "2 batches that the checkpoint kept for later steps are left out" in capsys.readouterr().out
 
@@ -322,8 +328,8 @@ def test_an_engine_is_closed_where_a_round_fails(error):
     def fails(weight_version, timer):
         raise error("of a reward function")
 
-    maker = RolloutMaker(Engine(), None, None, None, None, None)
-    maker.refresh, maker.make = lambda timer: maker.generation.prepare_for_generation() or {}, fails
+    collector = SyncCollector(Engine(), None, None, None, None, TrainState())
+    collector.refresh, collector.make = lambda timer: collector.generation.prepare_for_generation() or {}, fails
     with pytest.raises(error, match="of a reward function") as told:
-        SyncCollector(maker, TrainState()).collect(Timer())
+        collector.collect(Timer())
     assert calls == ["open", "closed"] and "it cannot be closed" in told.value.__notes__[0]

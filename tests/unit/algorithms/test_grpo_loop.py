@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
-from nemo_rl_cpp.algorithms import grpo, observe
-from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
+from nemo_rl_cpp.algorithms import algorithm
+from nemo_rl_cpp.algorithms.advantage_estimator import GroupAdvantages
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.grpo import GRPOConfig
 from nemo_rl_cpp.rollouts.batches import TrainBatch
@@ -69,14 +69,14 @@ def test_scored_beforehand_when_generation_is_not_exact(tmp_path):
 
 def test_weights_that_change_between_the_phases_stop_the_run(tmp_path):
     run = make(tmp_path)
-    step = run.rollouts.run
+    roll_out = run.collector.roll_out
 
-    def generate_and_damage(prompts, weight_version):
-        rollouts = step(prompts, weight_version)
+    def generate_and_damage(prompts):
+        result = roll_out(prompts)
         run.policy.version += 100  # somebody writes into the weights
-        return rollouts
+        return result
 
-    run.rollouts.run = generate_and_damage
+    run.collector.roll_out = generate_and_damage
     with pytest.raises(RuntimeError, match="changed between generation"):
         train(run)
     assert "train" not in run.policy.events
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
 
     def train_and_interrupt(*args, **kwargs):
         if run.policy.version == 1:
-            run.services.stop.reason = "interrupted"  # what the first Ctrl-C sets
+            run.stop.reason = "interrupted"  # what the first Ctrl-C sets
         return step(*args, **kwargs)
 
     run.policy.train = train_and_interrupt
@@ -191,9 +191,9 @@ def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
 )
 def test_a_run_that_is_stopped_in_time_is_not_said_to_have_finished(tmp_path, monkeypatch, limit, last, status):
     published, heard = [], []
-    monkeypatch.setattr(observe, "publish", lambda run: published.append(run) or {})
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.run.publish", lambda config, folder: published.append(folder) or {})
     run = make(tmp_path, f"grpo.max_num_steps={limit}", "checkpointing.checkpoint_must_save_by=00:00:00:00")
-    monkeypatch.setattr(run.services.callbacks, "end", lambda run, status: heard.append(status))
+    monkeypatch.setattr(run.callbacks, "end", heard.append)
     train(run)
     assert run.state.step == last and heard == [status] and bool(published) == (status == "finished")
     assert (tmp_path / "checkpoints" / "step_1").is_dir() and status in (run.log_dir / "report.html").read_text()
@@ -203,7 +203,7 @@ def test_validation_at_start_by_period_and_at_end(tmp_path):
     run = train(
         make(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
     )
-    assert [row["step"] for row in run.services.validations] == [0, 2, 3]
+    assert [row["step"] for row in run.validations] == [0, 2, 3]
     assert sorted(logged(run, "validation/")) == [0, 2, 3]
     assert (run.log_dir / "val_data_step0.jsonl").exists()
 
@@ -250,4 +250,4 @@ def test_advantage_clipping(low, high, expected):
 def test_an_unknown_estimator_is_named():
     unknown = SimpleNamespace(grpo=SimpleNamespace(adv_estimator=SimpleNamespace(name="gae")), loss_fn=None)
     with pytest.raises(ValueError, match="adv_estimator.name is 'gae'"):
-        grpo.make_advantages(unknown)
+        algorithm.grpo_advantages(unknown)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
-from nemo_rl_cpp.algorithms import ppo
+from nemo_rl_cpp.algorithms import algorithm
 from nemo_rl_cpp.algorithms.step import critic_metrics
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs
 from nemo_rl_cpp.config import load_ppo_config
@@ -148,14 +148,6 @@ def test_raw_reward_has_no_critic(tmp_path):
     assert not (tmp_path / "checkpoints" / "step_2" / "value").exists()
 
 
-@pytest.mark.parametrize(
-    "estimator, with_value, message", [("gae", False, "no value model"), ("raw_reward", True, "a value model")]
-)
-def test_estimator_and_value_model_belong_together(tmp_path, estimator, with_value, message):
-    with pytest.raises(ValueError, match=message):
-        make(tmp_path, f"ppo.adv_estimator.name={estimator}", with_value=with_value)
-
-
 def test_dynamic_sampling_is_grpos_component(tmp_path):
     run = make(tmp_path, "ppo.use_dynamic_sampling=true", "ppo.max_num_steps=1",
                respond=lambda prompt, key: "2" if prompt[7] in "01" or key[2] < 2 else "1")  # fmt: skip
@@ -233,4 +225,4 @@ def test_checkpoints_hold_both_models(tmp_path):
 def test_an_unknown_estimator_is_named():
     unknown = SimpleNamespace(ppo=SimpleNamespace(adv_estimator=SimpleNamespace(name="grpo")), loss_fn=None)
     with pytest.raises(ValueError, match="adv_estimator.name is 'grpo'"):
-        ppo.make_advantages(unknown)
+        algorithm.ppo_advantages(unknown)

@@ -5,6 +5,7 @@ A fake policy and a fake engine, written against the Protocols alone, run the wh
 """
 
 import inspect
+from functools import partial
 
 import pytest
 import tiny
@@ -96,13 +97,15 @@ def asked(tmp_path_factory):
 
 def watch(run, names):
     """Puts recorders before what is made while a run is built."""
-    run.maker.generation = run.rollouts._generation = Recorder(run.generation, names[GenerationInterface])
-    run.refit._generation = run.generation
-    run.maker.refit = Recorder(run.refit, names[WeightSynchronizer])
+    collector = run.collector
+    collector.generation = Recorder(run.generation, names[GenerationInterface])
+    collector.roll_out = partial(collector.roll_out.func, run.generation, **collector.roll_out.keywords)
+    collector.refit._generation = run.generation
+    collector.refit = Recorder(collector.refit, names[WeightSynchronizer])
     if "value" in run.models:
         run.critic.model = Recorder(run.critic.model, names[ValueInterface])
-        run.critic.model.keep_bad_batches(run.log_dir / "replay")  # as `assemble` has done before
-    run.services.checkpoints.owed = True  # a save was missed: the loop asks whether there is room for it
+        run.critic.model.keep_bad_batches(run.log_dir / "replay")  # as `build_run` has done before
+    run.checkpoints.owed = True  # a save was missed: the loop asks whether there is room for it
 
 
 PPO = (
@@ -235,5 +238,5 @@ def test_another_back_end_runs_the_whole_loop(tmp_path):
     with run:
         run.train()
     assert run.state.step == run.policy.steps == 3 and len(run.history) == 3
-    assert [row["other"] for row in run.history] == [1.0] * 3 and len(run.services.validations) == 1
+    assert [row["other"] for row in run.history] == [1.0] * 3 and len(run.validations) == 1
     assert (tmp_path / "checkpoints" / "step_3" / "policy" / "weights" / "steps").read_text() == "3"

@@ -1,9 +1,7 @@
 """What a model card lists as rewards."""
 
-from types import SimpleNamespace
-
 import pytest
-from nemo_rl_cpp.algorithms.checkpointing import _rewards
+from nemo_rl_cpp.algorithms.checkpointing import reward_names
 from nemo_rl_cpp.config import load_grpo_config
 
 
@@ -22,4 +20,4 @@ def test_functions_of_an_environment_that_is_not_the_tasks_are_not_listed(names,
         ["env.reward_functions.functions=[mine.good]", "+env.math={num_workers: 1}", f"data.train=[{', '.join(sets)}]"],
     )
     tasks = dict(zip(("one", "two"), [Remote() for _ in names]))
-    assert _rewards(SimpleNamespace(config=config, environments=SimpleNamespace(train=tasks))) == rewards
+    assert reward_names(config, tasks) == rewards

@@ -154,7 +154,7 @@ def test_a_validation_by_other_environments_is_waited_for(tmp_path):
         "checkpointing.save_period=9",
     )
     run.environments.train["second"] = next(iter(run.environments.train.values()))
-    run.validator._task_to_env = {"t": run.environments.train["t"]}
+    run.validation.validator._task_to_env = {"t": run.environments.train["t"]}
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'"):
         train(run)
     assert run.state.step == 2
@@ -231,7 +231,7 @@ def test_an_interrupted_run_gets_no_advice_on_validation(tmp_path, recwarn):
         "checkpointing.metric_name=val:accuracy",
         "grpo.val_period=4",
     )
-    run.services.stop.reason = "interrupted"
+    run.stop.reason = "interrupted"
     train(run)
     assert saved(tmp_path) == ["step_1"] and [w for w in recwarn if "saved without" in str(w.message)] == []
 

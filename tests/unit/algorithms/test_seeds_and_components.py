@@ -1,7 +1,8 @@
 """Seeds, and the parts of a reward."""
 
 import torch
-from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys, set_seed
+from nemo_rl_cpp.algorithms.advantage_estimator import get_gdpo_reward_component_keys
+from nemo_rl_cpp.algorithms.parts import set_seed
 
 
 def test_seeds_and_component_keys():

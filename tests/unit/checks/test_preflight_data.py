@@ -221,7 +221,7 @@ def test_a_template_that_is_none_is_an_error(found, template):
 
 
 def test_the_model_of_random_weights_obeys_its_template_too():
-    from nemo_rl_cpp.algorithms.run_data import make_tokenizer
+    from nemo_rl_cpp.algorithms.parts import make_tokenizer
 
     [finding] = data.check(load_grpo_config("grpo_tiny.yaml", ["policy.tokenizer.chat_template=chatml"]))
     assert (finding.level, finding.key) == ("error", "policy.tokenizer.chat_template")

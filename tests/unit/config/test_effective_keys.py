@@ -17,7 +17,7 @@ import tiny
 import vllm_server_stand_in
 from documents.snippets import ROOT
 from nemo_rl_cpp.algorithms import build
-from nemo_rl_cpp.algorithms.run_data import make_data, make_tokenizer
+from nemo_rl_cpp.algorithms.parts import make_data, make_tokenizer
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.fold import fold_text

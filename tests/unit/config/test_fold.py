@@ -109,7 +109,7 @@ def test_run_check_and_dry_run_print_the_line_once(capsys, tmp_path):
 
 
 def test_a_configuration_made_in_python_is_folded_with_the_same_line(capsys, monkeypatch):
-    from nemo_rl_cpp.algorithms.build import make_cluster
+    from nemo_rl_cpp.algorithms.parts import make_cluster
     from nemo_rl_cpp.config import fold
 
     monkeypatch.setattr(fold, "_SAID", set())

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.grpo import make_advantages
+from nemo_rl_cpp.algorithms.algorithm import grpo_advantages
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.environments.multi_reward import MathMultiRewardEnvironment, extract_answer
 from nemo_rl_cpp.environments.ray_environment import joined
@@ -83,7 +83,7 @@ def gdpo(*overrides):
     names = ", ".join(f"{__name__}.{function.__name__}" for function in (longer, even))
     section = f"++env={{reward_functions: {{functions: [{names}], weights: [0.5, -2.0], as_parts: true}}}}"
     given = ["data.train.data_path=x.jsonl", section, "grpo.adv_estimator.name=gdpo", *overrides]
-    return make_advantages(load_grpo_config("grpo_jsonl.yaml", given)).estimator
+    return grpo_advantages(load_grpo_config("grpo_jsonl.yaml", given)).estimator
 
 
 def advantages(estimator, *names):

@@ -156,7 +156,7 @@ def test_other_sentences(tmp_path):
 
 
 def test_a_mistake_of_ours_names_our_function():
-    from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys
+    from nemo_rl_cpp.algorithms.advantage_estimator import get_gdpo_reward_component_keys
 
     sentence = one_sentence(caught(get_gdpo_reward_component_keys, 3))
     assert sentence.startswith("unexpected AttributeError: ")

@@ -58,7 +58,7 @@ def test_the_advice_names_the_key_for_cut_prompts(tmp_path, monkeypatch):
     done = tiny.train(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "data.max_input_seq_length=3", "logger.tensorboard_enabled=false"
     )
-    alerts = done.services.alerts
+    alerts = done.terminal.alerts
     (row,) = [text for text in alerts.table().values() if "gradient" in text]
     assert (
         "All prompts have data.max_input_seq_length = 3 tokens or more (they have 4 on average)" in row
@@ -74,7 +74,7 @@ def test_the_advice_names_the_key_for_a_full_context(tmp_path):
         "policy.generation.vllm_cfg.max_model_len=5",
     ]
     done = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", *lengths, "logger.tensorboard_enabled=false")
-    (row,) = [text for text in done.services.alerts.table().values() if "cut off" in text]
+    (row,) = [text for text in done.terminal.alerts.table().values() if "cut off" in text]
     assert "Prompts of 4 tokens leave 1 of policy.max_total_sequence_length = 5" in row
 
 

@@ -60,7 +60,7 @@ def config(*overrides):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from nemo_rl_cpp.algorithms.run_data import make_tokenizer
+    from nemo_rl_cpp.algorithms.parts import make_tokenizer
 
     return make_tokenizer(config())
 

@@ -2,7 +2,7 @@
 
 import pytest
 from fakes import prompts
-from nemo_rl_cpp.algorithms.run_data import make_dataloader
+from nemo_rl_cpp.algorithms.parts import make_dataloader
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader

@@ -1,0 +1,265 @@
+"""Hooks: what follows each step of the loop (logs, validation, checkpoints, the live line, the decision to stop).
+
+A hook is called with the `StepResult` of the step that has ended. `TrainingRun.after_step` lists them in their order, and
+`TrainingRun.before_training` those that look at a run before its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.algorithms.collector import RolloutCollector
+from nemo_rl_cpp.algorithms.step_metrics import Metrics
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator, mean_word, reached_target
+from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.errors import short_path
+from nemo_rl_cpp.interrupts import GracefulStop
+from nemo_rl_cpp.loggers.logger import Logger
+from nemo_rl_cpp.metrics.memory import PhaseMemory
+from nemo_rl_cpp.metrics.performance import Devices, performance_metrics
+from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
+from nemo_rl_cpp.report.alerts import Alerts
+from nemo_rl_cpp.report.page import duration
+from nemo_rl_cpp.report.progress import Progress
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.run import TrainingRun
+
+OUT_OF_TIME = "checkpoint_must_save_by"
+
+
+@dataclass
+class StepResult:
+    """What a finished step gives to the hooks, and what earlier hooks add for later ones.
+
+    Attributes:
+        state: the counters of the run; `state.step` is this step.
+        metrics: logged under `train/`; empty before the first step.
+        table: columns of train_data_step<N>.jsonl.
+        histograms: name -> values, logged as `train/<name>/histogram`.
+        generated_tokens: tokens of all responses of the step, those filtered out included.
+        rollout_tokens: the same with the prompts and what environments said.
+        rollout_names: names of the metrics that rollouts and environments gave; validation has these too.
+        interrupted: Ctrl-C or a signal asked the run to end.
+        timed_out: the run must save and end (`checkpointing.checkpoint_must_save_by`).
+        reached_target: the validation reached `stop_at_validation_threshold`.
+        validation: of this step, if there was one.
+        checkpoint: the folder that was written after this step, if one was.
+        performance: rates.
+    """
+
+    state: TrainState
+    metrics: Metrics = field(default_factory=dict)
+    table: dict[str, list[object]] = field(default_factory=dict)
+    histograms: dict[str, list[float]] = field(default_factory=dict)
+    generated_tokens: float | None = None
+    rollout_tokens: float | None = None
+    rollout_names: frozenset[str] = frozenset()
+    interrupted: bool = False
+    timed_out: bool = False
+    reached_target: bool = False
+    validation: ValidationResult | None = None
+    checkpoint: Path | None = None
+    performance: Metrics = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+
+Hook = Callable[[StepResult], None]
+
+
+@dataclass
+class Ending:
+    """Decides whether the run ends: Ctrl-C or a signal, the time limit, a validation that is good enough."""
+
+    stop: GracefulStop
+    timeout: TimeoutChecker
+    loop: LoopConfig
+
+    def start_clock(self, result: StepResult) -> None:
+        self.timeout.start_iterations()
+
+    def look(self, result: StepResult) -> None:
+        self.timeout.mark_iteration()
+        result.interrupted, result.timed_out = self.stop.requested, self.timeout.check_save()
+
+    def decide(self, result: StepResult) -> None:
+        state, validation = result.state, result.validation
+        result.reached_target = reached_target(validation.metrics if validation else None, self.loop)
+        if result.interrupted:
+            state.stop(self.stop.reason)
+        elif result.timed_out and not state.finished:  # else it has ended by itself
+            state.stop(OUT_OF_TIME)
+        elif result.reached_target:
+            state.stop(f"{self.loop.stop_at_validation_metric} reached {self.loop.stop_at_validation_threshold}")
+
+
+@dataclass
+class Validation:
+    """Validates when the configuration says so."""
+
+    validator: Validator
+    collector: RolloutCollector
+    timer: Timer
+
+    def at_start(self, result: StepResult) -> None:
+        if self.validator.due_at_start(result.step) and not result.state.finished:
+            result.validation = self.run(result.state)
+
+    def after_step(self, result: StepResult) -> None:
+        if not result.interrupted and self.validator.due(result.step, is_last=result.state.finished):
+            result.validation = self.run(result.state)
+
+    def run(self, state: TrainState) -> ValidationResult:
+        """Validate the present weights."""
+        with self.timer("validation"):
+            self.collector.settle()
+            self.collector.refit.sync_weights(timer=self.timer)
+            result = self.validator.run(state.step)
+        state.val_reward = float(result.metrics["accuracy"])
+        state.note_metric(state.val_reward)
+        return result
+
+
+@dataclass
+class StepLog:
+    """Writes the numbers of steps and validations to the loggers, and keeps them for Python.
+
+    Attributes:
+        history: one dictionary a step of this process: `step`, its metrics, `seconds` and rates.
+        validations: one dictionary a validation of this process: `step` and its metrics.
+        model_performance: gives rates that the policy counts itself.
+    """
+
+    logger: Logger
+    timer: Timer
+    memory: PhaseMemory
+    devices: Devices
+    model_performance: Callable[[], dict[str, float]]
+    history: list[Metrics] = field(default_factory=list)
+    validations: list[Metrics] = field(default_factory=list)
+
+    def metrics(self, result: StepResult) -> None:
+        self.history.append({"step": result.step, **result.metrics})
+        self.logger.log_metrics(result.metrics, result.step, prefix="train")
+        for name, values in result.histograms.items():
+            self.logger.log_histogram(values, result.step, f"train/{name}/histogram")
+        if result.table:
+            self.logger.log_batched_dict_as_jsonl(result.table, f"train_data_step{result.step}.jsonl")
+
+    def validation(self, result: StepResult) -> None:
+        if result.validation is None:
+            return
+        self.validations.append({"step": result.step, **result.validation.metrics})
+        self.logger.log_metrics(result.validation.metrics, result.step, prefix="validation")
+        self.logger.log_metrics(result.validation.timings, result.step, prefix="timing/validation")
+
+    def times(self, result: StepResult) -> None:
+        """Log seconds by stage, rates and memory: what differs between two runs that do the same."""
+        timing = self.timer.step_timing_metrics()
+        result.performance = performance_metrics(
+            timing,
+            num_samples=len(result.table.get("rewards", ())) or 1,
+            total_num_tokens=result.metrics.get("total_num_tokens", 0),
+            num_generated_tokens=result.generated_tokens,
+            num_rollout_tokens=result.rollout_tokens,
+            devices=self.devices,
+        )
+        result.performance |= self.model_performance()
+        self.logger.log_metrics(result.performance, result.step, prefix="performance")
+        self.logger.log_metrics(self.memory.step_metrics(), result.step, prefix="memory")
+        self.logger.log_metrics(timing, result.step, prefix="timing/train", step_finished=True)
+        self.history[-1] |= {"seconds": timing.get("total_step_time", 0.0), **result.performance}
+
+
+@dataclass
+class Terminal:
+    """Shows the run in the terminal: the live line, validations, and what is serious."""
+
+    progress: Progress
+    alerts: Alerts
+
+    def print(self, text: str) -> None:
+        self.progress.print(text)
+
+    def validation(self, result: StepResult) -> None:
+        if result.validation is None:
+            return
+        metrics = result.validation.metrics
+        self.alerts.validation(result.step, metrics)
+        text = f"{mean_word(metrics)} {metrics['accuracy']:.3f}{_interval(metrics)} on {metrics['num_samples']} prompts"
+        self.print(f"validation after step {result.step}: {text}")
+
+    def step(self, result: StepResult) -> None:
+        serious = self.alerts.step(result.step, result.metrics)
+        self.progress.step(result.step, result.metrics | result.performance)
+        for line in serious:
+            self.print(line)
+
+
+def _interval(metrics: Metrics) -> str:
+    if "accuracy_ci95_low" not in metrics:
+        return ""
+    return f" (95 % interval {metrics['accuracy_ci95_low']:.3f} to {metrics['accuracy_ci95_high']:.3f})"
+
+
+# ---- the end of a run
+
+
+def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]:
+    """Return the rows of the table at the end of a run."""
+    state, history, validations = run.state, run.history, run.validations
+    steps = state.step - first_step
+    table: dict[str, str] = {
+        "steps": f"{state.step}" + (f" ({steps} now, from step {first_step})" if first_step else "")
+    }
+    if state.stop_reason is not None:
+        table["ended by"] = state.stop_reason
+    table["time"] = duration(seconds) + (f", {seconds / steps:.2f} s a step" if steps else "")
+    if history:
+        rewards = [row["reward"] for row in history]
+        table["reward"] = f"{rewards[0]:.3f} -> {rewards[-1]:.3f} (best {max(rewards):.3f})"
+    for row, name in ((validations[:1], "validation, first"), (validations[-1:], "validation, last")):
+        if row:
+            table[name] = _validation_text(row[0])
+    if history:
+        table |= _health(history)
+    table |= run.terminal.alerts.table()
+    if run.checkpoints.enabled and state.step:
+        latest = run.checkpoints.checkpoint_dir / f"step_{state.step}"
+        if latest.is_dir():
+            table["checkpoint"] = f"{short_path(latest)} (model: {short_path(latest / 'policy' / 'weights')})"
+    table["logs"] = short_path(run.log_dir)
+    if run.report is not None:
+        table["report"] = short_path(run.report.path)
+    return table
+
+
+def _validation_text(row: Metrics) -> str:
+    text = f"{mean_word(row)} {row['accuracy']:.3f}{_interval(row)}"
+    if "well_formed" in row and "accuracy_of_well_formed" in row:
+        text += f", {row['accuracy_of_well_formed']:.3f} among the {100 * row['well_formed']:.0f} % well-formed answers"
+    return f"{text} on {row['num_samples']} prompts after step {row['step']}"
+
+
+def _health(history: list[Metrics]) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    rates = [row["tokens_per_sec"] for row in history if "tokens_per_sec" in row]
+    if rates:
+        rows["speed"] = f"{sum(rates) / len(rates):,.0f} tokens a second over whole steps"
+    explained = [row["critic/explained_var"] for row in history if "critic/explained_var" in row]
+    if explained:
+        rows["explained variance"] = f"{explained[0]:.3f} -> {explained[-1]:.3f} (best {max(explained):.3f})"
+    errors = [row["token_mult_prob_error"] for row in history if "token_mult_prob_error" in row]
+    gaps = [row["max_logprob_gap"] for row in history if "max_logprob_gap" in row]
+    if errors:
+        rows["generation against training"] = f"token_mult_prob_error at most {max(errors):.9g}"
+        if gaps:
+            rows["generation against training"] += f", largest log-probability gap {max(gaps):.3g}"
+    return rows

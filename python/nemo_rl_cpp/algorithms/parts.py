@@ -1,0 +1,346 @@
+"""The parts of a run, each made from its section of the configuration. `build_run` (`algorithms/run.py`) puts them together."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from nemo_rl_cpp.algorithms.checkpointing import Resume
+from nemo_rl_cpp.algorithms.collector import AsyncCollector, RolloutCollector, SyncCollector
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.hooks import StepLog, Validation
+from nemo_rl_cpp.algorithms.loss import MseValueLossFn
+from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty
+from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.algorithms.validation import Validator
+from nemo_rl_cpp.config.data import DataConfig
+from nemo_rl_cpp.config.exactness import exactness_text
+from nemo_rl_cpp.config.fold import say_fold
+from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.config.master import GRPOMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.config.resources import engines_of, trainers_of
+from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.data.token_bytes import bytes_of_token
+from nemo_rl_cpp.data.utils import load_response_data
+from nemo_rl_cpp.distributed.cluster import Cluster, check_device, use_threads
+from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.environments.ray_environment import ActorSettings
+from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
+from nemo_rl_cpp.interrupts import GRACE_SECONDS
+from nemo_rl_cpp.loggers.folders import get_experiment_dir
+from nemo_rl_cpp.loggers.logger import Logger
+from nemo_rl_cpp.metrics.memory import PhaseMemory
+from nemo_rl_cpp.metrics.performance import Devices
+from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue, value_class
+from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
+from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.report import ReportWriter
+from nemo_rl_cpp.report.defaults import schema_defaults
+from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout
+from nemo_rl_cpp.weight_sync import create_weight_synchronizer
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.utils import Datasets
+
+
+@dataclass
+class RunData:
+    """Data sets, several of them by task name, and environments."""
+
+    train: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset]
+    validation: AllTaskProcessedDataset | None
+    environments: Environments
+
+
+def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
+    """The tokenizer of the section `policy.tokenizer`; tiny-random has a character tokenizer of its own."""
+    if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
+        from nemo_rl_cpp.data.template_choice import choose_template
+        from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = choose_template(
+            policy.tokenizer.chat_template, tokenizer.chat_template, "policy.tokenizer.chat_template"
+        )
+        return tokenizer
+    from nemo_rl_cpp.data.tokenizer import get_tokenizer
+
+    return get_tokenizer(policy.tokenizer)
+
+
+def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
+    """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
+    limit = config.policy.max_total_sequence_length
+    actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
+    data = load_response_data(tokenizer, config.data, config.env, limit, actors)
+    return RunData(data.train, data.validation, Environments(data.environments, data.val_environments))
+
+
+def make_dataloader(
+    data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
+) -> StatefulDataLoader | MultipleDataloaderWrapper:
+    """The training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each.
+    `section` is the training loop's, which messages name."""
+
+    def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
+        if 0 < len(rows) < batch_size:
+            raise ValueError(
+                f"the data set has {len(rows)} rows, fewer than one batch of {batch_size}: lower "
+                f"{section}.num_prompts_per_step (or {section}.batch_multiplier), or take more data"
+            )
+        return StatefulDataLoader(
+            rows, batch_size, shuffle=data.shuffle, drop_last=True, seed=seed, num_workers=data.num_workers
+        )
+
+    if not isinstance(dataset, dict):
+        return one(dataset, num_prompts)
+    each = data.num_prompts_per_dataloader or num_prompts
+    return MultipleDataloaderWrapper(num_prompts, data, {name: one(rows, each) for name, rows in dataset.items()})
+
+
+def make_val_dataloader(dataset: AllTaskProcessedDataset | None, loop: LoopConfig) -> StatefulDataLoader | None:
+    """The validation loader in the data's own order; None without data."""
+    if dataset is None:
+        return None
+    sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(dataset)) if size is not None]
+    return StatefulDataLoader(dataset, min(sizes))
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.cuda.manual_seed_all(seed)
+
+
+def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
+    """Steps of the whole run, as far as they are known before it: max_num_steps, or the batches of max_num_epochs where these are
+    fewer. Dynamic sampling may need several batches a step. Several loaders never end."""
+    if isinstance(loader, MultipleDataloaderWrapper):
+        return loop.max_num_steps
+    return min(loop.max_num_steps, loop.max_num_epochs * len(loader))
+
+
+def make_cluster(config: TrainMasterConfig) -> Cluster:
+    """Return one device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
+    processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
+    say_fold(config)
+    use_threads(config.cluster)
+    use_gpus = check_device(config.cluster.device) == "cuda"
+    return Cluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)
+
+
+def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
+    """Return the workers that only generate (`policy.generation.colocated.resources`), or None."""
+    count = engines_of(config)
+    if count == 0:
+        return None
+    return Cluster([count], use_gpus=False, name="inference_cluster", settings=config.cluster, role="engine worker")
+
+
+def make_generation(
+    config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
+) -> GenerationInterface:
+    """Engines on the policy's weights, in workers of their own, or vLLM."""
+    if config.policy.generation.runs_vllm:
+        return vllm_of(policy, config.policy, tokenizer, config.loop.seed)
+    if cluster is None:
+        return policy.create_generation(config.policy.generation, seed=config.loop.seed)
+    return DedicatedGeneration(cluster, config.policy, tokenizer, seed=config.loop.seed)
+
+
+def make_policy(
+    config: TrainMasterConfig,
+    tokenizer: TokenizerType,
+    resume: Resume,
+    cluster: Cluster,
+    steps: int,
+    factory: Callable[..., PolicyInterface] | None = None,
+) -> PolicyInterface:
+    """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name, for a run of so many steps.
+
+    The reference model is built only when the KL weight is not 0.
+    """
+    runs_vllm = config.policy.generation.runs_vllm
+    if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
+        print(f"note: {text}", file=sys.stderr, flush=True)
+    if factory is None and not cluster.in_process:
+        factory = DistributedPolicy
+    elif factory is None and config.policy.backend == "hf":
+        from nemo_rl_cpp.models.hf.trained import HfPolicy  # imports transformers
+
+        factory = HfPolicy
+    weights, optimizer = resume.model_paths("policy")
+    policy = config.policy
+    if engines_of(config):  # whose activations are in other processes
+        policy = policy.model_copy(update={"kept_activations_gb": 0.0})
+    if runs_vllm:  # whose log-probabilities are not those of training
+        policy = policy.model_copy(update={"kept_activations_gb": 0.0, "reuse_generation_logprobs": "never"})
+    return (factory or Policy)(
+        cluster=cluster,
+        config=policy,
+        tokenizer=tokenizer,
+        weights_path=weights,
+        optimizer_path=optimizer,
+        init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
+        total_steps=max(steps - config.loop.first_policy_step, 0) * config.loop.policy_epochs,
+        seed=config.loop.seed,
+    )
+
+
+def make_critic(
+    config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int
+) -> Critic | NoCritic:
+    """Return PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those
+    of value.model_name; `NoCritic` for GRPO and for an estimator that needs no values."""
+    if not config.has_critic:
+        return NoCritic()
+    loop = config.ppo
+    weights, optimizer = resume.model_paths("value")
+    if weights is None and loop.warm_start_value_checkpoint is not None:
+        weights = warm_start_weights(loop.warm_start_value_checkpoint)
+        print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
+    model = value_class(config.value) if cluster.in_process else DistributedValue
+    value = model(
+        cluster=cluster, config=config.value, tokenizer=tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
+        total_steps=steps * loop.critic_epochs,
+    )  # fmt: skip
+    return Critic(value, MseValueLossFn(config.value_loss_fn))
+
+
+def warm_start_weights(checkpoint: str) -> Path:
+    """The folder of the critic's weights in a checkpoint step_N; ValueError where there are none."""
+    weights = Path(checkpoint).expanduser() / "value" / "weights"
+    if not weights.is_dir():
+        raise ValueError(
+            f"ppo.warm_start_value_checkpoint is {checkpoint}, but {weights} is not there: name a folder step_N that a PPO run with a "
+            "critic has saved, or write null"
+        )
+    return weights
+
+
+def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
+    """Logs below logger.log_dir: into the folder exp_NNN of this very run, cut back to the checkpoint's step, or into the next
+    new one. The folder is this run's until the logger's `finish`."""
+    saves = config.checkpointing.enabled
+    home = Path(config.checkpointing.checkpoint_dir)
+    logger = None
+    try:
+        make_folder(Path(config.logger.log_dir), "logger.log_dir")
+        folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir}, home / f"step_{state.step}")
+        logger = Logger(config.logger.model_copy(update={"log_dir": folder}))
+        logger.claim(home if saves else None)
+        if state.log_dir is not None:
+            logger.truncate_after(state.step)
+        state.log_dir = folder
+        logger.log_hyperparams(config)
+        return logger
+    except BaseException as error:
+        if logger is not None:
+            logger.finish()
+        if not isinstance(error, OSError):
+            raise
+        raise FolderError(
+            f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})"
+        ) from error
+
+
+def make_collector(
+    config: TrainMasterConfig,
+    policy: PolicyInterface,
+    generation: GenerationInterface,
+    tokenizer: TokenizerType,
+    loader: StatefulDataLoader | MultipleDataloaderWrapper,
+    environments: Environments,
+    state: TrainState,
+) -> RolloutCollector:
+    """Return what makes rollouts: in their step, or while earlier steps train (`async_grpo` or `async_ppo`)."""
+    loop, settings = config.loop, config.loop.beside_training
+    penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
+    parts = {
+        "generation": generation,
+        "refit": create_weight_synchronizer(
+            policy, generation, "native", colocated=engines_of(config) == 0, version=lambda: state.step
+        ),
+        "prompts": PromptSource(loader, loop.num_generations_per_prompt, state, config.algorithm),
+        "roll_out": partial(
+            run_multi_turn_rollout, generation, tokenizer=tokenizer, task_to_env=environments.train,
+            max_seq_len=config.policy.max_total_sequence_length, max_rollout_turns=loop.max_rollout_turns,
+        ),
+        "sampler": GroupSampler.from_config(loop),
+        "state": state,
+        "shape_rewards": partial(shape_rewards, loop=loop),
+    }  # fmt: skip
+    if penalty is not None:
+        parts["change_rewards"] = lambda rollouts: apply_length_penalty(rollouts, penalty, tokenizer)
+    if not settings.enabled:
+        return SyncCollector(**parts)
+    return AsyncCollector(
+        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps,
+        keeps=config.checkpointing.enabled, groups=(loop.num_prompts_per_step, loop.num_generations_per_prompt),
+    )  # fmt: skip
+
+
+def make_validation(
+    config: TrainMasterConfig,
+    generation: GenerationInterface,
+    tokenizer: TokenizerType,
+    data: RunData,
+    collector: RolloutCollector,
+    logger: Logger,
+    timer: Timer,
+) -> Validation | None:
+    """Return what validates, or None without validation data."""
+    loader = make_val_dataloader(data.validation, config.loop)
+    if loader is None:
+        return None
+    validator = Validator(
+        generation, loader, tokenizer, data.environments.validation or data.environments.train, config.loop,
+        config.policy, logger, config.logger.num_val_samples_to_print,
+    )  # fmt: skip
+    return Validation(validator, collector, timer)
+
+
+def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
+    """Return what logs steps. Trainers generate, too, unless engines have processes of their own."""
+    trainers, engines = trainers_of(config), engines_of(config)
+    devices = Devices(trainers + engines, trainers, engines or trainers)
+    return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)
+
+
+def make_report(config: TrainMasterConfig, logger: Logger, tokenizer: TokenizerType) -> ReportWriter | None:
+    """Return what writes report.html, or None with `logger.report: false`."""
+    if not config.logger.report:
+        return None
+    return ReportWriter(
+        logger.log_dir, config, schema_defaults(config), total_steps=config.loop.max_num_steps, title=config.title,
+        token_bytes=bytes_of_token(tokenizer),
+    )  # fmt: skip
+
+
+def close_environments(
+    environments: Environments,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """End the environments' processes. One that does not answer is waited for, unless the user has ended the run."""
+    environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)

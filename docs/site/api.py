@@ -7,7 +7,7 @@ from types import ModuleType
 
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Train, evaluate, generate", ("nemo_rl_cpp",)),
-    ("Advantage estimators", ("nemo_rl_cpp.algorithms.advantages", "nemo_rl_cpp.algorithms.advantage_estimator")),
+    ("Advantage estimators", ("nemo_rl_cpp.algorithms.custom_components", "nemo_rl_cpp.algorithms.advantage_estimator")),
     ("Losses", ("nemo_rl_cpp.algorithms.loss",)),
     (
         "Environments",

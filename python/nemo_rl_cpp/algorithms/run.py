@@ -114,7 +114,7 @@ class TrainingRun:
     card: CardFacts
     validation: Validation | None
     callbacks: Callbacks
-    resources: ExitStack
+    resources: ExitStack = field(default_factory=ExitStack)
     stop: GracefulStop = field(default_factory=GracefulStop)
     before_training: list[Hook] = field(default_factory=list)
     after_step: list[Hook] = field(default_factory=list)
@@ -300,9 +300,10 @@ def build_run(
             report=make_report(config, logger, tokenizer), checkpoints=checkpoints,
             card=facts_of_run(config, made.environments.train, loss_fn, advantages.estimator),
             validation=make_validation(config, generation, tokenizer, made, collector, logger, timer),
-            callbacks=callbacks or Callbacks(), resources=resources.pop_all(),
+            callbacks=callbacks or Callbacks(),
         )  # fmt: skip
-    connect_hooks(run)
+        connect_hooks(run)
+        run.resources = resources.pop_all()
     return run
 
 

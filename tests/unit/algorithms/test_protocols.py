@@ -19,6 +19,7 @@ from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.loggers.files import JsonlLogger, TensorboardLogger
 from nemo_rl_cpp.loggers.interface import LoggerBackend
 from nemo_rl_cpp.models.generation.hf import HfGeneration
+from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.hf.trained import HfPolicy, HfValue
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, ValueInterface
@@ -101,6 +102,7 @@ def watch(run, names):
     collector.generation = Recorder(run.generation, names[GenerationInterface])
     collector.roll_out = partial(collector.roll_out.func, run.generation, **collector.roll_out.keywords)
     collector.refit._generation = run.generation
+    run.resources.callback(end_engine, run.generation)
     collector.refit = Recorder(collector.refit, names[WeightSynchronizer])
     if "value" in run.models:
         run.critic.model = Recorder(run.critic.model, names[ValueInterface])

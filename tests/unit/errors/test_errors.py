@@ -160,7 +160,7 @@ def test_a_mistake_of_ours_names_our_function():
 
     sentence = one_sentence(caught(get_gdpo_reward_component_keys, 3))
     assert sentence.startswith("unexpected AttributeError: ")
-    assert "in get_gdpo_reward_component_keys (nemo_rl_cpp/algorithms/utils.py:" in sentence
+    assert "in get_gdpo_reward_component_keys (nemo_rl_cpp/algorithms/advantage_estimator.py:" in sentence
 
 
 def test_the_traceback_goes_to_the_runs_folder_else_to_the_temporary_one(tmp_path, monkeypatch):

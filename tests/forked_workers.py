@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 IMPORTED = (
-    "torch.distributed", "nemo_rl_cpp.distributed.worker", "nemo_rl_cpp.distributed.ranks", "nemo_rl_cpp.algorithms.run",
+    "torch.distributed", "nemo_rl_cpp.distributed.worker", "nemo_rl_cpp.distributed.ranks", "nemo_rl_cpp.algorithms.build",
     "nemo_rl_cpp.models.policy.lm_policy", "nemo_rl_cpp.models.generation.native",
 )  # fmt: skip
 OF_TRANSFORMERS = (

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
+from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.parts import RunData
-from nemo_rl_cpp.algorithms.run import build_run
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
@@ -143,7 +143,7 @@ def fake_run(config, policy, engine, value=None, num_rows=8):
     }
     data = RunData(rows(num_rows), rows(3), Environments(env, env))
     with (
-        patch.multiple("nemo_rl_cpp.algorithms.run", **stand_ins),
+        patch.multiple("nemo_rl_cpp.algorithms.build", **stand_ins),
         patch("nemo_rl_cpp.algorithms.checkpointing.announce"),
     ):
         run = build_run(config, data=lambda config, tokenizer: data, policy_factory=lambda **given: policy)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from nemo_rl_cpp.algorithms.build import TrainingRun, build_run
 from nemo_rl_cpp.algorithms.parts import RunData, make_data
-from nemo_rl_cpp.algorithms.run import TrainingRun, build_run
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.loader import kind_of
 

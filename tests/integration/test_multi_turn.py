@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.run import build_run
+from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.config import find_config, load_grpo_config
 from nemo_rl_cpp.rollouts.train_batch import build_train_batch
 

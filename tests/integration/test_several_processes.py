@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.run import build_run
+from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.commands.runs import train_to_the_end
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.distributed.ranks import Ranks
@@ -137,7 +137,7 @@ def test_a_run_that_has_lost_a_worker_goes_on_from_its_checkpoint(tmp_path, monk
         run.after_step.append(kill_a_worker)
         return run
 
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.run.build_run", build)
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.build_run", build)
     config = load_grpo_config(
         "grpo_tiny.yaml",
         [*BLOCKS, *workers(2), "cluster.max_restarts=1", f"logger.log_dir={folder / 'logs'}", "grpo.max_num_steps=4",

@@ -146,7 +146,7 @@ class Forked:
 
 
 FORK = False
-IMPORTED = ("algorithms.run", "commands.runs", "models.policy.lm_policy", "run_grpo_math", "run_ppo")
+IMPORTED = ("algorithms.build", "commands.runs", "models.policy.lm_policy", "run_grpo_math", "run_ppo")
 
 
 def fork_runs() -> None:

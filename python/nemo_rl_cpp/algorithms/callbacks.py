@@ -14,8 +14,8 @@ from nemo_rl_cpp.errors import one_sentence, user_code
 from nemo_rl_cpp.user_code import call_user
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.build import TrainingRun
     from nemo_rl_cpp.algorithms.hooks import StepResult
-    from nemo_rl_cpp.algorithms.run import TrainingRun
     from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
 METHODS = ("on_step", "on_validation", "on_checkpoint", "on_end")

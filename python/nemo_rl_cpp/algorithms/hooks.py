@@ -27,7 +27,7 @@ from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.report.progress import Progress
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.build import TrainingRun
 
 OUT_OF_TIME = "checkpoint_must_save_by"
 

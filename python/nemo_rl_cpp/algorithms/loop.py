@@ -1,6 +1,6 @@
 """The training loop: GRPO, DAPO, ProRLv2 and PPO on one page.
 
-Everything that a configuration can switch on or off is a part of the run, never another loop: `algorithms/run.py` says what
+Everything that a configuration can switch on or off is a part of the run, never another loop: `algorithms/build.py` says what
 the parts are and puts them together. GRPO is the loop whose critic does nothing and whose epochs are one.
 """
 
@@ -11,7 +11,7 @@ from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, require_valid_tok
 from nemo_rl_cpp.rollouts.train_batch import LogprobNeeds, add_logprobs, build_train_batch
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.build import TrainingRun
 
 
 def train_loop(run: "TrainingRun") -> None:

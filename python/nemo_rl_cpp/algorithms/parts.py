@@ -1,4 +1,4 @@
-"""The parts of a run, each made from its section of the configuration. `build_run` (`algorithms/run.py`) puts them together."""
+"""The parts of a run, each made from its section of the configuration. `build_run` (`algorithms/build.py`) puts them together."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.build import TrainingRun
 
 
 def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.callbacks import Callback, Callbacks, checked_callbacks
 from nemo_rl_cpp.algorithms.parts import RunData
-from nemo_rl_cpp.algorithms.run import build_run
 from nemo_rl_cpp.api.components import component_keys, lora_keys, reward_environment
 from nemo_rl_cpp.api.keywords import Function, dotted_keys
 from nemo_rl_cpp.api.prompting import TASK, dataset_of

@@ -69,7 +69,7 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
     checkpoint with new workers, `cluster.max_restarts` times at most. Any other error ends the run, and so does a lost worker
     of a run that was asked to end.
     """
-    from nemo_rl_cpp.algorithms.run import build_run  # loads torch, after the configuration is known to be right
+    from nemo_rl_cpp.algorithms.build import build_run  # loads torch, after the configuration is known to be right
     from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 
     raise_if_interrupted()

@@ -2,7 +2,7 @@
 
 import pytest
 import tiny
-from nemo_rl_cpp.algorithms import parts, run
+from nemo_rl_cpp.algorithms import build, parts
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config import load_ppo_config
@@ -33,7 +33,7 @@ def test_a_schedule_knows_which_limit_ends_the_run_and_that_the_policy_begins_la
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "part"), [(run, "connect_hooks"), (parts, "MseValueLossFn"), (Logger, "log_hyperparams")]
+    ("owner", "part"), [(build, "connect_hooks"), (parts, "MseValueLossFn"), (Logger, "log_hyperparams")]
 )
 def test_folders_are_free_after_a_part_failed(tmp_path, monkeypatch, owner, part):
     options = (

@@ -191,7 +191,7 @@ def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
 )
 def test_a_run_that_is_stopped_in_time_is_not_said_to_have_finished(tmp_path, monkeypatch, limit, last, status):
     published, heard = [], []
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.run.publish", lambda config, folder: published.append(folder) or {})
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.publish", lambda config, folder: published.append(folder) or {})
     run = make(tmp_path, f"grpo.max_num_steps={limit}", "checkpointing.checkpoint_must_save_by=00:00:00:00")
     monkeypatch.setattr(run.callbacks, "end", heard.append)
     train(run)

@@ -187,7 +187,7 @@ REFUSED = [
 def test_what_makes_it_another_run_is_refused(root, run_of_two_steps, name, paths, overrides, words, monkeypatch):
     for prepare in (other_weights, other_tokenizer, other_rows):
         prepare(run_of_two_steps)
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.run.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     overrides = [text.replace("BASE", str(run_of_two_steps)) for text in overrides]
     if name == "data set":
         overrides += [
@@ -317,7 +317,7 @@ def test_a_finished_run_says_how_to_go_on(run_of_two_steps, capsys):
 
 def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monkeypatch):
     first = tiny.make(tmp_path, *RUN)
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.run.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(
         FolderInUseError,
         match=r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own",
@@ -328,7 +328,7 @@ def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monk
 
 def test_a_run_that_could_not_be_built_gives_its_folder_free(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("nemo_rl_cpp.algorithms.run.make_policy", lambda *a, **k: 1 / 0)
+        patch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tiny.make(tmp_path, *RUN)
     assert not (tmp_path / "checkpoints").exists()

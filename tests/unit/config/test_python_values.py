@@ -157,7 +157,7 @@ def test_a_configuration_made_in_python_is_checked(tiny, key, value, message):
 
 @pytest.mark.parametrize(("key", "value", "message"), UNSUPPORTED[:-1])
 def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
-    from nemo_rl_cpp.algorithms.run import build_run
+    from nemo_rl_cpp.algorithms.build import build_run
 
     config = GRPOMasterConfig(**tiny)
     node = config
@@ -171,7 +171,7 @@ def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
 
 
 def test_other_runs_are_checked_too():
-    from nemo_rl_cpp.algorithms.run import build_run
+    from nemo_rl_cpp.algorithms.build import build_run
     from nemo_rl_cpp.evals import eval as evals
 
     tree = load_ppo_config("ppo_tiny.yaml").model_dump()

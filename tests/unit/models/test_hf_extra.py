@@ -42,7 +42,7 @@ def test_the_engine_follows_the_trainer():
 
 @pytest.mark.slow
 def test_the_modules_import_without_it():
-    modules = "models.hf.trained", "models.generation.hf", "algorithms.run"
+    modules = "models.hf.trained", "models.generation.hf", "algorithms.build"
     code = "; ".join(
         ["import sys", *(f"import nemo_rl_cpp.{name}" for name in modules), "assert 'transformers' not in sys.modules"]
     )

@@ -159,53 +159,145 @@ class MicroBatchRunner:
         return asked and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
-        """A rank has failed, this one or another: this one takes part in the sum that others may have begun, whatever it gives.
-        Where each block has a sum of its own, `end_block` has done so."""
+        """Take part in the sum that other ranks may have begun, whatever it gives: a rank has failed, this one or another. Where each
+        block has a sum of its own, `end_block` has done so."""
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 
-    def forward_backward(
+    def forward(
         self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
     ) -> GlobalBatchResult:
-        """Of the samples [begin, end).
+        """Pass the samples [begin, end) without a backward."""
+        return self.forward_backward(data, begin, end, on_policy=on_policy, exactness=exactness, backward=False)
+
+    def forward_backward(
+        self,
+        data: RaggedBatch,
+        begin: int,
+        end: int,
+        *,
+        on_policy: bool = False,
+        exactness: Exactness | None = None,
+        backward: bool = True,
+    ) -> GlobalBatchResult:
+        """Pass the samples [begin, end), micro-batch by micro-batch.
 
         Args:
             on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
             exactness: where to compare them with `generation_logprobs`; None: no comparison.
         """
-        batch, failed = None, None
-        try:
-            batch = _GlobalBatch(self, data, begin, end, True, on_policy, exactness)
-        except Exception as error:
-            failed = error
-        if self.evens_out and self.ranks.sum(0.0 if failed is None else 1.0) == 0:
-            self.trainer.move_kept(batch.batch, batch.moves)
-        if failed is not None:
-            if self.sums.sharded and self.own_blocks > 1:
-                for _ in range(self.own_blocks):  # the others add each of theirs to this rank's
-                    self.trainer.end_block()
-            self.abandon_sum()
-            raise failed
-        return batch.run()
+        guard = _RankGuard(self, self.sums if backward else GradientSums())
+        options = data, begin, end, backward, on_policy, exactness
+        batch = guard.planned(options) if backward else _GlobalBatch(self, *options)
+        for number, micro_batches in enumerate(batch.blocks):
+            # the ranks begin to add up gradients during the last backward pass of a block, or of the last block
+            adds = guard.sums.beside and (guard.sums.sharded or number + 1 == len(batch.blocks))
+            last = batch.last_with_gradient(micro_batches) if adds else None
+            with guard:
+                for rows in guard.left(micro_batches):
+                    if rows is last:
+                        self.trainer.begin_sum()
+                    self._micro_batch(batch, rows)
+            if backward and len(batch.blocks) > 1 and guard.takes_part:
+                self.trainer.end_block()
+        guard.raise_failure()
+        if self.scoring.filters:
+            batch.result.outputs = without_removed_tokens(batch.result.outputs)[0]
+        return batch.result
 
-    def forward(
-        self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
-    ) -> GlobalBatchResult:
-        """The same without a backward."""
-        return _GlobalBatch(self, data, begin, end, False, on_policy, exactness).run()
+    def _micro_batch(self, batch: _GlobalBatch, rows: list[int]) -> None:
+        """Go forward, ask the loss, and go backward unless the loss has no gradient."""
+        trainer, batching, scoring, result = self.trainer, self.batching, self.scoring, batch.result
+        packed_tokens = C.packed_tokens(batch.packed, rows, batching.share_prefix)
+        result.packed_tokens += packed_tokens
+        fused = batch.token_loss is not None and not batch.is_apart(rows)
+        common = batch.packed, rows, scoring.temperature, batching.share_prefix
+        if fused:
+            trainer.forward_with_loss(*common, batching.checkpoint, result.outputs, batch.token_loss)
+        else:
+            trainer.forward(
+                *common, batch.backward, batching.checkpoint, result.outputs, top_p=scoring.top_p, top_k=scoring.top_k,
+                unfiltered=batch.unfiltered,
+            )  # fmt: skip
+        micro = MicroBatch.of(batch.data, rows)
+        curr, removed = micro.padded(result.outputs), 0
+        if scoring.filters:
+            curr, removed = without_removed_tokens(curr)
+        loss = batch.loss(micro, curr)
+        check_finite(loss, rows, curr)
+        if fused:
+            trainer.finish_backward()
+        elif batch.backward and loss.has_no_gradient():
+            result.zero_gradient_tokens += packed_tokens
+        elif batch.backward:
+            trainer.backward(*batch.gradients(micro, loss))
+        result.losses.append(loss.value)
+        counts = {
+            "global_valid_seqs": float(batch.counts.valid_seqs),
+            "global_valid_toks": float(batch.counts.valid_toks),
+        }
+        filtered = {"num_filtered_out_tokens": float(removed)} if scoring.filters else {}
+        result.metrics.append({**loss.metrics, **counts, **filtered})
+
+
+class _RankGuard:
+    """Lets the other ranks finish a global batch in which this one has failed, then raises its error: they wait for this rank's part
+    of each sum of gradients. One process alone fails at once."""
+
+    def __init__(self, runner: MicroBatchRunner, sums: GradientSums) -> None:
+        self.runner, self.sums = runner, sums
+        self.failed: Exception | None = None
+
+    def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
+        """Plan a batch, and exchange kept activations where samples move between ranks, if no rank has failed."""
+        runner, batch = self.runner, None
+        try:
+            batch = _GlobalBatch(runner, *options)
+        except Exception as error:
+            self.failed = error
+        if runner.evens_out and runner.ranks.sum(0.0 if self.failed is None else 1.0) == 0:
+            runner.trainer.move_kept(batch.packed, batch.moves)
+        if self.failed is not None and self.sums.sharded and runner.own_blocks > 1:
+            for _ in range(runner.own_blocks):  # the others add each of theirs to this rank's
+                runner.trainer.end_block()
+        self.raise_failure()
+        return batch
+
+    def left(self, micro_batches: list[list[int]]) -> list[list[int]]:
+        """Return the micro-batches that are still passed: none after a failure."""
+        return micro_batches if self.failed is None else []
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank ends its blocks: after a failure only for the others' sake."""
+        return self.failed is None or self.sums.sharded
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if self.sums.beside and isinstance(error, Exception):
+            self.failed = error
+            return True
+        return False
+
+    def raise_failure(self) -> None:
+        if self.failed is not None:
+            self.runner.abandon_sum()
+            raise self.failed
 
 
 class _GlobalBatch:
-    """One global batch on its way through `MicroBatchRunner`."""
+    """One global batch on its way through `MicroBatchRunner`: its plan, its denominators and its results."""
 
     def __init__(
-        self, way: MicroBatchRunner, data: RaggedBatch, begin: int, end: int, train: bool, on_policy: bool, exactness: Exactness | None
+        self, way: MicroBatchRunner, data: RaggedBatch, begin: int, end: int, backward: bool, on_policy: bool, exactness: Exactness | None
     ) -> None:  # fmt: skip
-        self.way, self.data, self.train, self.on_policy, self.exactness = way, data, train, on_policy, exactness
+        self.way, self.data, self.backward, self.on_policy, self.exactness = way, data, backward, on_policy, exactness
         self.counts = GlobalCounts.of(data, begin, end)
         self.wanted = wanted_tokens(data)
         self.apart: Tensor | None = None
-        if train and hasattr(way.loss_fn, "zero_gradient_rows"):
+        if backward and hasattr(way.loss_fn, "zero_gradient_rows"):
             self.apart = way.loss_fn.zero_gradient_rows(data)
         self.moves: list[Move] = []
         if way.evens_out and self.apart is not None:
@@ -214,90 +306,25 @@ class _GlobalBatch:
         else:
             blocks = way.ranks.blocks(data, begin, end, way.blocks, way.sums.sharded)
         plans = [plan(data, self.wanted, rows, way.batching, self.apart) for rows in blocks]
-        self.batch, self.blocks = plans[0][0], [micro_batches for _, micro_batches in plans]
+        self.packed, self.blocks = plans[0][0], [micro_batches for _, micro_batches in plans]
         outputs = torch.zeros(data.num_tokens, dtype=way.trainer.out_dtype)
         self.result = GlobalBatchResult(outputs, [len(micro_batches) for micro_batches in self.blocks])
         has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0
         self.unfiltered = torch.zeros_like(outputs) if way.scoring.filters and has_kl else None
-        self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if train else None
+        self.token_loss = (
+            fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if backward else None
+        )
 
-    def run(self) -> GlobalBatchResult:
-        sums, failed = self.way.sums if self.train else GradientSums(), None
-        for number, micro_batches in enumerate(self.blocks):
-            is_last = number + 1 == len(self.blocks)
-            if failed is None:
-                try:
-                    self._block(micro_batches, sums.beside and (sums.sharded or is_last))
-                except Exception as error:
-                    if not sums.beside:
-                        raise
-                    failed = error
-            if self.train and len(self.blocks) > 1 and (failed is None or sums.sharded):
-                self.way.trainer.end_block()
-        if failed is not None:
-            self.way.abandon_sum()
-            raise failed
-        if self.way.scoring.filters:
-            self.result.outputs = without_removed_tokens(self.result.outputs)[0]
-        return self.result
+    def last_with_gradient(self, micro_batches: list[list[int]]) -> list[int] | None:
+        """Return the last micro-batch with a gradient."""
+        return next((rows for rows in reversed(micro_batches) if not self.is_apart(rows)), None)
 
-    def _block(self, micro_batches: list[list[int]], sum_begins: bool) -> None:
-        """Run the micro-batches of one block. With `sum_begins` the ranks begin to add up gradients during the block's last backward
-        pass, which is that of the last micro-batch with a gradient."""
-        last = max((i for i, rows in enumerate(micro_batches) if not self._is_apart(rows)), default=-1)
-        for i, rows in enumerate(micro_batches):
-            if sum_begins and i == last:
-                self.way.trainer.begin_sum()
-            self._micro_batch(rows)
-
-    def _is_apart(self, rows: list[int]) -> bool:
+    def is_apart(self, rows: list[int]) -> bool:
         """Whether the loss has said that these samples have no gradient."""
         return self.apart is not None and bool(self.apart[rows[0]])
 
-    def _micro_batch(self, rows: list[int]) -> None:
-        way, result = self.way, self.result
-        packed_tokens = C.packed_tokens(self.batch, rows, way.batching.share_prefix)
-        result.packed_tokens += packed_tokens
-        fused = self.token_loss is not None and not self._is_apart(rows)
-        self._forward(rows, fused)
-        micro = MicroBatch.of(self.data, rows)
-        curr, removed = micro.padded(result.outputs), 0
-        if way.scoring.filters:
-            curr, removed = without_removed_tokens(curr)
-        loss = self._loss(micro, curr)
-        check_finite(loss, rows, curr)
-        if fused:
-            way.trainer.finish_backward()
-        elif self.train and loss.has_no_gradient():
-            result.zero_gradient_tokens += packed_tokens
-        elif self.train:
-            self._backward(micro, loss)
-        result.losses.append(loss.value)
-        counts = {
-            "global_valid_seqs": float(self.counts.valid_seqs),
-            "global_valid_toks": float(self.counts.valid_toks),
-        }
-        filtered = {"num_filtered_out_tokens": float(removed)} if way.scoring.filters else {}
-        result.metrics.append({**loss.metrics, **counts, **filtered})
-
-    def _forward(self, rows: list[int], fused: bool) -> None:
-        trainer, batching, scoring, outputs = self.way.trainer, self.way.batching, self.way.scoring, self.result.outputs
-        if fused:
-            trainer.forward_with_loss(
-                self.batch,
-                rows,
-                scoring.temperature,
-                batching.share_prefix,
-                batching.checkpoint,
-                outputs,
-                self.token_loss,
-            )
-        else:
-            trainer.forward(self.batch, rows, scoring.temperature, batching.share_prefix, self.train, batching.checkpoint, outputs,
-                            top_p=scoring.top_p, top_k=scoring.top_k, unfiltered=self.unfiltered)  # fmt: skip
-
-    def _loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
-        """Of the head's outputs [b, width]."""
+    def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
+        """Ask the loss about the head's outputs [b, width]."""
         data = micro.data(self.data)
         if self.exactness is not None:
             self.exactness.compare(curr, data["generation_logprobs"].to(curr.dtype), micro.padded(self.wanted))
@@ -306,10 +333,11 @@ class _GlobalBatch:
         if self.unfiltered is not None:
             data["curr_logprobs_unfiltered"] = micro.padded(self.unfiltered)[:, 1:]
         evaluate = self.way.evaluate or evaluate_loss
-        return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.train)
+        return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.backward)
 
-    def _backward(self, micro: MicroBatch, loss: LossResult) -> None:
-        if self.way.sums.beside and self._is_apart(micro.rows):
+    def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients [T] with respect to the head's outputs and to the unfiltered log-probabilities."""
+        if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(
                 f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "
                 "ranks has begun: leave such samples out of it"
@@ -321,7 +349,7 @@ class _GlobalBatch:
             d_unfiltered = torch.zeros_like(d_outputs)
             if loss.grad_unfiltered is not None:
                 micro.write(loss.grad_unfiltered, d_unfiltered, 1)
-        self.way.trainer.backward(d_outputs, d_unfiltered)
+        return d_outputs, d_unfiltered
 
 
 def fused_token_loss(

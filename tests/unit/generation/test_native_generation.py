@@ -164,7 +164,7 @@ def test_an_optimizer_step_changes_what_packed_weights_generate():
 
 @pytest.mark.parametrize("packed", ["yes", "ON"])
 def test_packing_is_off_on_or_auto(packed):
-    with pytest.raises(ValueError, match=f"off, on and auto, not '{packed}'"):
+    with pytest.raises(ValueError, match=f"packed_weights must be one of off, on, auto, not '{packed}'"):
         generation_of(wide_model(), packed)
 
 

@@ -148,36 +148,23 @@ def test_a_cached_tokenizer_is_had_without_asking_the_hub(tmp_path):
             silent.accept()
 
 
-def test_what_a_download_fetches_is_said_and_nothing_where_all_is_here(tmp_path, monkeypatch, capsys):
+def test_a_download_tells_what_it_fetches_and_nothing_if_all_is_here(monkeypatch, capsys):
     import huggingface_hub
-    from huggingface_hub.hf_api import RepoSibling
 
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    sizes = {
-        "model.safetensors": 3_000_000_000,
-        "config.json": 700,
-        "pytorch_model.bin": 9,
-        "tokenizer.json": 2_000_000,
-    }
-    files = [RepoSibling(rfilename=name, size=size) for name, size in sizes.items()]
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "model_info", lambda *given, **more: types.SimpleNamespace(sha="abc", siblings=files)
-    )
-    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").touch()
-    wanted = ["*.safetensors", "config.json", "tokenizer*"]
-    with sources._said_what_is_fetched("some/model", wanted):
+    sizes = {"model.safetensors": 3_000_000_000, "config.json": 700, "tokenizer.json": 2_000_000}
+
+    def dry_run(here):
+        files = [types.SimpleNamespace(file_size=size, will_download=name not in here) for name, size in sizes.items()]
+        return lambda repo, *, allow_patterns, dry_run: files
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", dry_run(["config.json"]))
+    with sources._telling_what_is_fetched("some/model", ["*"]):
         assert "Fetching some/model from the Hugging Face hub: 2 files, 3,002 MB ..." in capsys.readouterr().err
     assert "Fetching some/model: done in 0 s" in capsys.readouterr().err
-    for name in ("model.safetensors", "tokenizer.json"):
-        (snapshot / name).touch()
-    with sources._said_what_is_fetched("some/model", wanted):
-        pass
-    monkeypatch.undo()
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *given, **more: 1 / 0)
-    with sources._said_what_is_fetched("some/model", wanted):
-        pass
+    for found in (dry_run(list(sizes)), lambda *given, **more: 1 / 0):
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", found)
+        with sources._telling_what_is_fetched("some/model", ["*"]):
+            pass
     assert capsys.readouterr().err == ""
 
 

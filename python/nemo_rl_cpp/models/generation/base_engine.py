@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.generation import EvalGenerationConfig
-from nemo_rl_cpp.config.sections import check_keys
+from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
@@ -19,8 +19,6 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.interfaces import Answer, Finished, GenerationInterface, Prompts, Responses
 
-DEFAULT_CHUNK = 2048
-"""Tokens of prompts that are computed at once without `prefill_chunk_tokens`."""
 STREAMS = {"train": 0, "val": 1, "eval": 2}
 """Streams of random draws, by their number in csrc/common/random.h."""
 
@@ -79,7 +77,7 @@ class BaseEngine(GenerationInterface):
     or the text that ends a response stays part of it, so that what is trained on is what was sampled.
 
     Args:
-        config: section `policy.generation`, a mapping or a typed model.
+        config: section `policy.generation`; a mapping is read as one.
         tokenizer: gives the pad token and the bytes on which stop strings are matched.
         options: see `EngineOptions`.
 
@@ -91,22 +89,26 @@ class BaseEngine(GenerationInterface):
     _vocab_size: int
 
     def __init__(
-        self, config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType, **options: Unpack[EngineOptions]
-    ) -> None:  # fmt: skip
-        check_keys(config, "policy.generation", EvalGenerationConfig)
-        self.config = config
+        self,
+        config: GenerationConfig | Mapping[str, object],
+        tokenizer: TokenizerType,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        self.config = config = as_model(config, GenerationConfig, "policy.generation")
         self.tokenizer = tokenizer
         self.seed = int(options.get("seed", 42)) & 0xFFFFFFFF
-        longest = options.get("max_model_len") or get_setting(get_setting(config, "vllm_cfg"), "max_model_len")
-        self.max_model_len = int(longest or 0)
-        self._stop_token_ids = _stop_token_ids(config, tokenizer, options.get("end_token_ids"))
+        self.max_model_len = options.get("max_model_len") or config.vllm_cfg.max_model_len or 0
+        ends = config.stop_token_ids
+        if ends is None and (ends := options.get("end_token_ids")) is None:
+            ends = end_token_ids_of_tokenizer(tokenizer)
+        self._stop_token_ids = [int(token) for token in ends]
         self._digest, self._memory_share = options.get("digest"), options.get("memory_share", 1.0)
         self._next_draw_id = 0
 
     # ---- token ids in, token ids out
 
     def generate(self, data: Prompts, greedy: bool = False, on_finished: Finished | None = None) -> Answer:
-        """A response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of `GenerationDatumSpec`: a
+        """Return a response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of `GenerationDatumSpec`: a
         `GenerationOutputSpec`.
 
         `greedy` takes the likeliest token each time and reports log-probabilities at temperature 1 without a filter.
@@ -119,53 +121,56 @@ class BaseEngine(GenerationInterface):
         Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
         RuntimeError when the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
         """
-        batch = data if isinstance(data, RaggedBatch) else ragged_prompts(data)
+        batch = data if isinstance(data, RaggedBatch) else _ragged_prompts(data)
         size = batch.size
         asked = GenerationRequest(
-            batch, greedy, the_stream(data.get("stream"), size), self.max_new_tokens(batch.lengths),
-            self.draw_ids(data.get("draw_ids"), size),
-            row_integers("sample_index", data.get("sample_index", torch.zeros(size)), size),
-            self.stop_texts(data.get("stop_strings"), size),
-        )  # fmt: skip
+            batch=batch,
+            greedy=greedy,
+            stream=_the_stream(data.get("stream"), size),
+            max_new_tokens=self._max_new_tokens(batch.lengths),
+            draws=self._draw_ids(data.get("draw_ids"), size),
+            samples=_row_integers("sample_index", data.get("sample_index", torch.zeros(size)), size),
+            stops=self._stop_texts(data.get("stop_strings"), size),
+        )
         responses = self._respond(asked, on_finished)
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     @abstractmethod
     def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
-        """The responses to all rows."""
+        """Return the responses to all rows."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
-        """[B]: the most tokens of each response, within `max_model_len`."""
+        """Return [B]: the most tokens of each response, within `max_model_len`."""
+        if not self.max_model_len:
+            return asked.max_new_tokens.tolist()
         left = self.max_model_len - asked.batch.lengths
-        return (
-            torch.minimum(asked.max_new_tokens, left).clamp(min=0) if self.max_model_len else asked.max_new_tokens
-        ).tolist()
+        return torch.minimum(asked.max_new_tokens, left).clamp(min=0).tolist()
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """The bytes of all tokens: stop strings are looked for in them."""
+        """The bytes of all tokens, in which stop strings are looked for."""
         return token_bytes_table(self.tokenizer, self._vocab_size)
 
     # ---- weights and memory
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Nothing to do: the weights are in place."""
+        """Do nothing: the weights are in place."""
         return True
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
         return True
 
     def shutdown(self) -> bool:
-        """Gives all memory back. Safe to call twice."""
+        """Give all memory back. Safe to call twice."""
         return True
 
     def invalidate_kv_cache(self) -> bool:
-        """Nothing to forget: every `generate` begins with an empty cache, so no key of older weights is ever read."""
+        """Forget nothing: every `generate` begins with an empty cache, so no key of older weights is ever read."""
         return True
 
     def weight_digest(self) -> str:
-        """Digest of the weights that the engine reads. RuntimeError when it was made without one."""
+        """Return the digest of the weights that the engine reads. Raise RuntimeError if the engine was made without one."""
         if self._digest is None:
             raise RuntimeError(f"this {type(self).__name__} was made without `digest`")
         return self._digest()
@@ -173,11 +178,11 @@ class BaseEngine(GenerationInterface):
     # ---- settings
 
     def sampling(self, greedy: bool, stream: str) -> Sampling:
-        """How tokens of this stream are drawn. Greedy decoding reports log-probabilities at temperature 1 without a filter."""
+        """Return how tokens of this stream are drawn. Greedy decoding reports log-probabilities at temperature 1 without a filter."""
 
         def setting(name: str, default: float) -> float:
-            validation = get_setting(self.config, f"val_{name}") if stream == "val" else None
-            value = get_setting(self.config, name) if validation is None else validation
+            validation = getattr(self.config, f"val_{name}") if stream == "val" else None
+            value = getattr(self.config, name) if validation is None else validation
             return default if value is None else value
 
         temperature = setting("temperature", 1.0)
@@ -190,40 +195,45 @@ class BaseEngine(GenerationInterface):
         )
 
     def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
-        """`sampling` for the native sampler."""
+        """Return `sampling` for the native sampler."""
         return C.SamplingRule(**self.sampling(greedy, stream)._asdict())
 
-    def max_new_tokens(self, lengths: Tensor) -> Tensor:
-        """int64 [B]: the longest response to prompts of these lengths [B]."""
-        limit = get_setting(self.config, "max_new_tokens")
+    def _max_new_tokens(self, lengths: Tensor) -> Tensor:
+        """Return int64 [B]: the longest response to prompts of these lengths [B]."""
+        limit = self.config.max_new_tokens
         if limit is None and not self.max_model_len:
             raise ValueError(
                 "policy.generation.max_new_tokens is null and no longest sequence is known: set one of them"
             )
         if limit is None:
             return (self.max_model_len - lengths).clamp(min=1)
-        return torch.full_like(lengths, int(limit))
+        return torch.full_like(lengths, limit)
 
-    def draw_ids(self, draw_ids: Tensor | Sequence[int] | None, rows: int) -> Tensor:
-        """int64 [B]: those of the caller, or the next numbers."""
+    def _draw_ids(self, draw_ids: Tensor | Sequence[int] | None, rows: int) -> Tensor:
+        """Return int64 [B]: those of the caller, or the next numbers."""
         if draw_ids is not None:
-            return row_integers("draw_ids", draw_ids, rows)
+            return _row_integers("draw_ids", draw_ids, rows)
         first = self._next_draw_id
         self._next_draw_id += rows
         return torch.arange(first, first + rows)
 
-    def stop_texts(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[str, ...]]:
-        """[B]: the different stop strings of each row, those of the configuration first. ValueError for another number of rows."""
+    def _stop_texts(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[str, ...]]:
+        """Return [B]: the different stop strings of each row, those of the configuration first."""
         per_row = [None] * rows if per_row is None else list(per_row)
         if len(per_row) != rows:
             raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
-        common = _strings_of(get_setting(self.config, "stop_strings"))
+        common = _strings_of(self.config.stop_strings)
         return [tuple(dict.fromkeys(common + _strings_of(row))) for row in per_row]
 
     def cache_bytes(self, device: torch.device) -> int:
-        """What keys and values may take: kv_cache_gb, or half of the share of the memory that is free where they lie."""
-        gigabytes = get_setting(self.config, "kv_cache_gb")
-        return int(gigabytes * 1e9) if gigabytes else max(int(_free_bytes(device) * self._memory_share) // 2, 1)
+        """Return what keys and values may take: kv_cache_gb, or half of this engine's share of the free memory of the device."""
+        if self.config.kv_cache_gb:
+            return int(self.config.kv_cache_gb * 1e9)
+        free = available_bytes()
+        if device.type == "cuda":
+            reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free = torch.cuda.mem_get_info(device)[0] + reserved
+        return max(int(free * self._memory_share) // 2, 1)
 
 
 class Answers:
@@ -241,16 +251,16 @@ class Answers:
         self.truncated = [True] * count
 
     def put(self, row: int, tokens: list[int], logprobs: list[float], truncated: bool) -> None:
-        """A response that has ended."""
+        """Store a response that has ended."""
         self.tokens[row], self.logprobs[row], self.truncated[row] = tokens, logprobs, truncated
 
     def tell(self, rows: list[int]) -> None:
-        """These have ended, and others run."""
+        """Tell that these have ended, while others run."""
         if rows and self.on_finished is not None:
             self.on_finished(rows, [list(self.tokens[row]) for row in rows])
 
     def responses(self, version: int | None = None) -> Responses:
-        """All of them, under the weights of `version`."""
+        """Return all of them, under the weights of `version`."""
         return Responses(
             torch.tensor(list(chain.from_iterable(self.tokens)), dtype=torch.int64),
             offsets_of(torch.tensor([len(row) for row in self.tokens])),
@@ -258,49 +268,27 @@ class Answers:
         )  # fmt: skip
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken: the GPU's, or this machine's."""
-    if device.type != "cuda":
-        return available_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def get_setting(config: object, key: str) -> object:
-    """config[key] or config.key; None where it is absent."""
-    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-
-
 def _strings_of(value: str | Sequence[str] | None) -> list[str]:
-    """One string, several, or none, as a list."""
+    """Make a list of one string, several, or none."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)
 
 
-def _stop_token_ids(
-    config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType, end_token_ids: Sequence[int] | None
-) -> list[int]:
-    given = get_setting(config, "stop_token_ids")
-    if given is None:
-        given = end_token_ids_of_tokenizer(tokenizer) if end_token_ids is None else end_token_ids
-    return [int(i) for i in given]
-
-
-def row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
-    """int64 [rows]; ValueError, which calls them `name`, for another number of them."""
+def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
+    """Return int64 [rows]. Raise ValueError, which calls them `name`, for another number of them."""
     result = torch.as_tensor(values).to("cpu", torch.int64)
     if result.shape != (rows,):
         raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
     return result
 
 
-def ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
-    """Prompts of `GenerationDatumSpec` without their padding. ValueError where lengths do not fit."""
+def _ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
+    """Take prompts of `GenerationDatumSpec` without their padding. Raise ValueError if lengths do not fit."""
     ids = data["input_ids"].to("cpu", torch.int64)
     if ids.dim() != 2 or ids.shape[0] == 0:
         raise ValueError(f"input_ids: expected [B, S] with at least one row, got shape {tuple(ids.shape)}")
-    lengths = row_integers("input_lengths", data["input_lengths"], ids.shape[0])
+    lengths = _row_integers("input_lengths", data["input_lengths"], ids.shape[0])
     bad = ((lengths < 1) | (lengths > ids.shape[1])).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
@@ -309,8 +297,8 @@ def ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
     return RaggedBatch(offsets_of(lengths), {"input_ids": ids[torch.arange(ids.shape[1]) < lengths[:, None]]}, {})
 
 
-def the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    """The one stream of all rows; ValueError for several, or an unknown one."""
+def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
+    """Return the one stream of all rows. Raise ValueError for several, or an unknown one."""
     per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
     streams = sorted({row or "train" for row in per_row})
     if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:

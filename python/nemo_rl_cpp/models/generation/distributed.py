@@ -1,55 +1,64 @@
-"""Generation in several processes: each engine answers its share of the prompts from its own trainer's weights.
+"""Generation in several processes: each engine answers its share of the prompts, from its own trainer's weights, or, on workers that train
+nothing, from a copy of the weights that a refit brings.
 
 A response does not depend on which engine gives it: its draws follow from its prompt's number and its own (`draw_ids`,
 `sample_index`), never from the rest of a batch.
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.cluster import WorkerGroup
+from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.distributed.ranks import generated_by
+from nemo_rl_cpp.distributed.ranks import Ranks, connect, deal, generated_by
+from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
+    Moved,
+    RefitRendezvous,
     Responses,
 )
-from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
+from nemo_rl_cpp.models.model_folder import open_model_folder
+from nemo_rl_cpp.models.trained_model import DTYPES
+from nemo_rl_cpp.models.weights import named_views
+
+ModelConfig = TypeVar("ModelConfig", bound=TrainedModelConfig)
 
 
 class EngineHost:
-    """What a worker with engines answers; its class says by `create_generation` how one is made."""
+    """What a worker with engines answers; its class has `create_generation`, which makes one on the worker's weights."""
 
-    @cached_property
-    def _engines(self) -> dict[int, NativeGeneration]:
-        return {}
+    _engines: dict[int, NativeGeneration]
 
-    def create_generation(self, config: EvalGenerationConfig | None = None, **options: object) -> NativeGeneration:
-        """An engine on this worker's weights."""
-        raise NotImplementedError
-
-    def create_engine(self, config: EvalGenerationConfig | None, options: dict[str, object]) -> int:
-        """Makes an engine; its number."""
+    def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
+        """Make an engine, and return its number."""
+        if not hasattr(self, "_engines"):
+            self._engines = {}
         number = max(self._engines, default=-1) + 1
         self._engines[number] = self.create_generation(config, **options)
         return number
 
     def drop_engine(self, number: int) -> None:
-        """Gives the engine's memory back."""
+        """Give the engine's memory back. Safe to call twice."""
         if number in self._engines:
             self._engines.pop(number).shutdown()
 
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """What the engine answers; no prompts, no answers."""
+        """Return what the engine answers; no prompts, no answers."""
         if prompts.size == 0:
             nothing = torch.zeros(0, dtype=torch.int64)
             return Responses(
@@ -58,7 +67,7 @@ class EngineHost:
         return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
 
     def ask_engine(self, number: int, method: str, *args: object) -> object:
-        """Calls another method of the engine."""
+        """Call another method of the engine."""
         return getattr(self._engines[number], method)(*args)
 
 
@@ -70,14 +79,14 @@ class DistributedGeneration(GenerationInterface):
         config: the section `policy.generation`; None: the policy's own.
         options: for `Policy.create_generation`.
         tokenizer: whose pad token stands in padded results.
-        blocks: (gradient_blocks, train_global_batch_size, whether ranks take the blocks in turns) of the policy, so that its ranks train on what they generated; None: no
-            training follows.
+        blocks: (gradient_blocks, train_global_batch_size, whether ranks take the blocks in turns) of the policy, so that its ranks train
+            on what they generated; None: no training follows.
     """
 
     def __init__(
         self,
         group: WorkerGroup,
-        config: EvalGenerationConfig | None,
+        config: GenerationConfig | None,
         options: dict[str, object],
         tokenizer: TokenizerType | None,
         blocks: tuple[int | None, int, bool] | None = None,
@@ -91,7 +100,7 @@ class DistributedGeneration(GenerationInterface):
         self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False,
         on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
     ) -> Responses | BatchedDataDict[GenerationOutputSpec]:  # fmt: skip
-        """As `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal ones to one engine. The
+        """Generate as `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal ones to one engine. The
         processes that have slices of one model answer the same prompts, step by step together."""
         batch = data if isinstance(data, RaggedBatch) else RaggedBatch.of(data)
         batch = self._with_draws(batch)
@@ -109,14 +118,27 @@ class DistributedGeneration(GenerationInterface):
         )
 
     def _shares(self, batch: RaggedBatch) -> list[list[int]]:
-        """The rows of each engine."""
+        """Return the rows of each engine."""
         return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
-        return joined(shares, parts)
+        """Put the responses of all engines in the order of the batch; `shares[r]` are the rows that parts[r] answers."""
+        place = torch.empty(sum(map(len, shares)), dtype=torch.int64)
+        place[torch.tensor([row for rows in shares for row in rows], dtype=torch.int64)] = torch.arange(len(place))
+        order = place.tolist()
+        ids = [row for part in parts for row in part.rows(part.token_ids)]
+        logprobs = [row for part in parts for row in part.rows(part.logprobs)]
+        truncated = torch.cat([part.truncated for part in parts])
+        lengths = torch.cat([part.lengths for part in parts])
+        return Responses(
+            token_ids=torch.cat([ids[i] for i in order]),
+            offsets=offsets_of(lengths[place]),
+            logprobs=torch.cat([logprobs[i] for i in order]),
+            truncated=truncated[place],
+        )
 
     def _with_draws(self, batch: RaggedBatch) -> RaggedBatch:
-        """Rows without numbers of their own get them here, as one engine would give them."""
+        """Number the prompts of rows without `draw_ids`, as one engine would."""
         if "draw_ids" in batch.samples:
             return batch
         batch, first = batch.copy(), self._next_draw_id
@@ -136,25 +158,25 @@ class DistributedGeneration(GenerationInterface):
         return all(self._ask("finish_generation"))
 
     def invalidate_kv_cache(self) -> bool:
-        """Forgets cached keys and values in all engines."""
+        """Forget cached keys and values in all engines."""
         return any(self._ask("invalidate_kv_cache"))
 
     def weight_digest(self) -> str:
-        """That of the weights that every engine reads."""
+        """Return the digest of the weights that every engine reads."""
         return self.group.call_for_one_value("ask_engine", self._number, "weight_digest")
 
     def get_logger_metrics(self) -> dict[str, float]:
-        """Sums over all engines; the peak of blocks is the largest, the mean batch size the sum of means."""
+        """Return sums over all engines; the peak of blocks is the largest, the mean batch size the sum of means."""
         each = self.group.first_of_groups(self._ask("get_logger_metrics"))
         return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}
 
     def shutdown(self) -> bool:
-        """Gives the memory of all engines back. Safe to call twice."""
+        """Give the memory of all engines back. Safe to call twice."""
         self.group.call_all("drop_engine", self._number)
         return True
 
     def clear_logger_metrics(self) -> None:
-        """Begins the sums again."""
+        """Begin the sums again."""
         self._ask("clear_logger_metrics")
 
 
@@ -165,7 +187,7 @@ def _told(
 
 
 def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
-    """These samples of a batch of prompts, with all that the batch says of each."""
+    """Take these samples of a batch of prompts, with all that the batch says of each."""
     index = torch.tensor(rows, dtype=torch.int64)
     taken = torch.zeros(batch.size, dtype=torch.bool)
     taken[index] = True
@@ -178,15 +200,113 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
     return RaggedBatch(offsets_of(batch.lengths[index]), tokens, samples, pad_token_id=batch.pad_token_id)
 
 
-def joined(shares: list[list[int]], parts: list[Responses]) -> Responses:
-    """The responses of all engines in the order of the batch; `shares[r]` are the rows that parts[r] answers."""
-    place = torch.empty(sum(map(len, shares)), dtype=torch.int64)
-    place[torch.tensor([row for rows in shares for row in rows], dtype=torch.int64)] = torch.arange(len(place))
-    order = place.tolist()
-    ids = [row for part in parts for row in part.rows(part.token_ids)]
-    logprobs = [row for part in parts for row in part.rows(part.logprobs)]
-    truncated = torch.cat([part.truncated for part in parts])
-    lengths = torch.cat([part.lengths for part in parts])
-    return Responses(
-        torch.cat([ids[i] for i in order]), offsets_of(lengths[place]), torch.cat([logprobs[i] for i in order]), truncated[place]
-    )  # fmt: skip
+def for_workers(config: ModelConfig) -> ModelConfig:
+    """Return the section of a model with an absolute path of its folder, if it is one, as workers find it."""
+    if not Path(config.model_name).expanduser().exists():
+        return config
+    return config.model_copy(update={"model_name": str(Path(config.model_name).expanduser().absolute())})
+
+
+# ---- on workers that train nothing
+
+
+class EngineWorker(EngineHost):
+    """In a worker: a model that only generates, so without optimizer and master weights, and its engines.
+
+    Its weights come by refits alone; the model's files are read for its sizes and for where responses end.
+    """
+
+    def __init__(self, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> None:
+        self.config, self.tokenizer, self.ranks = config, tokenizer, ranks
+        self.folder = open_model_folder(
+            config.model_name, config.hf_config_overrides, seed=seed, max_length=config.max_total_sequence_length
+        )
+        self.model = C.DecoderModel(self.folder.native(), DTYPES[config.precision], False)
+        self.weight_version: int | None = None
+        self._receiver: C.RefitReceiver | None = None
+
+    def weight_digest(self) -> str:
+        """As `Policy.weight_digest`."""
+        return f"{self.model.digest():016x}"
+
+    def create_generation(self, config: GenerationConfig | None = None, **options: object) -> NativeGeneration:
+        """Make an engine on these weights."""
+        options.setdefault("memory_share", 1 / self.ranks.size)
+        return generation_on(
+            self.model, self.folder, self.config, self.tokenizer, self.weight_digest, config, **options
+        )
+
+    def generate_with(
+        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
+    ) -> Responses:
+        """Generate as `EngineHost`, with the version of the weights. Raise RuntimeError before the first refit."""
+        if self.weight_version is None:
+            raise RuntimeError("an engine of its own has no weights before the first sync_weights")
+        responses = super().generate_with(number, prompts, greedy, on_finished)
+        responses.weight_version = self.weight_version
+        return responses
+
+    def init_collective(self, meeting: RefitRendezvous) -> None:
+        """Meet rank 0 of the trainers and the other engines."""
+        rank = self.ranks.rank + 1
+        ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
+        weights = named_views(self.model.layout, self.model.compute)
+        self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
+
+    def update_weights_from_collective(self, version: int) -> Moved:
+        """Take the weights that rank 0 of the trainers sends. If they are not as expected, raise C.RefitRefused and keep the old ones."""
+        done = self._receiver.receive(version)
+        self.model.masters_changed()  # what was made of the old ones
+        self.weight_version = version
+        return Moved(done.bytes, done.seconds, self.weight_digest(), done.sent)
+
+
+class DedicatedGeneration(DistributedGeneration):
+    """`NativeGeneration` on the workers of a cluster that trains nothing. Nothing here waits for the trainers: a `generate` in one thread runs
+    while the policy trains in another. A worker answers its calls in their order, so a refit falls between two calls of `generate`.
+
+    Prompts go to the engines in about equal numbers of expected tokens: those of the prompt, which is computed once for its
+    group, and for each response as many as the responses of the last call had on average.
+
+    Attributes:
+        weight_version: of the weights that the engines have; None before the first refit.
+    """
+
+    def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
+        config = for_workers(config)
+        self.cluster = cluster
+        self.weight_version: int | None = None
+        self._mean_response = float(config.generation.max_new_tokens or 0) / 2
+        group = WorkerGroup(cluster, partial(EngineWorker, config, tokenizer, seed))
+        super().__init__(group, config.generation, {"seed": seed}, tokenizer)
+
+    def _shares(self, batch: RaggedBatch) -> list[list[int]]:
+        rows_of: dict[int, int] = {}
+        groups = batch.samples["draw_ids"].tolist()
+        for group in groups:
+            rows_of[group] = rows_of.get(group, 0) + 1
+        tokens = [
+            length / rows_of[group] + self._mean_response for length, group in zip(batch.lengths.tolist(), groups)
+        ]
+        return deal(batch, 0, batch.size, self.group.dp_size, tokens)
+
+    def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
+        responses = super()._joined(shares, parts)
+        versions = {part.weight_version for part in parts}
+        if len(versions) != 1:
+            raise RuntimeError(f"engines answered one batch with weights of versions {sorted(versions)}")
+        responses.weight_version = versions.pop()
+        self._mean_response = float(responses.lengths.float().mean())
+        return responses
+
+    def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
+        """Let all engines meet rank 0 of the trainers."""
+        return self.group.run_all_workers_single_data("init_collective", meeting)
+
+    def update_weights_from_collective(self, version: int) -> list[WorkerCall]:
+        """Let all engines take the weights that rank 0 of the trainers sends. Each gives a `Moved`."""
+        return self.group.run_all_workers_single_data("update_weights_from_collective", version)
+
+    def shutdown(self) -> bool:
+        """End the engines' processes. Safe to call twice."""
+        return self.cluster.shutdown()

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.models.generation.base_engine import (
-    DEFAULT_CHUNK,
-    STREAMS,
-    Answers,
-    BaseEngine,
-    EngineOptions,
-    GenerationRequest,
-    get_setting,
-)
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, BaseEngine, EngineOptions, GenerationRequest
 from nemo_rl_cpp.models.generation.interfaces import Finished, Responses
 from nemo_rl_cpp.models.hf.library import accepts, quietly
 
@@ -40,9 +32,12 @@ class HfGeneration(BaseEngine):
     """
 
     def __init__(
-        self, module: nn.Module, config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType,
+        self,
+        module: nn.Module,
+        config: GenerationConfig | Mapping[str, object],
+        tokenizer: TokenizerType,
         **options: Unpack[EngineOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config, tokenizer, **options)
         self.module = module
         self._vocab_size = module.config.get_text_config().vocab_size
@@ -63,8 +58,8 @@ class HfGeneration(BaseEngine):
     def _batches(self, work: _Work) -> list[list[int]]:
         """Rows that are generated at the same time: neighbours, so that those of one prompt meet; no more than max_batch_size, than the
         memory for keys and values holds, and, of several different prompts, than prefill_chunk_tokens lets be computed at once."""
-        at_once = get_setting(self.config, "max_batch_size") or len(work.prompts)
-        chunk = get_setting(self.config, "prefill_chunk_tokens") or DEFAULT_CHUNK
+        at_once = self.config.max_batch_size or len(work.prompts)
+        chunk = self.config.prefill_chunk_tokens
         memory = self._cache_tokens()
         batches: list[list[int]] = []
         longest = total = distinct = 0

@@ -8,34 +8,28 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.models.generation.base_engine import (
-    DEFAULT_CHUNK,
-    STREAMS,
-    BaseEngine,
-    EngineOptions,
-    GenerationRequest,
-    get_setting,
-)
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, EngineOptions, GenerationRequest
 from nemo_rl_cpp.models.generation.interfaces import Finished, Responses
 from nemo_rl_cpp.models.model_folder import ModelFolder
 
 _UNLIMITED_SLOTS = 1 << 20
 
 
-def native_runner(model: C.DecoderModel, config: EvalGenerationConfig | Mapping[str, object]) -> C.NativeModelRunner:
-    """The engine's way into a `C.DecoderModel`, whose weights it reads in place.
+def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str, object]) -> C.NativeModelRunner:
+    """Make the engine's way into a `C.DecoderModel`, whose weights it reads in place.
 
     On a CUDA device it launches decode steps as CUDA graphs unless `config.vllm_cfg.enforce_eager`; on the CPU, as `config.packed_weights`
     says, steps of few texts read bfloat16 weights in twelve bits each. Either way the results are the same.
     """
-    eager = bool(get_setting(get_setting(config, "vllm_cfg"), "enforce_eager"))
-    packed = get_setting(config, "packed_weights")
-    return C.NativeModelRunner(model, enforce_eager=eager, packed_weights="auto" if packed is None else packed)
+    config = as_model(config, GenerationConfig, "policy.generation")
+    eager = bool(config.vllm_cfg.enforce_eager)
+    return C.NativeModelRunner(model, enforce_eager=eager, packed_weights=config.packed_weights)
 
 
 class NativeGeneration(BaseEngine):
@@ -50,9 +44,12 @@ class NativeGeneration(BaseEngine):
     """
 
     def __init__(
-        self, runner: C.ModelRunner, config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType,
+        self,
+        runner: C.ModelRunner,
+        config: GenerationConfig | Mapping[str, object],
+        tokenizer: TokenizerType,
         **options: Unpack[EngineOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config, tokenizer, **options)
         self._runner = runner
         self._vocab_size = runner.vocab_size()
@@ -60,8 +57,8 @@ class NativeGeneration(BaseEngine):
         self._knows_bytes = False
         self._engine = C.Engine(
             runner,
-            max_batch_size=get_setting(config, "max_batch_size") or _UNLIMITED_SLOTS,
-            prefill_chunk_tokens=get_setting(config, "prefill_chunk_tokens") or DEFAULT_CHUNK,
+            max_batch_size=self.config.max_batch_size or _UNLIMITED_SLOTS,
+            prefill_chunk_tokens=self.config.prefill_chunk_tokens,
             max_model_len=self.max_model_len,
         )
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
@@ -91,34 +88,34 @@ class NativeGeneration(BaseEngine):
     # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Measures the memory that the cache may take; the weights are in place, and the first batch allocates."""
+        """Measure the memory that the cache may take; the weights are in place, and the first batch allocates."""
         self._limit_cache()
         return True
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Gives the memory of keys and values back."""
+        """Give the memory of keys and values back."""
         self._engine.release_cache()
         return True
 
     shutdown = finish_generation
 
     def plan_with_peers(self, least: Callable[[int], int]) -> None:
-        """For engines that have slices of one model and must plan the same steps: their caches get one size. `least` gives the least
+        """Give the caches of engines with slices of one model one size, since they must plan the same steps. `least` gives the least
         of a number over all of them, who make the same calls."""
         self._agree = least
         self._limit_cache()
 
     def _limit_cache(self) -> None:
-        """Of `cache_bytes` the engine takes what its requests can use."""
+        """Limit the cache; of the limit the engine takes what its requests can use."""
         limit = self.cache_bytes_now()
         self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
 
     def cache_bytes_now(self) -> int:
-        """What keys and values of an engine on this model may take, of the memory that is free now."""
+        """Return what keys and values of an engine on this model may take of the memory that is free now."""
         return self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")))
 
     def get_logger_metrics(self) -> dict[str, float]:
-        """Sums since `clear_logger_metrics`.
+        """Return sums since `clear_logger_metrics`.
 
         steps, generated_tokens, prefill_tokens (computed, with those computed again after a preemption), decode_tokens,
         shared_prompt_tokens (not computed thanks to sharing), mean_batch_size (running sequences a step), peak_blocks of
@@ -129,7 +126,7 @@ class NativeGeneration(BaseEngine):
         return metrics | {"mean_batch_size": sequence_steps / max(metrics["steps"], 1)}
 
     def clear_logger_metrics(self) -> None:
-        """Begins the sums of `get_logger_metrics` again."""
+        """Begin the sums of `get_logger_metrics` again."""
         self._engine.reset_metrics()
 
 
@@ -143,7 +140,7 @@ class _Prompts(NamedTuple):
 
 
 def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
-    """Equal prompts become one, so that their generations share its prefill."""
+    """Make one of equal prompts, so that their generations share its prefill."""
     index: dict[tuple[int, ...], int] = {}
     ids, offsets = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
     rows = [tuple(ids[start:end]) for start, end in pairwise(offsets)]
@@ -153,18 +150,20 @@ def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
     return _Prompts(flat, sizes.cumsum(0), torch.tensor(chosen))
 
 
-def engine_options(policy: PolicyConfig, config: EvalGenerationConfig, options: dict[str, object]) -> dict[str, object]:
-    """`options` with the longest sequence of an engine on a policy's weights: the policy's, or a shorter one of `config`."""
+def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
+    """Return `options` with the longest sequence of an engine on a policy's weights: the policy's, or a shorter one of `config`."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
-    engine = getattr(config, "vllm_cfg", None)  # an evaluation's may be shorter
-    return {"max_model_len": min(getattr(engine, "max_model_len", None) or longest, longest), **options}
+    return {
+        "max_model_len": min(config.vllm_cfg.max_model_len or longest, longest),
+        **options,
+    }  # an evaluation's may be shorter
 
 
 def generation_on(
     model: C.DecoderModel, folder: ModelFolder, policy: PolicyConfig, tokenizer: TokenizerType | None, digest: Callable[[], str],
-    config: EvalGenerationConfig | None = None, **options: object,
+    config: GenerationConfig | None = None, **options: object,
 ) -> NativeGeneration:  # fmt: skip
-    """An engine that reads the weights of `model` in place.
+    """Make an engine that reads the weights of `model` in place.
 
     Args:
         folder: of the model; its files say where responses end.

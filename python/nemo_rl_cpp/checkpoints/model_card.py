@@ -24,7 +24,7 @@ _GIVEN = "nemo_rl_cpp.api.Rows"  # stands for rows that came from Python
 
 
 class CardFacts(NamedTuple):
-    """What a card says beside the configuration.
+    """What a card tells in addition to the configuration.
 
     Attributes:
         step: finished steps.
@@ -40,7 +40,7 @@ class CardFacts(NamedTuple):
 
 
 def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> None:
-    """Writes README.md into a model folder. One that somebody else wrote stays."""
+    """Write README.md into a model folder, unless another program wrote one there."""
     path = folder / CARD
     if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
@@ -48,7 +48,7 @@ def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> Non
 
 
 def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
-    """The whole file. It names no folder of this machine, only the last part of a path."""
+    """Return the whole file. It names no folder of this machine, only the last part of a path."""
     base = _PACKAGED.get(config.policy.model_name.lower(), config.policy.model_name)
     sets = [
         (each.dataset_name, getattr(each, "data_path", None))
@@ -73,7 +73,7 @@ def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
 
 
 def _cell(value: object) -> str:
-    """A text as a table's cell shows it: nothing in it ends the cell, or is read as markup of the page."""
+    """Escape a text for a table's cell, so that nothing in it ends the cell or is markup."""
     return re.sub(r"([\\|<`*])", r"\\\1", " ".join(str(value).split()))
 
 
@@ -104,10 +104,8 @@ def _rows(
     config: TrainMasterConfig, facts: CardFacts, base: str, sets: list[tuple[str, str | None]]
 ) -> dict[str, object]:
     loop, policy = config.loop, config.policy
-    estimator, loss = (
-        facts.components.get(what, name)
-        for what, name in (("adv_estimator", loop.adv_estimator.name), ("loss_fn", config.loss_fn.name))
-    )
+    estimator = facts.components.get("adv_estimator", loop.adv_estimator.name)
+    loss = facts.components.get("loss_fn", config.loss_fn.name)
     data = [
         "rows given from Python" if name == _GIVEN else _shown(name) if path is None else f"{name}, {_shown(path)}"
         for name, path in sets
@@ -133,5 +131,5 @@ def _is_repository(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A name as it is, the last part of a path."""
+    """Return a repository's name unchanged, and the last part of a path."""
     return name if _is_repository(name) or "/" not in name else Path(name).name

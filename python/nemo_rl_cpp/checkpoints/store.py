@@ -25,7 +25,7 @@ _ASIDE = re.compile(r"corrupt_step_\d+(_\d+)?", re.ASCII)
 
 
 class CheckpointRecord(NamedTuple):
-    """One whole checkpoint: its step, folder and training_info."""
+    """A whole checkpoint: its step, folder and training_info."""
 
     step: int
     path: Path
@@ -34,21 +34,20 @@ class CheckpointRecord(NamedTuple):
 
 class CheckpointStore:
     """File operations on `root`. Everything that changes it needs the lock, so that two processes cannot mix: for one save
-    (`acquire` to `release`), or for a whole run (`claim` to `close`)."""
+    (`acquire` to `release`), or for a whole run (`claim` to `close`).
+
+    Attributes:
+        saving: whether this object saves now.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._lock: FolderLock | None = None
-        self._claimed = self._made = self._saving = False
+        self._claimed = self._made = self.saving = False
         self._verified: dict[tuple[Path, int], str | None] = {}
 
-    @property
-    def saving(self) -> bool:
-        """Whether a save of this object is going on."""
-        return self._saving
-
     def claim(self) -> None:
-        """Takes the lock until `close`; makes the folder. FolderError says who has it, or why it cannot be had."""
+        """Take the lock until `close`, and make the folder. Raise FolderError with who has it, or why it cannot be had."""
         if not self._claimed:
             try:
                 self._made = make_folder(self.root, _KEY)
@@ -60,9 +59,9 @@ class CheckpointStore:
             self._claimed = True
 
     def close(self) -> None:
-        """Ends the claim; a folder that it made and that stayed empty goes again. May be called again."""
+        """End the claim; a folder that it made and that stayed empty goes again. May be called again."""
         lock, self._lock, made = self._lock, None, self._made
-        self._claimed = self._made = self._saving = False
+        self._claimed = self._made = self.saving = False
         if lock is None:
             return
         empty = made and self.root.is_dir() and [path.name for path in self.root.iterdir()] == [LOCK]
@@ -72,42 +71,40 @@ class CheckpointStore:
                 self.root.rmdir()
 
     def acquire(self) -> None:
-        """Takes the lock for a save; FolderInUseError when another process has it. Where it is held already, it is taken anew
+        """Take the lock for a save; raise FolderInUseError if another process has it. A lock that is held already is taken anew
         if its file or the whole folder was moved away meanwhile: another run may have taken the place."""
         if self._lock is not None and not self._lock.is_the_file_on_disk():
             self._lock.close()
             self._lock = None
         if self._lock is None:
             self._lock = FolderLock(self.root, _KEY)
-        self._saving = True
+        self.saving = True
 
     def release(self) -> None:
-        """The save is over; may be called again."""
-        self._saving = False
+        """End the save; may be called again."""
+        self.saving = False
         if self._lock is not None and not self._claimed:
             self._lock.close()
             self._lock = None
 
     def temporary(self, step: int) -> Path:
-        """Absolute path of `tmp_step_N`."""
+        """Return the absolute path of `tmp_step_N`."""
         return self.root / f"tmp_step_{step}"
 
-    def make_temporary(self, step: int) -> Path:
-        """Makes `tmp_step_N`, empty; what else has that name (no folder of ours: `recover` removes those) is set aside."""
-        folder = self.temporary(step)
-        self._make_way(folder)
-        folder.mkdir()
-        return folder
+    def make_temporary(self, step: int) -> None:
+        """Make `tmp_step_N`, empty."""
+        self._make_way(self.temporary(step))
+        self.temporary(step).mkdir()
 
     def _make_way(self, path: Path) -> None:
-        """Nothing has this name afterwards: a folder of ours is removed, anything else set aside."""
+        """Free this name: a folder of ours is removed, anything else set aside."""
         if path.is_dir() and not path.is_symlink():
             delete(path)
         elif os.path.lexists(path):
             warnings.warn(f"{self.root}: set {path.name} aside as {self._set_aside(path).name}", stacklevel=4)
 
     def publish(self, folder: Path) -> Path:
-        """Renames a sealed `tmp_step_N` to `step_N` and returns that. When it fails, an older `step_N` stays."""
+        """Rename a sealed `tmp_step_N` to `step_N` and return that. When it fails, an older `step_N` stays."""
         step = step_of(folder, "tmp_")
         target, old = folder.with_name(f"step_{step}"), folder.with_name(f"old_step_{step}")
         if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():
@@ -127,14 +124,14 @@ class CheckpointStore:
         return target
 
     def remove(self, folder: Path) -> None:
-        """Removes a checkpoint; the rename comes first, so that a crash cannot leave half a `step_N`."""
+        """Remove a checkpoint; the rename comes first, so that a crash cannot leave half a `step_N`."""
         doomed = folder.with_name(f"del_step_{step_of(folder, '')}")
         self._make_way(doomed)
         durable.rename(folder, doomed)
         delete(doomed)
 
     def recover(self) -> list[str]:
-        """Finishes or removes what a crash in mid-save left; returns (and warns of) what it did, in words."""
+        """Finish or remove what a crash in mid-save left; return (and warn of) what was done, in words."""
         done = [text for prefix, step, path in self.folders() if (text := self._recover_one(prefix, step, path))]
         for prefix, _, path in self.folders():
             if prefix == "" and (problem := self.quick_problem(path)) is not None:
@@ -147,7 +144,7 @@ class CheckpointStore:
         return done
 
     def _set_aside(self, path: Path) -> Path:
-        """Renames a step_N to the first free of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
+        """Rename a step_N to the first free of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
         aside, number = path.with_name(f"corrupt_{path.name}"), 2
         while os.path.lexists(aside):
             aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1
@@ -155,7 +152,7 @@ class CheckpointStore:
         return aside
 
     def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
-        """`folders` lists tmp before old, so an old_step_N goes back only when no newer one could be published."""
+        """Recover one folder. `folders` lists tmp before old, so an old_step_N goes back only when no newer one could be published."""
         target = path.with_name(f"step_{step}")
         if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
             self.publish(path)
@@ -170,7 +167,7 @@ class CheckpointStore:
         return None
 
     def history(self) -> list[CheckpointRecord]:
-        """Every step_N that is whole by manifest and sizes and whose training_info can be read."""
+        """List every step_N that is whole by manifest and sizes and whose training_info can be read."""
         return [
             CheckpointRecord(step, path, json.loads(durable.read_text(path / TRAINING_INFO)))
             for prefix, step, path in self.folders()
@@ -178,7 +175,7 @@ class CheckpointStore:
         ]
 
     def quick_problem(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint by its manifest, its sizes and its training_info; None: nothing."""
+        """Return what is wrong with a checkpoint by its manifest, its sizes and its training_info, or None."""
         problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
         if problem is not None:
             return problem
@@ -189,7 +186,7 @@ class CheckpointStore:
         return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"
 
     def unusable(self) -> list[str]:
-        """Names of the checkpoint folders that cannot be resumed from: damaged, set aside, or another program's."""
+        """List the checkpoint folders that cannot be resumed from: damaged, set aside, or another program's."""
         found = [
             path.name
             for prefix, _, path in self.folders()
@@ -199,7 +196,7 @@ class CheckpointStore:
         return found + sorted(aside)
 
     def problem(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint's contents, or None; each sealed folder is read once."""
+        """Return what is wrong with a checkpoint's contents, or None; each sealed folder is read once."""
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -209,7 +206,7 @@ class CheckpointStore:
         return self._verified[key]
 
     def folders(self) -> list[tuple[str, int, Path]]:
-        """(prefix, step, path) of every folder with one of our names: del, then tmp, then old, then published."""
+        """List (prefix, step, path) of every folder with one of our names: del, then tmp, then old, then published."""
         if not self.root.is_dir():
             return []
         order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
@@ -219,7 +216,7 @@ class CheckpointStore:
 
 
 def step_of(folder: Path, prefix: str) -> int:
-    """N of a folder named `<prefix>step_N`; ValueError for another name."""
+    """Return N of a folder named `<prefix>step_N`. Raise ValueError for another name."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None or match[1] != prefix:
         raise ValueError(f"{folder}: a checkpoint folder named {prefix}step_N is expected here")
@@ -227,7 +224,7 @@ def step_of(folder: Path, prefix: str) -> int:
 
 
 def delete(path: Path) -> None:
-    """Removes a folder with all that is in it; of a link only the link. A file of the name goes too."""
+    """Remove a folder with its contents, or a file; of a link only the link."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

@@ -19,12 +19,11 @@ from pathlib import Path
 from nemo_rl_cpp.files.yaml_text import Plain
 
 MANIFEST = "manifest.json"
-_CHUNK = 8 << 20
 _LONGEST_TEXT = 256 << 20
 
 
 def fsync_path(path: Path | str) -> None:
-    """Flushes one file or folder to the disk."""
+    """Flush one file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,7 +32,7 @@ def fsync_path(path: Path | str) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames, and syncs the folder (both, when they differ)."""
+    """Rename, and sync the folder (both, when they differ)."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:
@@ -41,7 +40,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def write_durable(path: Path, text: str) -> None:
-    """Writes `text` and syncs it. Not atomic: for a file inside a folder that is not yet visible."""
+    """Write `text` and sync it. Not atomic: for a file inside a folder that is not yet visible."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -49,7 +48,7 @@ def write_durable(path: Path, text: str) -> None:
 
 
 def write_atomic(path: Path, text: str, durable: bool = True) -> None:
-    """Replaces `path` by `text` in one step: a reader sees the old content or the new, never a part.
+    """Replace `path` by `text` in one step: a reader sees the old content or the new, never a part.
 
     With `durable=False` nothing is synced (a killed process still leaves a whole file; a power cut may not).
     """
@@ -69,11 +68,8 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
 
 
 def own_copy(path: Path) -> None:
-    """Before a file of a run is changed in place: what has another name too (a link made by `cp -al` or `ln -s`) becomes a file
-    of its own, so that nothing is written outside the run's folder. Nothing where there is no file.
-
-    OSError for what is no ordinary file: a fifo would wait for ever.
-    """
+    """Copy a file that has another name too (a link made by `cp -al` or `ln -s`), so that changing it in place writes nothing outside the
+    run's folder. Raise OSError for what is no ordinary file: a fifo would wait for ever."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or os.lstat(path).st_nlink > 1:
@@ -90,9 +86,9 @@ def own_copy(path: Path) -> None:
 
 
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
-    """Syncs every file and folder under `root`, then writes its manifest: sizes and SHA-256 of all files.
+    """Sync every file and folder under `root`, then write its manifest: sizes and SHA-256 of all files.
 
-    The manifest comes last, so a folder that has a valid one is whole. `facts` are stored in it. Returns the manifest.
+    The manifest comes last, so a folder that has a valid one is whole. `facts` are stored in it. Return the manifest.
     """
     paths = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     paths = [path for path in paths if path != root / MANIFEST]
@@ -113,7 +109,7 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
 
 
 def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> str | None:
-    """What is wrong with a sealed folder, in a few words, or None when it is whole.
+    """Return what is wrong with a sealed folder, in a few words, or None if it is whole.
 
     With `contents=False` only the manifest and the sizes are checked, and the SHA-256 of the (small) files `verify`; with
     True every SHA-256. Files that the manifest does not know are no problem; one of `verify` that it does not know is.
@@ -139,7 +135,7 @@ def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> 
 
 
 def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
-    """name -> (size, SHA-256) by the manifest; ValueError unless it is well-formed, matches its own digest and stays
+    """Return name -> (size, SHA-256) by the manifest. Raise ValueError unless it is well-formed, matches its own digest and stays
     inside its folder."""
     manifest = json.loads(read_text(root / MANIFEST))
     files = manifest["files"]
@@ -152,7 +148,7 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def manifest_facts(root: Path) -> dict[str, Plain]:
-    """The `facts` that a folder was sealed with; nothing where its manifest cannot be read."""
+    """Return the `facts` that a folder was sealed with; nothing if its manifest cannot be read."""
     try:
         manifest = json.loads(read_text(root / MANIFEST))
     except (OSError, ValueError, RecursionError):
@@ -162,7 +158,7 @@ def manifest_facts(root: Path) -> dict[str, Plain]:
 
 
 def read_text(path: Path) -> str:
-    """The text of an ordinary file; OSError for anything else (a fifo would wait for ever), and for one that no memory holds."""
+    """Return the text of an ordinary file. Raise OSError for anything else (a fifo would wait for ever), and for one that no memory holds."""
     with open(_regular(path), encoding="utf-8") as file:
         if os.fstat(file.fileno()).st_size > _LONGEST_TEXT:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
@@ -170,7 +166,7 @@ def read_text(path: Path) -> str:
 
 
 def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
-    """The objects of JSON lines; what is torn, damaged or no object is left out."""
+    """Yield the objects of JSON lines, without what is torn, damaged or no object."""
     for line in lines:
         with suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
@@ -178,13 +174,9 @@ def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of an ordinary file's content, in hexadecimal."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK))
+    """Return the SHA-256 of an ordinary file's content, in hexadecimal."""
     with open(_regular(path), "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _regular(path: Path) -> Path:
@@ -197,8 +189,8 @@ _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def disk_trouble(error: BaseException | None) -> str | None:
-    """ "No space left on device" and the like, when that is what an exception comes from: no space, no quota, a failing
-    disk. None for any other error. Libraries that are not written in Python say so only in their text."""
+    """Return "No space left on device" and the like if an exception comes from that: no space, no quota, a failing disk. Else None.
+    Libraries that are not written in Python tell it only in their text."""
     while error is not None:
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None

@@ -56,8 +56,8 @@ def test_a_killed_run_leaves_no_lock(tmp_path, other):
 
 def test_a_save_of_another_process_is_kept_out_too(tmp_path, other):
     manager = CheckpointManager({"checkpoint_dir": str(tmp_path / "ck")})
-    with pytest.raises(RuntimeError, match="in use by process"):
-        manager.init_tmp_checkpoint(1, {})
+    with pytest.raises(RuntimeError, match="in use by process"), manager.saving(1, {}):
+        pass
     assert manager.get_latest_checkpoint_path() is None  # reading needs no lock
 
 

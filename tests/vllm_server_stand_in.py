@@ -283,7 +283,7 @@ def interpreter(folder: Path, mode: str = "good") -> str:
 
 def main(mode, *arguments):
     if "-c" in arguments:  # which vLLM is installed
-        print({"old": "vllm 0.31.0", "none": "no vllm"}.get(mode, "vllm 0.32.0"))
+        print({"old": {"vllm": "0.31.0"}, "none": {}}.get(mode, {"vllm": "0.32.0"}))
         return
     assert arguments[:2] == ("-m", "vllm.entrypoints.openai.api_server")
     assert os.environ["PYTHONPATH"] == str(EXTENSION) and os.environ["VLLM_SERVER_DEV_MODE"] == "1"

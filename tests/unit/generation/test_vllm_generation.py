@@ -180,12 +180,12 @@ def test_what_is_no_interpreter_is_refused(tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho no such thing >&2; exit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    with pytest.raises(ValueError, match="is no Python interpreter .it said 'no such thing'"):
+    with pytest.raises(ValueError, match="is no Python interpreter that can be run .SyntaxError"):
         check_interpreter(str(program))
-    with pytest.raises(ValueError, match="cannot be run"):
+    with pytest.raises(ValueError, match="can be run .No such file"):
         check_interpreter(str(tmp_path / "nothing"))
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    with pytest.raises(ValueError, match=r"has not answered for 0.2 s"):
+    with pytest.raises(ValueError, match="can be run .TimeoutExpired"):
         check_interpreter(str(program), patience=0.2)
 
 

@@ -247,7 +247,7 @@ def test_a_server_goes_on_whatever_ends_a_refit_before_it_changes_anything(joine
         raise error("before the update")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._road, "prepare", fails)
+        patch.setattr(engine._transport, "prepare", fails)
         server.calls.clear()
         with pytest.raises(error, match="before the update"):
             engine.update_weights(policy.state_dict(), 7)
@@ -283,7 +283,7 @@ def test_an_error_of_the_callers_callback_gives_the_requests_up(joined):
 def by_nccl(model, monkeypatch):
     """A server with the extension's NCCL, a policy, its engine, and the phases of the trainer's communicator, which the server hears."""
     monkeypatch.setattr(server_module, "transfer_of", lambda device: "nemo_rl_cpp_nccl")
-    monkeypatch.setattr(vllm_generation, "road_of", weights_module.NcclTransport)
+    monkeypatch.setattr(vllm_generation, "SharedMemoryTransport", weights_module.NcclTransport)
     with vllm_server_stand_in.serving("good", model[True], backend="nemo_rl_cpp_nccl") as server:
 
         class Communicator:

@@ -76,11 +76,13 @@ def test_vllms_own_server(tmp_path):
         assert sampled == texts(engine.generate(data), data)
         stopped = engine.generate({**data, "stop_strings": [[str(digit) for digit in range(10)]] * 12})
         assert stopped["generation_lengths"].sum() < 12 * 8 and not stopped["truncated"].all()
-        fill = engine._road._buffer.fill
-        engine._road._buffer.fill = lambda weights: fill(weights)[::-1]  # another digest than what lies in the memory
+        fill = engine._transport._buffer.fill
+        engine._transport._buffer.fill = lambda weights: fill(weights)[
+            ::-1
+        ]  # another digest than what lies in the memory
         with pytest.raises(VllmError, match="the weights that arrived are not the trainer's"):
             engine.update_weights(policy.state_dict(), 3)
-        engine._road._buffer.fill = fill
+        engine._transport._buffer.fill = fill
         engine.update_weights(policy.state_dict(), 3)  # vLLM has gone on
         assert texts(engine.generate(data, greedy=True), data) == seen[1]
         began = time.monotonic()

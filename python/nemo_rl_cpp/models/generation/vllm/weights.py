@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,13 +48,13 @@ class WeightBuffer:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(size for *_, size in self.manifest)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> str:
-        """Copies the present weights; their digest, taken from the weights themselves, not from the copy.
+        """Copy the present weights, and return their digest, taken from the weights themselves, not from the copy.
 
-        ValueError where they are not the tensors that the memory was made for.
+        Raise ValueError if they are not the tensors that the memory was made for.
         """
         found = {
             name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()
@@ -70,27 +69,12 @@ class WeightBuffer:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Closes the file; the memory goes with the last view of it. Safe to call twice."""
+        """Close the file; the memory goes with the last view of it. Safe to call twice."""
         self._closing()
         self.descriptor = -1
 
 
-class WeightsRoad(Protocol):
-    """How weights reach a server between `/start_weight_update` and `/finish_weight_update`."""
-
-    weight_bytes: int
-
-    def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Before the update begins: what fails here leaves vLLM its old weights."""
-
-    def send(self, weights: Mapping[str, Tensor]) -> str:
-        """Lets vLLM load the weights; the digest of what was sent."""
-
-    def close(self) -> None:
-        """Gives back what the road holds. Safe to call twice."""
-
-
-class SharedMemoryTransport(WeightsRoad):
+class SharedMemoryTransport:
     """Memory that this process and the server's worker map. It has no name but that of this process' open file, so that it goes
     with the last of the two, however they end."""
 
@@ -99,7 +83,7 @@ class SharedMemoryTransport(WeightsRoad):
         self.weight_bytes = self._buffer.weight_bytes
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies the weights, and lets vLLM compare the digest of what it finds."""
+        """Copy the weights, and let vLLM compare the digest of what it finds. A failure leaves vLLM its old weights."""
         self._sent = self._buffer.fill(weights)
         info = {
             "path": f"/proc/{os.getpid()}/fd/{self._buffer.descriptor}", "size": self._buffer.size, "manifest": self._buffer.manifest,
@@ -108,16 +92,16 @@ class SharedMemoryTransport(WeightsRoad):
         self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """As `WeightsRoad.send`."""
+        """Let vLLM load the weights, and return the digest of what was sent."""
         self._client.call(REFIT, "POST", "/update_weights", {"update_info": {}})
         return self._sent
 
     def close(self) -> None:
-        """As `WeightsRoad.close`."""
+        """Give the memory back. Safe to call twice."""
         self._buffer.close()
 
 
-class NcclTransport(WeightsRoad):
+class NcclTransport:
     """NCCL from the trainer's GPU, rank 0, to the server's workers behind it, tensor after tensor in the order of `update_info`.
 
     The workers get NCCL's id by HTTP, greet with a sum of one number, and take a broadcast for each tensor: vLLM's engine `nccl`,
@@ -130,7 +114,7 @@ class NcclTransport(WeightsRoad):
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Meets the workers, at the first refit."""
+        """Meet the workers, at the first refit. A failure leaves vLLM its old weights."""
         if self._communicator is None:
             self._communicator = self._meet()
 
@@ -156,7 +140,7 @@ class NcclTransport(WeightsRoad):
             thread.shutdown(wait=False)  # where vLLM refuses, the meeting ends at its deadline
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """As `WeightsRoad.send`. After an error the communicator is of no more use."""
+        """Let vLLM load the weights, and return the digest of what was sent. After an error the communicator is of no more use."""
         manifest = [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights.items()
         ]
@@ -180,28 +164,22 @@ class NcclTransport(WeightsRoad):
         return digest.hexdigest()
 
     def close(self) -> None:
-        """As `WeightsRoad.close`."""
+        """Close the communicator. Safe to call twice."""
         self._communicator = None
 
 
 def connect(store: dist.Store, size: int, device: torch.device, seconds: float) -> C.Communicator:
-    """Rank 0 of `size`, once all others are there and have greeted."""
+    """Connect rank 0 of `size`, once all others are there and have greeted."""
     communicator = C.nccl_communicator(store, 0, size, device, seconds)
     C.nccl_greeting(communicator, "greeting vLLM's workers")
     return communicator
 
 
 def _id_of(store: dist.Store, meeting: Future[C.Communicator]) -> bytes:
-    """NCCL's id, as soon as the thread of the meeting has made it; what that raised where it could not."""
+    """Return NCCL's id, as soon as the thread of the meeting has made it; raise what that thread raised."""
     failed = threading.Event()
     meeting.add_done_callback(lambda _: failed.set())
     while not store.check([_ID]):
         if failed.wait(0.01):
             meeting.result()
     return store.get(_ID)
-
-
-def road_of(weights: Mapping[str, Tensor], client: ServerClient) -> WeightsRoad:
-    """The road for weights that lie where these do."""
-    on_gpu = next(iter(weights.values())).device.type == "cuda"
-    return (NcclTransport if on_gpu else SharedMemoryTransport)(weights, client)

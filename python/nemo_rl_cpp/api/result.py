@@ -13,7 +13,7 @@ from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.models.generation.native import NativeGeneration
-from nemo_rl_cpp.models.hub_upload import HubClient, push_to_hub
+from nemo_rl_cpp.models.hub_upload import push_to_hub
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 
@@ -80,7 +80,7 @@ class TrainResult:
         write_card(folder, self.config, self._facts)
         return folder
 
-    def push_to_hub(self, repo_id: str, *, private: bool = True, client: HubClient | None = None) -> str:
+    def push_to_hub(self, repo_id: str, *, private: bool = True, client: object = None) -> str:
         """Uploads the policy to the hub; see `nemo_rl_cpp.push_to_hub`. Returns the address."""
         with tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_") as folder:
             message = f"{self.config.title}, {self._facts.step} steps, by nemo_rl_cpp"

@@ -1,10 +1,8 @@
 """Uploads a model to the Hugging Face hub, by the hub's own library."""
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
-from typing import Any, Protocol
 
 from nemo_rl_cpp.argument_checks import folder_path, in_a_line, true_or_false
 from nemo_rl_cpp.config.checkpointing import repository_name
@@ -14,14 +12,6 @@ from nemo_rl_cpp.models.sources import SourceError, find_policy_weights, hub_end
 ADAPTER = "adapter"  # as models/lora.py has it, which loads torch
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
-
-
-class HubClient(Protocol):
-    """What is asked of `huggingface_hub.HfApi`."""
-
-    def create_repo(self, repo_id: str, **options: Any) -> Any: ...
-
-    def upload_folder(self, **options: Any) -> Any: ...
 
 
 class UploadError(SourceError):
@@ -35,13 +25,11 @@ def push_to_hub(
     private: bool = True,
     message: str | None = None,
     token: str | None = None,
-    client: HubClient | None = None,
+    client: object = None,
 ) -> str:
-    """Uploads a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its card; returns the address.
+    """Upload a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its card; return the address.
 
-    What goes is the model's files: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`).
-    Other folders inside the model's stay.
-    The repository is made where there is none, private unless `private` is False; one that exists keeps its visibility. `token`
+    The model's files go: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`). The repository is made where there is none, private unless `private` is False; one that exists keeps its visibility. `token`
     None: that of `hf auth login` or HF_TOKEN. `client` stands in for `huggingface_hub.HfApi`.
 
     Raises ValueError for a folder that holds no model and for a name that can be none, UploadError (a ValueError) where the hub
@@ -55,18 +43,29 @@ def push_to_hub(
         raise ValueError(f"repo_id {error}") from None
     true_or_false("private", private)
     weights = _model_folder(folder)
-    api = client if client is not None else _client(token)
+    if client is None:
+        from huggingface_hub import HfApi
+
+        if token is None and not can_push():
+            raise UploadError(f"nothing was uploaded, since this machine has no token of the hub: {LOG_IN}")
+        client = HfApi(token=token)
+    name = weights.parent.parent.name if weights.name == "weights" else weights.name
     try:
-        made = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
+        made = client.create_repo(repository, private=private, exist_ok=True, repo_type="model")
         full = str(getattr(made, "repo_id", None) or repository)
-        api.upload_folder(
-            repo_id=full, folder_path=str(weights), repo_type="model", allow_patterns=_names(weights),
-            commit_message=message or f"{weights.parent.parent.name if weights.name == 'weights' else weights.name}, by nemo_rl_cpp",
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        raise
+        client.upload_folder(
+            repo_id=full,
+            folder_path=str(weights),
+            repo_type="model",
+            allow_patterns=_names(weights),
+            commit_message=message or f"{name}, by nemo_rl_cpp",
+        )
     except Exception as error:  # the errors of httpx, requests and sockets differ by version of the library
-        raise UploadError(_why(error, repository)) from error
+        raise UploadError(
+            f"the upload to {repository} failed: {hub_endpoint()} could not be reached or refused it ({type(error).__name__}: "
+            f"{one_sentence(error)}): {LOG_IN}, and check the organisation's name; the model is whole where it was, so push_to_hub may be "
+            "called again"
+        ) from error
     return str(made) if str(made).startswith("http") else f"https://huggingface.co/{full}"
 
 
@@ -75,14 +74,6 @@ def can_push() -> bool:
     from huggingface_hub import get_token
 
     return get_token() is not None
-
-
-def _client(token: str | None) -> HubClient:
-    from huggingface_hub import HfApi
-
-    if token is None and not can_push():
-        raise UploadError(f"nothing was uploaded, since this machine has no token of the hub: {LOG_IN}")
-    return HfApi(token=token)
 
 
 def _model_folder(folder: str | Path) -> Path:
@@ -97,22 +88,7 @@ def _model_folder(folder: str | Path) -> Path:
 
 
 def _names(weights: Path) -> list[str]:
-    """The files that go to the hub, as patterns that fit nothing else."""
+    """List the files that go to the hub, as patterns that fit nothing else."""
     files = (path for at in (weights, weights / ADAPTER) if at.is_dir() for path in at.iterdir() if path.is_file())
     named = (path for path in files if path.name[0] != "." and any(fnmatchcase(path.name, fit) for fit in _FILES))
     return sorted(escape(path.relative_to(weights).as_posix()) for path in named)
-
-
-def _why(error: Exception, repository: str) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    reasons: Mapping[int, str] = {
-        401: f"{hub_endpoint()} does not know the token: {LOG_IN}",
-        403: f"{hub_endpoint()} does not let this token write to {repository}: {LOG_IN}, and check the organisation's name",
-        404: f"{hub_endpoint()} has no {repository} for this token: {LOG_IN}, and check the organisation's name",
-    }
-    why = reasons.get(status) if isinstance(status, int) else None
-    if why is None:
-        why = f"{hub_endpoint()} could not be reached or refused it ({type(error).__name__}: {one_sentence(error)})"
-    return (
-        f"the upload to {repository} failed: {why}; the model is whole where it was, so push_to_hub may be called again"
-    )

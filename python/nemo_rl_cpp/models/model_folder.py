@@ -54,8 +54,12 @@ class ModelFolder:
     max_length: int | None = None
     remarks: tuple[str, ...] = ()
 
+    @property
+    def raw(self) -> dict[str, Plain]:
+        return self.config
+
     def native(self) -> dict[str, Plain]:
-        """The keyword dictionary of the native `DecoderModel`."""
+        """Return the keyword dictionary of the native `DecoderModel`."""
         return hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
 
     def check_weights(self) -> None:

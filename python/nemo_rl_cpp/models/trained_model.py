@@ -45,8 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class NoOffload:
     """A model whose weights, gradients, optimizer state and workspace stay where they are between its uses."""
 
-    def _nothing_to_do(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do."""
+    def _nothing_to_do(self, *args: object, **kwargs: object) -> None: ...
 
     prepare_for_training = finish_training = prepare_for_lp_inference = _nothing_to_do
     prepare_for_inference = finish_inference = _nothing_to_do
@@ -71,10 +70,17 @@ class TrainedModel(NoOffload):
     value_head = False
 
     def __init__(
-        self, cluster: Cluster | None, config: TrainedModelConfig, tokenizer: TokenizerType | None, *,
-        weights_path: str | Path | None, optimizer_path: str | Path | None,
-        total_steps: int | None, seed: int, ranks: Ranks | None = None,
-    ):  # fmt: skip
+        self,
+        cluster: Cluster | None,
+        config: TrainedModelConfig,
+        tokenizer: TokenizerType | None,
+        *,
+        weights_path: str | Path | None = None,
+        optimizer_path: str | Path | None = None,
+        total_steps: int | None = None,
+        seed: int = 0,
+        ranks: Ranks | None = None,
+    ) -> None:
         if cluster is not None and cluster.world_size() != 1:
             raise ValueError(
                 f"{type(self).__name__} is one process, and the cluster has {cluster.world_size()} workers (cluster.gpus_per_node, "
@@ -115,7 +121,7 @@ class TrainedModel(NoOffload):
         return Slices.of(self.folder.native(), self.ranks)
 
     def _trainer_of(self, model: C.DecoderModel) -> C.Trainer:
-        """The trainer of the model; without ranks, that of the reference, which is only asked for log-probabilities."""
+        """Make the trainer of the model; without ranks, that of the reference, which is only asked for log-probabilities."""
         if model is not self.model:
             return C.Trainer(model)
         sums = self._sums()
@@ -152,17 +158,17 @@ class TrainedModel(NoOffload):
         return self.schedule.lr
 
     def weight_digest(self) -> str:
-        """16 hexadecimal digits over the weights that products read."""
+        """Return 16 hexadecimal digits over the weights that products read."""
         return f"{self.model.digest():016x}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face name, as views of the storage that training (and generation) use. Of a model in slices: copies
+        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use. Of a model in slices: copies
         of the whole tensors in the first process of its group, which all call this; nothing in the others."""
         whole = self.slices.gather(self.model.compute, "the weights")
         return {} if whole is None else named_whole(self.slices.whole, whole)
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` of the first group, for workers that all call it."""
+        """Return `state_dict` of the first group, for workers that all call it."""
         return self.state_dict() if self.ranks.rank == 0 else {}
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
@@ -183,7 +189,7 @@ class TrainedModel(NoOffload):
     def _score(
         self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
     ) -> Tensor:  # fmt: skip
-        """What the model's head says of each wanted token, [T]; 0 elsewhere. Each rank scores its part, or `rows`."""
+        """Return the head's number of each wanted token, [T]; 0 elsewhere. Each rank scores its part, or `rows`."""
         rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob", micro_batch_size)
@@ -196,7 +202,7 @@ class TrainedModel(NoOffload):
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
 
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
-        """Around a turn over this rank's micro-batches, for a model whose passes are those of all ranks together: no native one is."""
+        """Surround a turn over this rank's micro-batches, for a model whose passes are those of all ranks together: no native one is."""
         return nullcontext()
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
@@ -211,7 +217,7 @@ class TrainedModel(NoOffload):
         self, batch: RaggedBatch, gbs: int, way: MicroBatchRunner, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
         after_first: Callable[[GlobalBatchResult], None] | None = None,
     ) -> Updates:  # fmt: skip
-        """One optimizer step a global batch of `gbs` samples, then one of the schedule; with `eval_mode` neither. The first
+        """Make one optimizer step a global batch of `gbs` samples, then one of the schedule; with `eval_mode` neither. The first
         global batch is passed with the options `first`, and `after_first` sees its result before the weights change."""
         go = way.forward if eval_mode else way.forward_backward
         updates = Updates(batch.size // gbs, in_turns=way.sums.sharded)
@@ -247,7 +253,7 @@ class TrainedModel(NoOffload):
     def _step(
         self, data: RaggedBatch, rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., object]
     ) -> float:
-        """The optimizer step on the gathered gradients of these rows; returns their norm before clipping. `run(data, begin, end)`
+        """Make the optimizer step on the gathered gradients of these rows; return their norm before clipping. `run(data, begin, end)`
         makes the gradients of some rows again, by this process alone, to find where one is not finite."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
@@ -258,9 +264,8 @@ class TrainedModel(NoOffload):
             if self.ranks.size > 1:  # the sum lies in shards
                 self.trainer.zero_grad()
                 run(data, *rows)
-            names = [
-                n for n, g in named_whole(self.trained.own, self.trainer.grads).items() if not torch.isfinite(g).all()
-            ]  # of this slice
+            grads = named_whole(self.trained.own, self.trainer.grads)  # of this slice
+            names = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
             where = first_bad_gradient(self.trainer, data, *rows, run)
             bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
             error = NonFiniteError(
@@ -270,29 +275,28 @@ class TrainedModel(NoOffload):
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
-        """The error, with the batch written to `replay_dir` so that `train(torch.load(path), loss_fn)` meets it again."""
+        """Write the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` meets the error again; return the error with the path."""
         if self.replay_dir is None or self.ranks.tensor_rank > 0:  # which would write the same batch
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
-        path = (
-            self.replay_dir / f"nonfinite_{self.section}_batch{f'_rank{self.ranks.rank}' if self.ranks.rank else ''}.pt"
-        )
+        rank = f"_rank{self.ranks.rank}" if self.ranks.rank else ""
+        path = self.replay_dir / f"nonfinite_{self.section}_batch{rank}.pt"
         torch.save({k: v for k, v in data.items() if isinstance(v, Tensor)}, path)
         return NonFiniteError(f"{error}; the batch was written to {path}")
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def saved_config(self) -> dict[str, Plain]:
-        """config.json of a checkpoint."""
+        """Return config.json of a checkpoint."""
         return self.folder.config
 
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
         checkpointing_cfg: object = None,
     ) -> None:  # fmt: skip
-        """`weights_path` becomes a Hugging Face folder (weights, config, generation config, tokenizer); `optimizer_path` holds what a
-        bit-identical resume needs besides: moments, master weights, schedule. NonFiniteError, and nothing is written, where a
-        parameter is infinite or NaN."""
+        """Make `weights_path` a Hugging Face folder (weights, config, generation config, tokenizer), and write into `optimizer_path` what
+        a bit-identical resume needs too: moments, master weights, schedule. Raise NonFiniteError, and write nothing, if a parameter is
+        infinite or NaN."""
         error, bad = None, self.non_finite_parameters()
         if bad:
             error = NonFiniteError(
@@ -317,17 +321,20 @@ class TrainedModel(NoOffload):
         if optimizer_path is not None:
             self._save_optimizer(Path(optimizer_path))
 
-    def _save_weights(self, whole: dict[str, Tensor], weights_path: Path, tokenizer_path: str | Path | None) -> None:
+    def _save_model(self, whole: dict[str, Tensor], weights_path: Path) -> None:
         save_weights(self.model, weights_path, self.saved_config(), tensors=whole)
+
+    def _save_weights(self, whole: dict[str, Tensor], weights_path: Path, tokenizer_path: str | Path | None) -> None:
+        self._save_model(whole, weights_path)
         if not self.value_head:
-            save_generation_config(self.folder.path, self.folder.config, self.tokenizer, weights_path)
+            save_generation_config(self.folder.path, self.folder.raw, self.tokenizer, weights_path)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(weights_path))
             if tokenizer_path is not None:
                 self.tokenizer.save_pretrained(str(tokenizer_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
+        """Return the bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
         size, trained = self.slices.whole.total, self.trained.whole.total
         moments = (
             sum(trained * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
@@ -336,7 +343,7 @@ class TrainedModel(NoOffload):
         return size * self.model.compute.element_size() + adapters + moments
 
     def non_finite_parameters(self) -> list[str]:
-        """Names of the parameters that hold an infinity or NaN, in the weights or in their masters."""
+        """Return the names of the parameters that hold an infinity or NaN, in the weights or in their masters."""
         bad: dict[str, None] = {}
         places = (
             (self.slices.own, 0, self.model.compute),
@@ -351,7 +358,7 @@ class TrainedModel(NoOffload):
         return list(bad)
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
+        """Write a batch that makes a loss or gradient non-finite into `folder` before the error is raised."""
         self.replay_dir = folder
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -361,7 +368,7 @@ class TrainedModel(NoOffload):
         return tensors
 
     def _save_optimizer(self, folder: Path) -> None:
-        """One logical state, whatever the number of ranks: the first one gathers it."""
+        """Save one logical state, whatever the number of ranks: the first one gathers it."""
         from safetensors.torch import save_file
 
         whole = {name: self._whole(tensor, name) for name, tensor in self._optimizer_tensors().items()}
@@ -373,7 +380,7 @@ class TrainedModel(NoOffload):
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        """Of flat buffers that the ranks have their shards of the whole one, on the first rank; None on the others."""
+        """Gather the ranks' shards of a flat buffer on the first rank; None on the others."""
         gathered = self.ranks.gather_shards(own, self.trainer.shard, self.trained.own.total, what)
         return self.trained.gather(gathered, what)
 
@@ -406,7 +413,7 @@ class TrainedModel(NoOffload):
         self.schedule.load_state_dict(state["schedule"])
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
-        """This rank's shard of a part of the optimizer state from the whole one."""
+        """Fill this rank's shard of a part of the optimizer state from the whole one."""
         begin, end = self.trainer.shard
         tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 
@@ -418,5 +425,5 @@ class TrainedModel(NoOffload):
 
 
 def in_layout_of(data: Batch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
-    """A result [T] as the caller's batch has its tokens: [T] of a RaggedBatch, [B, S] of padded tensors."""
+    """Return a result [T] in the layout of the caller's batch: [T] of a RaggedBatch, [B, S] of padded tensors."""
     return of_tokens if isinstance(data, RaggedBatch) else batch.padded(of_tokens)

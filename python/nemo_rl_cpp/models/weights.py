@@ -132,20 +132,23 @@ def _tensor(raw: RawTensor) -> torch.Tensor:
     return torch.frombuffer(raw.data, dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
 
 
+def remove_weights(folder: Path) -> None:
+    """Remove the weights of an earlier save: two sets of files would leave it open which of them counts."""
+    for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        old.unlink(missing_ok=True)
+
+
 def save_weights(
     model: C.DecoderModel, folder: str | Path, config: Mapping[str, Plain], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Writes config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large. `tensors`: the
-    whole weights by name, of a model that has a slice of them.
-
-    Weights of an earlier save in the folder are removed: two sets of files would leave it open which of them counts."""
+    """Write config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large. `tensors`: the
+    whole weights by name, of a model that has a slice of them."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
-        old.unlink(missing_ok=True)
+    remove_weights(folder)
     tensors = named_views(model.layout, model.compute) if tensors is None else tensors
     dtype = str(model.compute.dtype).removeprefix("torch.")
     saved = {**config, "dtype": dtype, "torch_dtype": dtype}

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,14 +236,6 @@ def test_cache_is_allocated_by_need_and_given_back():
     assert generation.shutdown() and generation.shutdown()
     with pytest.raises(ValueError, match="kv_cache_gb"):
         make(kv_cache_gb=2e-6).generate(batch([[3] * 30]))
-
-
-def test_configuration_may_be_an_object():
-    config = SimpleNamespace(
-        max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=[], stop_strings=None
-    )
-    out = NativeGeneration(PythonModel(), config, Tokenizer()).generate(batch([[3, 4]]))
-    assert out["generation_lengths"].tolist() == [3]
 
 
 @pytest.mark.parametrize(

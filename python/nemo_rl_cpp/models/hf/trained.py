@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.data.boundaries import end_token_ids, save_generation_config
+from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.generation.distributed import EngineHost
 from nemo_rl_cpp.models.generation.hf import HfGeneration
 from nemo_rl_cpp.models.generation.interfaces import Responses
+from nemo_rl_cpp.models.generation.native import engine_options
 from nemo_rl_cpp.models.hf.flat_model import FlatModel, ShardedModel
 from nemo_rl_cpp.models.hf.folder import HfFolder, open_hf_folder
 from nemo_rl_cpp.models.hf.library import quietly, transformers
@@ -33,8 +34,8 @@ from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
 from nemo_rl_cpp.models.policy.train_step import Exactness
 from nemo_rl_cpp.models.trained_model import DTYPES, TrainedModel
 from nemo_rl_cpp.models.value.lm_value import Value
-from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE
-from nemo_rl_cpp.models.weights import Slices
+from nemo_rl_cpp.models.weight_files import INDEX_FILE
+from nemo_rl_cpp.models.weights import Slices, remove_weights
 
 if TYPE_CHECKING:
     from safetensors import PySafeSlice
@@ -54,45 +55,41 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
     """
     score = module.score.weight if isinstance(module, ValueNet) and whole is None else (whole or {}).get(SCORE)
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
-        old.unlink(missing_ok=True)
+    remove_weights(folder)
     with quietly():
         backbone = module.backbone if isinstance(module, ValueNet) else module
         tensors = None if whole is None else _named_as(backbone, whole, "backbone." if backbone is not module else "")
         backbone.save_pretrained(folder, max_shard_size=_SHARD, state_dict=tensors)
     if tensors is not None:
-        _say_dtype(folder, next(iter(whole.values())).dtype)
-    (folder / "generation_config.json").unlink(
-        missing_ok=True
-    )  # the caller writes the one with the ends that were used
+        # transformers writes the type of the module's parameters, which ranks keep in float32
+        _change_config(folder, dtype=str(next(iter(whole.values())).dtype).removeprefix("torch."))
+    (folder / "generation_config.json").unlink(missing_ok=True)  # the caller writes one with the ends that were used
     if isinstance(module, ValueNet):
         _add_score(module, folder, score)
 
 
 def names_in_checkpoints(module: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
-    """By which names `save_module` writes these tensors of the module."""
+    """Return the names by which `save_module` writes these tensors of the module."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return set(revert_weight_conversion(module, dict(tensors)))
 
 
 def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """What `module.state_dict()` would give if its parameters were whole: these, and its buffers."""
+    """Return what `module.state_dict()` would give if its parameters were whole: these, and its buffers."""
     named = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return named | {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
 
 
-def _say_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Of the tensors: transformers writes that of the module's parameters, which ranks keep in float32."""
+def _change_config(folder: Path, **changes: Plain) -> None:
     path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config = json.loads(path.read_text(encoding="utf-8")) | changes
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
-    """Puts the head and the prefix into the files, one file at a time."""
+    """Put the head and the prefix into the files, one file at a time."""
     from safetensors.torch import load_file, save_file
 
     prefix = module.backbone.base_model_prefix
@@ -108,14 +105,9 @@ def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
     if index.is_file():
         content = json.loads(index.read_text(encoding="utf-8"))
         index.write_text(json.dumps({**content, "weight_map": weight_map}, indent=2) + "\n", encoding="utf-8")
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
     known = transformers().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     made = known[type(module.config)].__name__ if type(module.config) in known else type(module.backbone).__name__
-    one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    path.write_text(
-        json.dumps({**config, "architectures": [made], **one_label}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    _change_config(folder, architectures=[made], id2label={"0": "value"}, label2id={"value": 0})
 
 
 class HfTrainedModel(TrainedModel):
@@ -153,18 +145,15 @@ class HfTrainedModel(TrainedModel):
         return FlatModel(module, dtype, trainable, self.device)
 
     def _with_router(self, module: nn.Module) -> None:
-        """Says once where megatron_cfg asks for a router that is not trained, as NeMo RL's files do: here it is."""
+        """Tell once if megatron_cfg asks for a router that is not trained, as NeMo RL's files do: here it is."""
         megatron = self.config.megatron_cfg
-        frozen = megatron.enabled and megatron.freeze_moe_router
-        routed = [
-            name for name, _ in module.named_modules() if name.endswith(("router", "mlp.gate", "block_sparse_moe.gate"))
-        ]
-        if frozen and routed:
-            key, what = (
-                f"{self.section}.megatron_cfg.freeze_moe_router",
-                f"backend hf trains every parameter, {routed[0]} too",
-            )
+        if not (megatron.enabled and megatron.freeze_moe_router):
+            return
+        routers = ("router", "mlp.gate", "block_sparse_moe.gate")
+        if routed := [name for name, _ in module.named_modules() if name.endswith(routers)]:
+            what = f"backend hf trains every parameter, {routed[0]} too"
             if not was_said(what):
+                key = f"{self.section}.megatron_cfg.freeze_moe_router"
                 print(f"note: {note_as_said(what)} ({key} is true, and is not done)", file=sys.stderr, flush=True)
 
     def _trainer_of(self, model: FlatModel | ShardedModel) -> HfTrainer:
@@ -183,7 +172,7 @@ class HfTrainedModel(TrainedModel):
         return trainer.together()
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict`, which on a model that is shared out among ranks all of them call: whole tensors on the first, nothing elsewhere."""
+        """Return `state_dict`, which on a model that is shared out among ranks all of them call: whole tensors on the first, nothing elsewhere."""
         return self.state_dict()
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
@@ -207,12 +196,9 @@ class HfTrainedModel(TrainedModel):
         """What differs, where the weights have other names in this architecture's checkpoints than in its module: experts, above all."""
         here = {name: torch.empty(shape, device="meta") for name, shape, _ in self.model.layout}
         there = names_in_checkpoints(self.model.module, here)
-        moved = sorted(there - here.keys())
-        return (
-            f"a {self.folder.config.model_type} has {moved[0]} and {len(moved) - 1} others in its checkpoints"
-            if moved
-            else None
-        )
+        if not (moved := sorted(there - here.keys())):
+            return None
+        return f"a {self.folder.config.model_type} has {moved[0]} and {len(moved) - 1} others in its checkpoints"
 
     def saved_config(self) -> dict[str, Plain]:
         """config.json of a checkpoint."""
@@ -220,15 +206,8 @@ class HfTrainedModel(TrainedModel):
         made = json.loads(module.config.to_json_string(use_diff=False))
         return {**made, "architectures": [type(module).__name__]}
 
-    def _save_weights(self, whole: dict[str, Tensor], weights_path: Path, tokenizer_path: str | Path | None) -> None:
-        whole = whole if isinstance(self.model, ShardedModel) else None
-        save_module(self.model.module, weights_path, whole)
-        if not self.value_head:
-            save_generation_config(self.folder.path, self.folder.raw, self.tokenizer, weights_path)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(str(weights_path))
-            if tokenizer_path is not None:
-                self.tokenizer.save_pretrained(str(tokenizer_path))
+    def _save_model(self, whole: dict[str, Tensor], weights_path: Path) -> None:
+        save_module(self.model.module, weights_path, whole if isinstance(self.model, ShardedModel) else None)
 
     def shutdown(self) -> bool:
         """The module goes with the last reference to it."""
@@ -250,7 +229,7 @@ class HfPolicy(HfTrainedModel, Policy):
         return False
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Nothing: generation keeps no activations."""
+        """Do nothing: generation keeps no activations."""
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
         """Nothing: generation keeps no activations."""
@@ -258,10 +237,7 @@ class HfPolicy(HfTrainedModel, Policy):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> HfGeneration:
-        """An engine on this very module: no copy, no refit."""
-        from nemo_rl_cpp.models.generation.hf import HfGeneration
-        from nemo_rl_cpp.models.generation.native import engine_options
-
+        """Make an engine on this very module: no copy, no refit."""
         config = generation_config or self.config.generation
         options = engine_options(self.config, config, options)
         options.setdefault("memory_share", 1 / self.ranks.size)
@@ -279,7 +255,7 @@ class HfPolicyWorker(HfPolicy, EngineHost):
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """As `EngineHost.generate_with`; the weights are gathered for it, by all ranks, those without prompts too."""
+        """Generate as `EngineHost.generate_with`; the weights are gathered for it, by all ranks, those without prompts too."""
         with self.model.gathered():
             return super().generate_with(number, prompts, greedy, on_finished)
 

@@ -1,13 +1,7 @@
 """PPO's critic on the native core: the policy's architecture with a scalar head in place of the language-model head."""
 
-from pathlib import Path
-
-from nemo_rl_cpp.config.value import ValueConfig
-from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
-from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
@@ -25,26 +19,16 @@ class Value(TrainedModel, ValueInterface):
     transformers `...ForSequenceClassification` with one label); where it has none, the head starts at zero, so that the
     first values are exactly 0 whatever the seed. (NeMo RL draws a random head.)
 
-    Args:
-        cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: as of `TrainedModel`.
-        config: the `value` section.
+    The arguments are those of `TrainedModel`, `config` is the section `value`.
     """
 
     section = "value"
     value_head = True
 
-    def __init__(
-        self, cluster: Cluster | None, config: ValueConfig, tokenizer: TokenizerType | None, *,
-        weights_path: str | Path | None = None, optimizer_path: str | Path | None = None, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
-    ):  # fmt: skip
-        super().__init__(
-            cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path, total_steps=total_steps, seed=seed, ranks=ranks,
-        )  # fmt: skip
-
     def get_values(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """{"values": [T], or [B, S] of padded `data`}: the value of the state before each token; 0 where `token_mask` or
+        """Return {"values": [T], or [B, S] of padded `data`}: the value of the state before each token; 0 where `token_mask` or
         `sample_mask` is 0, at first tokens and on padding. Without masks in `data`, of every token but the first."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size)))
@@ -53,7 +37,7 @@ class Value(TrainedModel, ValueInterface):
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
+        """Make one optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         Args:
             data: a batch with what the loss needs: `returns`, and for clipping `values` of `get_values`.
@@ -67,7 +51,7 @@ class Value(TrainedModel, ValueInterface):
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> Updates:
-        """What `train` does, on this rank's samples of the batch."""
+        """Train on this rank's samples of the batch."""
         gbs = self._global_batch_size(data.size, gbs)
         way = MicroBatchRunner(
             self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss, ranks=self.ranks,
@@ -76,7 +60,7 @@ class Value(TrainedModel, ValueInterface):
         return self._pass_over(data, gbs, way, eval_mode)
 
     def saved_config(self) -> dict[str, Plain]:
-        """The checkpoint's config.json names the transformers class with one label, which reads it as it is."""
+        """Return a config.json that names transformers' class with one label, which reads the checkpoint unchanged."""
         title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title
         one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}
         return {**self.folder.config, "architectures": [f"{title}ForSequenceClassification"], **one_label}

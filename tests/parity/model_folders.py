@@ -246,7 +246,6 @@ FAULTY = {
     "tensor outside": ("llama", lambda f: f.header(_poke(NORM, data_offsets=[10**9, 10**9 + 128])), f"{WEIGHTS} is not a whole.*behind the end"),
     "tensor before the file": ("llama", lambda f: f.header(_poke(NORM, data_offsets=[-128, 0])), f"{WEIGHTS} is not a whole.*{NORM}"),
     "tensor of another size": ("llama", lambda f: f.header(_poke(NORM, shape=[31])), f"{WEIGHTS} is not a whole.*{NORM} 128 bytes"),
-    "name twice in a header": ("llama", lambda f: f.header(lambda h: json.dumps(h)[:-1] + f', "{NORM}": {json.dumps(h[NORM])}}}'), f"{NORM}' twice"),
     "name in two shards": ("llama", lambda f: (f.shards(), shutil.copy(f.path / "a.safetensors", f.path / "b.safetensors")), r"a.safetensors and .*b.safetensors both"),
     "index is empty": ("llama", lambda f: f.shards().index(lambda i: {}), f"{INDEX} has no weight_map"),
     "index names nothing": ("llama", lambda f: f.shards().index(lambda i: {"weight_map": {}}), f"{INDEX} has no weight_map"),

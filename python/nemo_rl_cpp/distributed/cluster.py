@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Callable
 from itertools import count
 
+import torch
+
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.launch import launched
 from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWorkers
@@ -17,8 +19,6 @@ _TARGETS = count(1)  # objects in worker processes, over all groups
 
 def cuda_usable() -> bool:
     """Whether models can lie on a GPU: torch sees one and this package was built with its CUDA kernels."""
-    import torch
-
     return torch.cuda.is_available() and importlib.util.find_spec("nemo_rl_cpp._cuda") is not None
 
 
@@ -26,8 +26,6 @@ def check_device(device: str) -> str:
     """Return `cluster.device`. Raise ValueError with the reason if it is `cuda` and no GPU can be used."""
     if device != "cuda" or cuda_usable():
         return device
-    import torch
-
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.cuda.is_available():
         why = "this package was built without its CUDA kernels: build it with NEMO_RL_CUDA=on (in a source tree: NEMO_RL_CUDA=on uv sync)"
@@ -42,8 +40,6 @@ def check_device(device: str) -> str:
 
 def use_threads(settings: ClusterConfig) -> None:
     """Let this process compute on `cluster.cpus_per_worker` threads, if models live in it and the key is given."""
-    import torch
-
     if settings.cpus_per_worker is not None and not settings.has_workers:
         torch.set_num_threads(settings.cpus_per_worker)
 
@@ -105,8 +101,6 @@ class Cluster:
     def workers(self) -> Workers:
         """The workers that are not this process; started when they are first asked for."""
         if self._workers is None:
-            import torch
-
             settings = self._settings
             everybody = max(self._size, settings.processes)  # another cluster's workers share this machine's threads
             by_launcher = launched() is not None and settings.chosen_executor == "processes"
@@ -114,15 +108,14 @@ class Cluster:
                 everybody = 1
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
             common = (self._size, threads, settings.worker_timeout_s, self.deadline, self._role)
-            backend = "nccl" if self.use_gpus else "gloo"
             if settings.executor == "ray":
                 from nemo_rl_cpp.distributed.ray_workers import RayWorkers
 
-                self._workers = RayWorkers(*common, all_workers=everybody, backend=backend)
+                self._workers = RayWorkers(*common, all_workers=everybody)
             elif by_launcher:
                 self._workers = LaunchedWorkers(*common)
             else:
-                self._workers = ProcessWorkers(*common, backend=backend)
+                self._workers = ProcessWorkers(*common)
         return self._workers
 
     def device(self, precision: str = "float32") -> str:

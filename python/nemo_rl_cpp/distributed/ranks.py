@@ -13,10 +13,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_cpp._native import C
+
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from nemo_rl_cpp._native import Communicator
@@ -321,10 +323,6 @@ def connect(
         raise ValueError(f"the backend of a communicator is {backend!r}: expected gloo or nccl")
     if size == 1:
         return Ranks(address=address)
-    import torch.distributed as dist
-
-    from nemo_rl_cpp._native import C
-
     gpu = _own_gpu(rank) if backend == "nccl" else None
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline))
 
@@ -348,8 +346,6 @@ def connect(
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
     """Connect by Gloo the ranks that meet in this part of the store; `place` is (rank among them, their number)."""
-    import torch.distributed as dist
-
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline)
@@ -359,7 +355,6 @@ def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: flo
 
 def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
     """Make a mesh of all ranks in one row, connected by Gloo at these addresses rather than at the host's name. All call it."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     name = "nemo_rl_cpp_gloo"
@@ -379,10 +374,7 @@ def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, dead
 
 def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
     """Make a communicator of the ranks that agree on `label`; `place` is (rank among them, their number)."""
-    import torch.distributed as dist
     from torch._C._distributed_c10d import _register_process_group
-
-    from nemo_rl_cpp._native import C
 
     backend = _gloo(dist.PrefixStore(f"gloo{label}", store), place, address, deadline)
     group = dist.ProcessGroup(store, *place)

@@ -40,10 +40,7 @@ _held = {"holders": 0, "ours": False}
 
 
 def ray_module() -> ModuleType:
-    """Ray. Under `uv run` it would start workers by `uv run` too, in copies of the project; here they share this environment.
-
-    Raises ImportError, which says what to install.
-    """
+    """Import Ray. Under `uv run` it would start workers by `uv run` too, in copies of the project; here they share this environment."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
     try:
         import ray
@@ -55,7 +52,7 @@ def ray_module() -> ModuleType:
 
 
 def ray_in_use() -> ModuleType | None:
-    """Ray where this program has started or joined one; None else. It is never imported here."""
+    """Return Ray if this program has started or joined one, else None. It is never imported here."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized() else None
 
@@ -75,7 +72,7 @@ def start_ray(cpus: int) -> bool:
 
 
 def hold_ray(cpus: int) -> ModuleType:
-    """Ray, joined or started. It stays until `let_ray_go` has been called as often as this."""
+    """Join or start Ray. It stays until `let_ray_go` has been called as often as this."""
     with _lock:
         started = start_ray(cpus)
         _held["ours"] = started or (_held["ours"] and _held["holders"] > 0)
@@ -84,7 +81,7 @@ def hold_ray(cpus: int) -> ModuleType:
 
 
 def let_ray_go() -> None:
-    """Ends Ray where nobody holds it any more and `hold_ray` has started it."""
+    """End Ray if nobody holds it any more and `hold_ray` has started it."""
     with _lock:
         _held["holders"] -= 1
         if _held["holders"] == 0 and _held["ours"]:
@@ -93,7 +90,7 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Returns the working folder of this process, and its environment variables without those of its machine or process."""
+    """Return the working folder of this process, and its environment variables without those of its machine or process."""
     return os.getcwd(), {
         name: value
         for name, value in os.environ.items()
@@ -102,7 +99,7 @@ def surroundings() -> tuple[str, dict[str, str]]:
 
 
 def enter(folder: str, variables: Mapping[str, str]) -> None:
-    """Gives an actor the `surroundings` of the run. What a `runtime_env` of Ray sets keeps its value.
+    """Give an actor the `surroundings` of the run. What a `runtime_env` of Ray sets keeps its value.
 
     A node without the folder prints a warning and keeps its own, in which relative paths lead elsewhere.
     """
@@ -113,11 +110,10 @@ def enter(folder: str, variables: Mapping[str, str]) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        print(
-            f"warning: this node has no working folder {folder} ({error.strerror}): relative paths lead elsewhere here",
-            file=sys.stderr,
-            flush=True,
+        text = (
+            f"warning: this node has no working folder {folder} ({error.strerror}): relative paths lead elsewhere here"
         )
+        print(text, file=sys.stderr, flush=True)
 
 
 class ActorWorker:
@@ -178,28 +174,24 @@ class RayWorkers(Workers):
         deadline: seconds that a call between ranks may take.
         role: what messages call a worker.
         all_workers: of all clusters of the run, for which a Ray that is started here has CPUs.
-        backend: what connects the ranks, see `ranks.connect`; with "nccl" each takes a GPU of the cluster.
 
     Raises ValueError where the cluster has no room for all workers.
     """
 
     tells_events = False
 
-    def __init__(
-        self, count: int, threads: int, silence: float, deadline: float, role: str, all_workers: int, backend: str
-    ) -> None:
+    def __init__(self, count: int, threads: int, silence: float, deadline: float, role: str, all_workers: int) -> None:
         self._silence, self._count, self._role = silence, count, role
         self._actors, self._calls, self._places = [], {}, None
         self.pids: list[int] = []
         self._ray = ray = hold_ray(all_workers * threads)
         self._holds_ray = True
         try:
-            gpus = int(backend == "nccl")
-            self._places = self._room(count, threads, gpus)
-            self._actors = [self._actor(rank, threads, gpus) for rank in range(count)]
+            self._places = self._room(count, threads)
+            self._actors = [self._actor(rank, threads) for rank in range(count)]
             self.host = host = ray.util.get_node_ip_address()
             self._store = rendezvous_store(host, deadline)
-            meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline, "backend": backend}
+            meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline}
             places = self._all_started()
             self.pids = [pid for _, pid in places]
             calls = []
@@ -213,7 +205,7 @@ class RayWorkers(Workers):
             raise
 
     def _all_started(self) -> list[tuple[str, int]]:
-        """Each actor's answer to `start`. WorkerLostError, which names the first that has ended or does not answer."""
+        """Return each actor's answer to `start`. Raise WorkerLostError, which names the first that has ended or does not answer."""
         given = (surroundings(), self.host, self._store.port)
         calls = [
             self._started(rank, "starting", actor.start.remote(*given, rank)) for rank, actor in enumerate(self._actors)
@@ -226,35 +218,24 @@ class RayWorkers(Workers):
                 call.set(None, self._lost(call, silent))
         return values_of(calls, self)
 
-    def _room(self, count: int, threads: int, gpus: int):
+    def _room(self, count: int, threads: int):
         ray = self._ray
-        bundle = {"CPU": threads, "GPU": gpus} if gpus else {"CPU": threads}
-        places = ray.util.placement_group([bundle] * count, strategy="PACK")
+        places = ray.util.placement_group([{"CPU": threads}] * count, strategy="PACK")
         if not places.wait(timeout_seconds=_PLACES_SECONDS):
-            there = ray.cluster_resources()
+            found = ray.cluster_resources().get("CPU", 0)
             ray.util.remove_placement_group(places)
-            each = " and ".join(f"{n} {kind}s" for kind, n in bundle.items())
-            found = " and ".join(f"{there.get(kind, 0):.0f} {kind}s" for kind in bundle)
             raise ValueError(
-                f"the Ray cluster has no room for {count} workers of {each} within {_PLACES_SECONDS:.0f} s: it has {found} in all; "
-                "lower cluster.gpus_per_node, cluster.num_nodes or cluster.cpus_per_worker"
+                f"the Ray cluster has no room for {count} workers of {threads} CPUs within {_PLACES_SECONDS:.0f} s: it has {found:.0f} CPUs in "
+                "all; lower cluster.gpus_per_node, cluster.num_nodes or cluster.cpus_per_worker"
             )
         return places
 
-    def _actor(self, rank: int, threads: int, gpus: int):
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        return (
-            self._ray.remote(ActorWorker)
-            .options(
-                num_cpus=threads,
-                num_gpus=gpus or None,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
-                runtime_env={"env_vars": worker_environment(threads)},
-            )
-            .remote()
-        )
+    def _actor(self, rank: int, threads: int):
+        strategies = self._ray.util.scheduling_strategies
+        place = strategies.PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank)
+        environment = {"env_vars": worker_environment(threads)}
+        options = {"num_cpus": threads, "scheduling_strategy": place, "runtime_env": environment, "max_restarts": 0}
+        return self._ray.remote(ActorWorker).options(**options).remote()
 
     def __len__(self) -> int:
         return self._count
@@ -282,9 +263,8 @@ class RayWorkers(Workers):
                 self._look_at(call)
             for call in waiting:
                 if not call.done() and (silent := beats.silence(call.rank)) > self._silence:
-                    call.set(
-                        None, self._lost(call, f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)")
-                    )
+                    how = f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)"
+                    call.set(None, self._lost(call, how))
         return values_of(calls, self)
 
     def _look_at(self, call: WorkerCall) -> None:
@@ -323,7 +303,7 @@ class _Beats:
         self._heard = dict.fromkeys(ranks, self._looked)
 
     def silence(self, rank: int) -> float:
-        """Returns the seconds since the last sign of life of a rank."""
+        """Return the seconds since the last sign of life of a rank."""
         now = time.monotonic()
         if now - self._looked > 4 * _SLICE + _BEAT_SECONDS:  # this process was stopped, and the store with it
             self._heard = dict.fromkeys(self._heard, now)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from nemo_rl_cpp.files.yaml_text import Plain
 
@@ -19,9 +20,7 @@ _TAG = "~"
 
 
 def write_state(path: Path, value: object) -> None:
-    """Writes `path`.json and, if there are tensors, `path`.safetensors. ValueError as by `check_state`."""
-    from safetensors.torch import save_file
-
+    """Write `path`.json and, if there are tensors, `path`.safetensors. Raise ValueError as `check_state`."""
     tensors: dict[str, torch.Tensor] = {}
     tree = _encode(value, "", tensors)
     path.with_name(f"{path.name}.json").write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
@@ -30,9 +29,7 @@ def write_state(path: Path, value: object) -> None:
 
 
 def read_state(path: Path) -> object:
-    """What `write_state` wrote, type by type. ValueError for files that it did not write."""
-    from safetensors.torch import load_file
-
+    """Return what `write_state` wrote, type by type. Raise ValueError for files that it did not write."""
     tree = json.loads(path.with_name(f"{path.name}.json").read_text(encoding="utf-8"))
     file = path.with_name(f"{path.name}.safetensors")
     try:
@@ -42,7 +39,7 @@ def read_state(path: Path) -> object:
 
 
 def check_state(value: object, name: str = "") -> None:
-    """ValueError that names the entry and its type, unless `value` can be written: None, booleans, numbers, texts, bytes,
+    """Raise ValueError, which names the entry and its type, unless `value` can be written: None, booleans, numbers, texts, bytes,
     paths, lists, tuples, sets, dictionaries, tensors and numpy arrays, in any nesting."""
     _encode(value, name, {})
 

@@ -29,8 +29,9 @@ def push_to_hub(
 ) -> str:
     """Upload a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its card; return the address.
 
-    The model's files go: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`). The repository is made where there is none, private unless `private` is False; one that exists keeps its visibility. `token`
-    None: that of `hf auth login` or HF_TOKEN. `client` stands in for `huggingface_hub.HfApi`.
+    The model's files go: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`). A repository
+    that does not exist is made, private unless `private` is False; one that exists keeps its visibility. `token` None: that of
+    `hf auth login` or HF_TOKEN. `client` replaces `huggingface_hub.HfApi`.
 
     Raises ValueError for a folder that holds no model and for a name that can be none, UploadError (a ValueError) where the hub
     refuses or does not answer.

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
@@ -125,8 +127,6 @@ class Lora:
 
     def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
         """Writes the adapter as PEFT does, into the folder of the merged weights; `masters` in the layout of the whole model."""
-        from safetensors.torch import save_file
-
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -161,8 +161,6 @@ class Lora:
 
     def _load(self, weights: Path, model: C.DecoderModel) -> None:
         """Reads what `save` wrote. ValueError where there is none, or another one, or one of another base model."""
-        from safetensors import safe_open
-
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(

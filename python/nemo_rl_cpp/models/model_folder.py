@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models import hf_config
-from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError
+from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
 
 if TYPE_CHECKING:
@@ -125,8 +125,6 @@ def open_model_folder(
     if name == TINY_RANDOM:
         folder = tiny_random(overrides, seed=seed, value_head=value_head, max_length=max_length)
     else:
-        from nemo_rl_cpp.models.sources import resolve_model
-
         folder = read_model_folder(
             resolve_model(name, key=key), overrides, value_head=value_head, max_length=max_length
         )

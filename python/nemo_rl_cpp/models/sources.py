@@ -243,6 +243,7 @@ def unreachable(repo: str, kind: str, key: str | None = None) -> HubUnreachableE
 def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
     """Return the folder of a model on the hub, from the local cache if the hub does not answer (or need not be asked)."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
 
     if not ask_hub and (folder := _cached_folder(repo, files)) is not None:
         return folder
@@ -250,6 +251,8 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
         try:
             with _telling_what_is_fetched(repo, files):
                 return Path(snapshot_download(repo, allow_patterns=files))
+        except GatedRepoError as error:  # whose description is there for everybody
+            raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
             raise SourceError(
                 f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "

@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
@@ -369,8 +371,6 @@ class TrainedModel(NoOffload):
 
     def _save_optimizer(self, folder: Path) -> None:
         """Save one logical state, whatever the number of ranks: the first one gathers it."""
-        from safetensors.torch import save_file
-
         whole = {name: self._whole(tensor, name) for name, tensor in self._optimizer_tensors().items()}
         if not self.ranks.is_first:
             return
@@ -385,8 +385,6 @@ class TrainedModel(NoOffload):
         return self.trained.gather(gathered, what)
 
     def _load_optimizer(self, folder: Path) -> None:
-        from safetensors import SafetensorError
-
         try:
             self._read_optimizer(folder)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -397,8 +395,6 @@ class TrainedModel(NoOffload):
             ) from error
 
     def _read_optimizer(self, folder: Path) -> None:
-        from safetensors import safe_open
-
         total = self.trained.whole.total
         with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
             for name, tensor in self._optimizer_tensors().items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
@@ -144,8 +145,6 @@ def save_weights(
 ) -> None:  # fmt: skip
     """Write config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large. `tensors`: the
     whole weights by name, of a model that has a slice of them."""
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_weights(folder)

@@ -141,7 +141,7 @@ class Hub:
 def test_a_finished_run_is_pushed(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(hub_upload, "can_push", lambda: True)
     monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: True)
-    monkeypatch.setattr(hub_upload, "_client", lambda token: Hub())
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda token: Hub())
     Hub.sent.clear()
     result = train(tmp_path, None, checkpointing__push_to_hub=name, checkpointing__save_optimizer=False)
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())

@@ -151,8 +151,6 @@ def open_frozen(
 
     Raises ModelFolderError, also where sequences of `longest` tokens (`generation.vllm_cfg.max_model_len`) are too long for it.
     """
-    from nemo_rl_cpp.config.policy import HfConfig
-
     path = resolve_model(name, key="generation.model_name")
     raw, settings = read_config_file(path), settings or HfConfig()
     folder = HfFolder(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
@@ -90,8 +91,6 @@ def _change_config(folder: Path, **changes: Plain) -> None:
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
     """Put the head and the prefix into the files, one file at a time."""
-    from safetensors.torch import load_file, save_file
-
     prefix = module.backbone.base_model_prefix
     files = sorted(folder.glob("model*.safetensors"))
     weight_map = {}

@@ -46,7 +46,7 @@ from nemo_rl_cpp.metrics.memory import PhaseMemory
 from nemo_rl_cpp.metrics.performance import Devices
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue, value_class
-from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
+from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM

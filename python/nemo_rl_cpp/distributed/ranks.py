@@ -317,10 +317,8 @@ def connect(
         backend: "gloo": tensors on the CPU. "nccl": those on this rank's GPU too, which becomes torch's current device. Of the GPUs that
             this process sees it is number `rank`, counted round.
 
-    Raises ValueError for another backend, and for "nccl" where there is no GPU; what NCCL cannot do is a C.CommunicatorError.
+    Raises ValueError for "nccl" if there is no GPU; what NCCL cannot do is a C.CommunicatorError.
     """
-    if backend not in ("gloo", "nccl"):
-        raise ValueError(f"the backend of a communicator is {backend!r}: expected gloo or nccl")
     if size == 1:
         return Ranks(address=address)
     gpu = _own_gpu(rank) if backend == "nccl" else None

@@ -3,8 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
+#include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "model/config.h"
 
@@ -33,15 +37,27 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   model::ModelConfig c;
   auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
   get("vocab_size", c.vocab_size), get("hidden_size", c.hidden_size), get("intermediate_size", c.intermediate_size);
-  get("num_layers", c.num_layers), get("num_heads", c.num_heads), get("num_kv_heads", c.num_kv_heads),
+  get("num_heads", c.num_heads), get("num_kv_heads", c.num_kv_heads),
       get("head_dim", c.head_dim);
   get("rms_norm_eps", c.rms_norm_eps), get("tie_word_embeddings", c.tie_word_embeddings);
   get("qkv_bias", c.qkv_bias), get("output_bias", c.output_bias), get("mlp_bias", c.mlp_bias);
   c.qk_norm = qk_norm_from(d["qk_norm"].cast<std::string>());
   c.norms = norms_from(d["norms"].cast<pybind11::dict>());
   c.activation = gate_from(d["activation"].cast<std::string>());
-  get("value_head", c.value_head), get("rope_inv_freq", c.rope_inv_freq),
-      get("rope_attention_factor", c.rope_attention_factor);
+  get("value_head", c.value_head);
+  if (!d.contains("layers")) {  // as before LayerConfig
+    c.layers.resize(d["num_layers"].cast<std::size_t>());
+    c.ropes.push_back({d["rope_inv_freq"].cast<std::vector<double>>(), d["rope_attention_factor"].cast<double>()});
+    c.attention_scale = 1.0 / std::sqrt(static_cast<double>(c.head_dim));
+    return c;
+  }
+  get("fused_tensors", c.fused_tensors), get("norm_offset", c.norm_offset);
+  get("attention_scale", c.attention_scale), get("embedding_multiplier", c.embedding_multiplier),
+      get("residual_multiplier", c.residual_multiplier), get("logit_multiplier", c.logit_multiplier);
+  for (const auto& [inv_freq, factor] : d["ropes"].cast<std::vector<std::pair<std::vector<double>, double>>>())
+    c.ropes.push_back({inv_freq, factor});
+  for (const auto& [window, rope] : d["layers"].cast<std::vector<std::pair<std::int64_t, std::optional<int>>>>())
+    c.layers.push_back({window, rope.value_or(model::LayerConfig::kNoRope)});
   return c;
 }
 

@@ -34,7 +34,7 @@ NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model,
     : model_(std::move(model)),
       vocab_(model_->config(), model_->peers()),
       workspace_(model_->device()),
-      step_(model_->decoder().attention_heads(), model_->device()),
+      step_(model_->decoder().attention_heads(0), model_->device()),
       recorded_(std::move(recorder)),
       pack_after_(pack_after),
       kept_rows_(ops::kKeyTile) {
@@ -48,14 +48,14 @@ std::int64_t NativeModelRunner::block_size() const { return ops::kKeyTile; }
 
 std::int64_t NativeModelRunner::bytes_per_block() const {
   const auto& c = model_->config();
-  return 2 * c.num_layers * c.num_kv_heads * c.head_dim * ops::kKeyTile *
+  return 2 * c.num_layers() * c.num_kv_heads * c.head_dim * ops::kKeyTile *
          static_cast<std::int64_t>(c10::elementSize(model_->decoder().compute_dtype()));
 }
 
 void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
   recorded_.clear();
   cache_.clear();
-  for (std::int64_t l = 0; l < model_->config().num_layers; ++l)
+  for (std::int64_t l = 0; l < model_->config().num_layers(); ++l)
     cache_.push_back(
         ops::kv_cache_allocate(num_blocks, step_.heads(), model_->decoder().compute_dtype(), model_->device()));
   kept_rows_.begin(num_blocks);
@@ -103,7 +103,7 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
 
 model::Attention NativeModelRunner::attention() {
   return [this](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
-    ops::attention_paged(qkv, step_, cache_[static_cast<std::size_t>(layer)], out, lse);
+    ops::attention_paged(qkv, step_, model_->decoder().attention_heads(layer), cache_[static_cast<std::size_t>(layer)], out, lse);
   };
 }
 

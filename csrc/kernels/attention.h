@@ -6,6 +6,8 @@
 //   keys j = 0..p go by in tiles of kKeyTile *absolute* positions; per tile: m' = max(m, max_j score(j)), r = 2^(m -
 //   m'), w(j) = 2^(score(j) - m'),  l = l*r + sum_j w(j),  acc[h] = acc[h]*r, then acc[h] += w(j)*value_j[h]   j
 //   ascending out[h] = acc[h] * (1/l),   lse = ln(2) * (m + log2(l))
+// A layer with a sliding window w sees keys p-w+1..p: the tiles begin with that of key p-w+1, and keys before it have
+// the weight 0 there. A tile of which a row sees no key does not change its sums.
 // Each of these is a chain of its own for every (row, lane): how rows are grouped into register blocks, chunks, batches
 // or threads cannot change a bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
 //
@@ -60,9 +62,14 @@ struct AttentionShape {
   std::int64_t head_dim = 0;      ///< H, a multiple of 8
   double scale = 1.0;             ///< natural scale of the scores, usually 1/sqrt(H)
   ElementType type = ElementType::float32;
+  std::int64_t window = 0;  ///< keys that a query sees at most, its own included; 0: all
 
   NRL_HOST_DEVICE std::int64_t group() const { return num_heads / num_kv_heads; }
   NRL_HOST_DEVICE std::int64_t row_stride() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  /// The first key that the query at `position` sees.
+  NRL_HOST_DEVICE std::int64_t first_key(std::int64_t position) const {
+    return window > 0 && position >= window ? position - window + 1 : 0;
+  }
 };
 
 /// Query tokens that go through the tiles together: a power of two <= kKeyTile, about 128 rows with all heads of a

@@ -1,4 +1,4 @@
-// Root-mean-square normalisation (Zhang and Sennrich, 2019): y = x · rstd · w, rstd = 1 / sqrt(mean(x^2) + eps).
+// Root-mean-square normalisation (Zhang and Sennrich, 2019): y = x · rstd · (offset + w), rstd = 1 / sqrt(mean(x^2) + eps).
 #pragma once
 #include <cstdint>
 
@@ -18,7 +18,7 @@ struct RmsNormForwardArgs {
   std::int64_t stride_y;
   accumulate_t<T>* rstd;  ///< [outer, inner]; nullptr: not kept
   std::int64_t inner, D;
-  double eps;
+  double eps, offset;
 };
 template <class X, class T>
 using RmsNormForward = void(const RmsNormForwardArgs<X, T>&, std::int64_t begin, std::int64_t end);
@@ -27,7 +27,7 @@ NRL_DECLARE_CPU_KERNEL(rms_norm_forward_f64, RmsNormForward<double, double>);
 NRL_DECLARE_CPU_KERNEL(rms_norm_forward_f32_bf16, RmsNormForward<float, bfloat16>);
 NRL_DECLARE_CPU_KERNEL(rms_norm_forward_bf16, RmsNormForward<bfloat16, bfloat16>);
 
-/// dx (+)= rstd · (w·dy - x̂ · mean(w·dy·x̂)) with x̂ = x · rstd; dw[D] = sum over the rows of dy · x̂.
+/// dx (+)= rstd · (v·dy - x̂ · mean(v·dy·x̂)) with x̂ = x · rstd and v = offset + w; dw[D] = sum over the rows of dy · x̂.
 template <class X, class G, class T>
 struct RmsNormBackwardArgs {
   const G* dy;
@@ -40,6 +40,7 @@ struct RmsNormBackwardArgs {
   std::int64_t stride_dx;
   bool accumulate;
   std::int64_t inner, D;
+  double offset;
 };
 /// `dw` is overwritten with the share of groups [begin, end).
 template <class X, class G, class T>

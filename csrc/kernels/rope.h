@@ -1,4 +1,4 @@
-// Rotary position embedding (Su et al., 2021), Hugging Face's pairing: dimension i with i + H/2.
+// Rotary position embedding (Su et al., 2021), Hugging Face's pairing: dimension i with i + R/2 of the first R of a head.
 #pragma once
 #include <cstdint>
 
@@ -15,9 +15,10 @@ struct RopeArgs {
   T* x;
   std::int64_t stride_x;
   const std::int64_t* positions;  ///< [T]
-  const float* cos;               ///< [positions, H/2]
+  const float* cos;               ///< [positions, R/2]
   const float* sin;
   std::int64_t heads, H;
+  std::int64_t rotary;  ///< R, the dimensions of a head that are rotated
   bool inverse;
 };
 /// The pair (a, b) turned by the angle with this cosine and sine.

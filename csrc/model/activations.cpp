@@ -70,7 +70,7 @@ KeptSource::KeptSource(const Decoder& decoder, const KeptActivations& kept, std:
 
 at::Tensor KeptSource::stream_behind() const {
   LayerActivations behind;
-  const auto layers = decoder_.config().num_layers;
+  const auto layers = decoder_.config().num_layers();
   behind.h_in = stream_of(decoder_, layers, token_ids().numel(), workspace_);
   kept_.get(layers, behind, nodes_);
   return behind.h_in;
@@ -90,7 +90,7 @@ KeptActivations kept_activations_of(const Decoder& decoder) {
   a.h_in = stream_of(decoder, 0, 1, workspace);
   std::int64_t bytes = 0;
   for (const auto& t : a.all()) bytes += t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0;
-  return {decoder.config().num_layers, bytes, static_cast<std::int64_t>(a.h_in.nbytes())};
+  return {decoder.config().num_layers(), bytes, static_cast<std::int64_t>(a.h_in.nbytes())};
 }
 
 }  // namespace nemo_rl::model

@@ -23,6 +23,7 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
   NRL_CHECK_ARG(vocab_size >= part.size, "a vocabulary of ", vocab_size, " for ", part.size, " processes");
   NRL_CHECK_ARG(qk_norm != QkNorm::whole,
                 "tensor parallelism cannot split a norm over all heads of the queries or keys (OLMo 2)");
+  NRL_CHECK_ARG(!fused_tensors, "tensor parallelism cannot split tensors that hold queries, keys and values (Phi 3)");
   c.slice = part;
   return c;
 }

@@ -27,6 +27,19 @@ enum class QkNorm {
   whole,  ///< all query heads together, weight [N·H], and all key heads, weight [K·H]: OLMo 2
 };
 
+/// What one layer of a decoder does otherwise than another.
+struct LayerConfig {
+  std::int64_t window = 0;  ///< tokens that attention sees at most, its own included; 0: all
+  int rope = 0;             ///< which of ModelConfig::ropes turns queries and keys; kNoRope: none
+  static constexpr int kNoRope = -1;
+};
+
+/// One table of rotary embeddings: the first 2 · inv_freq.size() dimensions of a head are turned.
+struct RopeConfig {
+  std::vector<double> inv_freq;   ///< after rope scaling
+  double attention_factor = 1.0;  ///< multiplies cos and sin (yarn, longrope)
+};
+
 /// Which slice of the layers and of the vocabulary a process has, where several hold one model.
 struct TensorSlice {
   int rank = 0, size = 1;
@@ -43,21 +56,26 @@ struct ModelConfig {
   std::int64_t vocab_size = 0;         ///< V
   std::int64_t hidden_size = 0;        ///< D
   std::int64_t intermediate_size = 0;  ///< I
-  std::int64_t num_layers = 0;
   std::int64_t num_heads = 0;     ///< N
   std::int64_t num_kv_heads = 0;  ///< K
   std::int64_t head_dim = 0;      ///< H
+  std::vector<LayerConfig> layers;
+  std::vector<RopeConfig> ropes;
   double rms_norm_eps = 1e-6;
+  double norm_offset = 0;            ///< norms multiply by offset + w: 1 in Gemma
+  double attention_scale = 0;        ///< of the scores
+  double embedding_multiplier = 1;   ///< Granite's: of the embedding,
+  double residual_multiplier = 1;    ///< of what attention and the MLP add to the residual stream,
+  double logit_multiplier = 1;       ///< and of the logits
   bool tie_word_embeddings = false;
   bool qkv_bias = false;     ///< Qwen2; Llama with attention_bias
   bool output_bias = false;  ///< bias of o_proj: Llama with attention_bias
   bool mlp_bias = false;
+  bool fused_tensors = false;  ///< the checkpoint has q, k, v and gate, up as one tensor each: Phi 3
   QkNorm qk_norm = QkNorm::none;
   LayerNorms norms;
   kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate
   bool value_head = false;                         ///< a critic: one scalar a token instead of a language-model head
-  std::vector<double> rope_inv_freq;               ///< [H/2], after rope scaling
-  double rope_attention_factor = 1.0;              ///< multiplies cos and sin (yarn)
 
   TensorSlice slice;
 
@@ -70,6 +88,7 @@ struct ModelConfig {
   VocabRows vocab_rows(int rank) const;
   VocabRows vocab_rows() const { return vocab_rows(slice.rank); }
 
+  std::int64_t num_layers() const { return static_cast<std::int64_t>(layers.size()); }
   std::int64_t query_size() const { return num_heads * head_dim; }
   std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };

@@ -1,7 +1,5 @@
 #include "model/decoder.h"
 
-#include <cmath>
-
 #include "common/check.h"
 #include "model/activations.h"
 #include "ops/embedding.h"
@@ -29,27 +27,37 @@ bool are_all(std::span<const std::int64_t> rows, std::int64_t T) {
 }  // namespace
 
 Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::Peers* peers)
-    : config_(std::move(config)), parameters_(std::move(parameters)), rope_(config_, device()), peers_(peers) {}
+    : config_(std::move(config)), parameters_(std::move(parameters)), peers_(peers) {
+  for (const auto& rope : config_.ropes) {
+    NRL_CHECK_ARG(2 * static_cast<std::int64_t>(rope.inv_freq.size()) <= config_.head_dim, "rotary embeddings turn ",
+                  2 * rope.inv_freq.size(), " dimensions of heads of ", config_.head_dim);
+    ropes_.emplace_back(rope, device());
+  }
+  for (const auto& layer : config_.layers)
+    NRL_CHECK_ARG(layer.window >= 0 && layer.rope < static_cast<int>(ropes_.size()), "a layer has window ", layer.window,
+                  " and rotary table ", layer.rope, " of ", ropes_.size());
+}
 
-ops::AttentionHeads Decoder::attention_heads() const {
-  return {config_.num_heads, config_.num_kv_heads, config_.head_dim,
-          1.0 / std::sqrt(static_cast<double>(config_.head_dim))};
+ops::AttentionHeads Decoder::attention_heads(std::int64_t l) const {
+  return {config_.num_heads, config_.num_kv_heads, config_.head_dim, config_.attention_scale,
+          config_.layers[static_cast<std::size_t>(l)].window};
 }
 
 /// Positions on the decoder's device, with their angles in the table.
 at::Tensor Decoder::on_device(const at::Tensor& positions) {
-  if (positions.is_cpu()) rope_.reserve(positions.numel() > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
+  if (positions.is_cpu()) reserve_positions(positions.numel() > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
   return positions.to(device());
 }
 
 at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                             std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
                             const ops::PackedWeights* packed) {
-  const std::int64_t T = token_ids.numel(), R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers - 1;
+  const std::int64_t T = token_ids.numel(), R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers() - 1;
   const bool all = are_all(rows, T), stop_early = !all && !sink.keeps();
   const auto places = on_device(positions);
   auto h = sink.stream(0);
   embed(token_ids, h);
+  if (config_.embedding_multiplier != 1) h.mul_(config_.embedding_multiplier);
   const auto s = scratch(T, workspace, packed);
   for (std::int64_t l = 0; l <= last; ++l) {
     auto a = sink.layer(l);
@@ -71,7 +79,7 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   }
   LayerActivations behind;
   behind.h_in = h;
-  sink.put(config_.num_layers, behind);
+  sink.put(config_.num_layers(), behind);
   return all ? h : h.index_select(0, ops::index_tensor(rows.data(), R, h));
 }
 
@@ -112,7 +120,7 @@ Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace, const op
             packed};
   if (c.activation != kernels::Gate::silu) s.gate_up = workspace.take(Slot::gate_up, {T, 2 * c.intermediate_size}, S);
   const bool norms = !c.norms.after_attention.empty() || !c.norms.after_mlp.empty();
-  if (!norms && peers_ == nullptr) return s;
+  if (!norms && peers_ == nullptr && c.residual_multiplier == 1) return s;
   s.branch_out = workspace.take(Slot::branch_out, {T, c.hidden_size}, accumulate_dtype());
   if (norms) s.branch = workspace.take(Slot::branch, {T, c.hidden_size}, S);
   return s;
@@ -136,17 +144,29 @@ void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const A
                       /*accumulate=*/false, s.packed);
   ops::linear_ask_ahead(p.o_weight, /*gated=*/false, s.packed);
   if (c.qk_norm != QkNorm::none) normalise_heads(p, a);
-  ops::rope(a.qkv, c.num_heads + c.num_kv_heads, c.head_dim, positions, rope_.cos(), rope_.sin());
+  rotate(l, a.qkv, positions, /*inverse=*/false);
   attention(l, a.qkv, a.attn, a.lse);
+}
+
+void Decoder::rotate(std::int64_t l, const at::Tensor& qkv, const at::Tensor& positions, bool inverse) const {
+  const int rope = config_.layers[static_cast<std::size_t>(l)].rope;
+  if (rope == LayerConfig::kNoRope) return;
+  const auto& table = ropes_[static_cast<std::size_t>(rope)];
+  ops::rope(qkv, config_.num_heads + config_.num_kv_heads, config_.head_dim, positions, table.cos(), table.sin(),
+            inverse);
+}
+
+/// y = the norm of x with this weight; rstd may be undefined.
+void Decoder::normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y,
+                        const at::Tensor& rstd) const {
+  ops::rms_norm_forward(x, weight, config_.rms_norm_eps, config_.norm_offset, y, optional(rstd));
 }
 
 /// qkv_raw -> qkv: queries and keys normalised, values as they are.
 void Decoder::normalise_heads(const LayerParameters& p, LayerActivations& a) const {
   const std::int64_t Q = config_.query_size(), KV = config_.num_kv_heads * config_.head_dim;
-  ops::rms_norm_forward(a.qkv_raw.narrow(1, 0, Q), p.q_norm, config_.rms_norm_eps, a.qkv.narrow(1, 0, Q),
-                        optional(a.q_rstd));
-  ops::rms_norm_forward(a.qkv_raw.narrow(1, Q, KV), p.k_norm, config_.rms_norm_eps, a.qkv.narrow(1, Q, KV),
-                        optional(a.k_rstd));
+  normalise(a.qkv_raw.narrow(1, 0, Q), p.q_norm, a.qkv.narrow(1, 0, Q), a.q_rstd);
+  normalise(a.qkv_raw.narrow(1, Q, KV), p.k_norm, a.qkv.narrow(1, Q, KV), a.k_rstd);
   a.qkv.narrow(1, Q + KV, KV).copy_(a.qkv_raw.narrow(1, Q + KV, KV));
 }
 
@@ -178,33 +198,39 @@ void Decoder::run_mlp(std::int64_t l, LayerActivations& a, const at::Tensor& h, 
 at::Tensor Decoder::normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd,
                                const at::Tensor& out) const {
   if (weight.defined()) {
-    ops::rms_norm_forward(h, weight, config_.rms_norm_eps, out, optional(rstd));
+    normalise(h, weight, out, rstd);
     return out;
   }
   return h.scalar_type() == out.scalar_type() ? h : const_cast<at::Tensor&>(out).copy_(h);
 }
 
-/// h += x · wᵀ + bias, or the norm of that where the architecture has one. The tensor-parallel sum over ranks, of which
-/// the first adds the bias, stands between the product and the addition; where there is neither a norm nor such a sum,
-/// the product adds by itself.
+/// h += x · wᵀ + bias, or the norm of that where the architecture has one, times residual_multiplier. The
+/// tensor-parallel sum over ranks, of which the first adds the bias, stands between the product and the addition; where
+/// there is neither a norm nor such a sum nor a factor, the product adds by itself.
 void Decoder::add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm,
                          const Branch& branch, const at::Tensor& h, const Scratch& s) const {
-  if (!norm.defined() && peers_ == nullptr)
+  const double factor = config_.residual_multiplier;
+  if (!norm.defined() && peers_ == nullptr && factor == 1)
     return ops::linear_forward(x, w, optional(bias), h, /*accumulate=*/true, s.packed);
   const auto& out = branch.out.defined() ? branch.out : s.branch_out;
   ops::linear_forward(x, w, config_.slice.rank == 0 ? optional(bias) : std::nullopt, out, /*accumulate=*/false,
                       s.packed);
   if (peers_ != nullptr) peers_->sum(out, "adding what all slices of a layer give");
-  if (!norm.defined()) {
-    h.add_(out);
-    return;
-  }
-  ops::rms_norm_forward(out, norm, config_.rms_norm_eps, s.branch, optional(branch.rstd));
-  h.add_(s.branch);
+  if (norm.defined()) normalise(out, norm, s.branch, branch.rstd);
+  const auto& added = norm.defined() ? s.branch : out;
+  if (factor != 1) added.mul_(factor);
+  h.add_(added);
 }
 
 void Decoder::final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const {
-  ops::rms_norm_forward(h, parameters_.final_norm, config_.rms_norm_eps, y, optional(rstd));
+  normalise(h, parameters_.final_norm, y, rstd);
+  if (config_.logit_multiplier != 1) y.mul_(config_.logit_multiplier);
+}
+
+void Decoder::final_norm_backward(const at::Tensor& dy, const at::Tensor& h, const at::Tensor& rstd,
+                                  const at::Tensor& dh, const at::Tensor& d_norm) const {
+  if (config_.logit_multiplier != 1) dy.mul_(config_.logit_multiplier);
+  ops::rms_norm_backward(dy, h, parameters_.final_norm, config_.norm_offset, rstd, dh, /*accumulate=*/false, d_norm);
 }
 
 }  // namespace nemo_rl::model

@@ -25,8 +25,8 @@ class ActivationSource;
 
 /// attention(layer, qkv, out, lse): out [T, N·H]; lse is undefined where nothing is kept.
 using Attention = std::function<void(std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse)>;
-/// attention_backward(qkv, out, d_out, lse, d_qkv)
-using AttentionBackward = std::function<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out,
+/// attention_backward(layer, qkv, out, d_out, lse, d_qkv)
+using AttentionBackward = std::function<void(std::int64_t layer, const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out,
                                              const at::Tensor& lse, at::Tensor& d_qkv)>;
 using LayerDone = std::function<void(std::int64_t layer)>;
 
@@ -38,7 +38,7 @@ class Decoder {
 
   const ModelConfig& config() const { return config_; }
   const DecoderParameters& parameters() const { return parameters_; }
-  ops::AttentionHeads attention_heads() const;
+  ops::AttentionHeads attention_heads(std::int64_t layer) const;
   distributed::Peers* peers() const { return peers_; }
   at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
@@ -48,9 +48,13 @@ class Decoder {
   bool has_gated_product() const { return config_.activation == kernels::Gate::silu; }
 
   /// Reserves angles for positions up to `count`, which a forward will get on the device.
-  void reserve_positions(std::int64_t count) { rope_.reserve(count); }
+  void reserve_positions(std::int64_t count) {
+    for (auto& rope : ropes_) rope.reserve(count);
+  }
   /// Address of the angles of positions. It changes when more are reserved.
-  const void* rope_place() const { return rope_.cos().defined() ? rope_.cos().const_data_ptr() : nullptr; }
+  const void* rope_place() const {
+    return !ropes_.empty() && ropes_.front().cos().defined() ? ropes_.front().cos().const_data_ptr() : nullptr;
+  }
 
   /// Residual stream [R, D] after the last layer, for the R rows that are wanted. token_ids and positions are int64 [T]
   /// on the CPU, for parameters on any device. They may lie on the parameters' device if the ids are checked and the
@@ -67,8 +71,12 @@ class Decoder {
                 const AttentionBackward& attention_backward, const GradientViews& grads, Workspace& workspace,
                 const LayerDone& layer_done = {});
 
-  /// y [R, D] S = final norm of h [R, D]; rstd [R, 1] may be undefined.
+  /// y [R, D] S = what the head multiplies: the final norm of h [R, D], times logit_multiplier; rstd [R, 1] may be
+  /// undefined.
   void final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const;
+  /// dh = gradient of h and d_norm += that of the norm's weight, from dy, which is overwritten.
+  void final_norm_backward(const at::Tensor& dy, const at::Tensor& h, const at::Tensor& rstd, const at::Tensor& dh,
+                           const at::Tensor& d_norm) const;
 
  private:
   /// What all layers of a forward share: buffers that each writes and nobody reads later.
@@ -76,7 +84,7 @@ class Decoder {
     at::Tensor normed;                           ///< [T, D] S: what a branch reads
     at::Tensor act;                              ///< [T, I] S
     at::Tensor gate_up;                          ///< [T, 2I] S, where the gated product does not end in the activation
-    at::Tensor branch_out;                       ///< [T, D] A, where a norm or a sum over peers stands behind a branch
+    at::Tensor branch_out;                       ///< [T, D] A, where a norm, a sum over peers or a factor stands behind a branch
     at::Tensor branch;                           ///< [T, D] S, the same normalised
     const ops::PackedWeights* packed = nullptr;  ///< copies of weights, for few rows
   };
@@ -91,6 +99,8 @@ class Decoder {
   void embed(const at::Tensor& token_ids, const at::Tensor& h) const;
   void embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_embedding) const;
   at::Tensor on_device(const at::Tensor& positions);
+  void rotate(std::int64_t l, const at::Tensor& qkv, const at::Tensor& positions, bool inverse) const;
+  void normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y, const at::Tensor& rstd) const;
   void run_layer(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
                  const at::Tensor& h_out, const Scratch& s);
   void run_attention(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
@@ -115,7 +125,7 @@ class Decoder {
 
   ModelConfig config_;
   DecoderParameters parameters_;
-  RopeTable rope_;
+  std::vector<RopeTable> ropes_;
   distributed::Peers* peers_;
 };
 

@@ -4,7 +4,6 @@
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "ops/rms_norm.h"
-#include "ops/rope.h"
 #include "ops/swiglu.h"
 
 namespace nemo_rl::model {
@@ -13,7 +12,7 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Att
                        const AttentionBackward& attention_backward, const GradientViews& grads, Workspace& workspace,
                        const LayerDone& layer_done) {
   const auto positions = on_device(source.positions());
-  for (std::int64_t l = config_.num_layers - 1; l >= grads.first_layer(); --l) {
+  for (std::int64_t l = config_.num_layers() - 1; l >= grads.first_layer(); --l) {
     auto a = source.layer(l);
     if (source.holds_input_alone(l))
       run_layer(l, positions, attention, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
@@ -22,8 +21,10 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Att
     backward_attention(l, a, positions, dh, attention_backward, grads, workspace);
     if (layer_done) layer_done(l);
   }
-  if (const auto& embedding = grads.dense().embedding; embedding.defined())
+  if (const auto& embedding = grads.dense().embedding; embedding.defined()) {
+    if (config_.embedding_multiplier != 1) dh.mul_(config_.embedding_multiplier);
     embed_backward(dh, source.token_ids(), embedding);
+  }
 }
 
 /// Gradient of what a branch's last product returns, in the compute type: that of the residual stream, taken through
@@ -31,10 +32,12 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Att
 at::Tensor Decoder::branch_gradient(const at::Tensor& dh, const Branch& branch, const at::Tensor& norm,
                                     const at::Tensor& d_norm, Workspace& workspace) const {
   auto d_out = dh;
-  if (norm.defined()) {
+  if (norm.defined() || config_.residual_multiplier != 1)
     d_out = workspace.take(Slot::d_branch, dh.sizes(), dh.scalar_type());
-    ops::rms_norm_backward(dh, branch.out, norm, branch.rstd, d_out, /*accumulate=*/false, d_norm);
-  }
+  if (config_.residual_multiplier != 1) d_out.copy_(dh).mul_(config_.residual_multiplier);
+  if (norm.defined())
+    ops::rms_norm_backward(config_.residual_multiplier != 1 ? d_out : dh, branch.out, norm, config_.norm_offset,
+                           branch.rstd, d_out, /*accumulate=*/false, d_norm);
   if (d_out.scalar_type() == compute_dtype()) return d_out;
   const auto dy = workspace.take(Slot::dy, dh.sizes(), compute_dtype());
   dy.copy_(d_out);
@@ -45,7 +48,7 @@ at::Tensor Decoder::branch_gradient(const at::Tensor& dh, const Branch& branch, 
 void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm,
                                  const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const {
   if (peers_ != nullptr) peers_->sum(d_normed, "adding the gradients of all slices of a layer");
-  if (norm.defined()) return ops::rms_norm_backward(d_normed, h, norm, rstd, dh, /*accumulate=*/true, d_norm);
+  if (norm.defined()) return ops::rms_norm_backward(d_normed, h, norm, config_.norm_offset, rstd, dh, /*accumulate=*/true, d_norm);
   dh.add_(d_normed);
 }
 
@@ -88,12 +91,12 @@ void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, cons
   const auto d_attn = workspace.take(Slot::d_attn, {T, Q}, S);
   ops::linear_backward_input(dy, p.o_weight, d_attn);
   auto d_qkv = workspace.take(Slot::d_qkv, {T, c.qkv_size()}, S);
-  attention_backward(a.qkv, a.attn, d_attn, a.lse, d_qkv);
-  ops::rope(d_qkv, c.num_heads + c.num_kv_heads, c.head_dim, positions, rope_.cos(), rope_.sin(), /*inverse=*/true);
+  attention_backward(l, a.qkv, a.attn, d_attn, a.lse, d_qkv);
+  rotate(l, d_qkv, positions, /*inverse=*/true);
   if (c.qk_norm != QkNorm::none) {
     const auto d_q = d_qkv.narrow(1, 0, Q), d_k = d_qkv.narrow(1, Q, KV);
-    ops::rms_norm_backward(d_q, a.qkv_raw.narrow(1, 0, Q), p.q_norm, a.q_rstd, d_q, false, g.q_norm);
-    ops::rms_norm_backward(d_k, a.qkv_raw.narrow(1, Q, KV), p.k_norm, a.k_rstd, d_k, false, g.k_norm);
+    ops::rms_norm_backward(d_q, a.qkv_raw.narrow(1, 0, Q), p.q_norm, c.norm_offset, a.q_rstd, d_q, false, g.q_norm);
+    ops::rms_norm_backward(d_k, a.qkv_raw.narrow(1, Q, KV), p.k_norm, c.norm_offset, a.k_rstd, d_k, false, g.k_norm);
   }
   if (wanted.wants(&LayerParameters::qkv_weight))
     wanted.add(&LayerParameters::qkv_weight, d_qkv,

@@ -15,7 +15,7 @@ std::vector<LayerAdapters> adapter_views(const ModelConfig& config, const Parame
                                          const at::Tensor& flat) {
   NRL_CHECK(flat.dim() == 1 && flat.numel() == layout.total && flat.is_contiguous(), "adapters of ", layout.total,
             " elements were expected, got ", flat.sizes());
-  std::vector<LayerAdapters> layers(static_cast<std::size_t>(config.num_layers));
+  std::vector<LayerAdapters> layers(static_cast<std::size_t>(config.num_layers()));
   for (const auto& adapter : layout.adapters) {
     const auto &a = layout.specs[adapter.a], &b = layout.specs[adapter.b];
     auto& all = layers[static_cast<std::size_t>(adapter.layer)].all;

@@ -47,7 +47,7 @@ at::Tensor HeadRows::backward(const Decoder& decoder, const at::Tensor& h, const
                               const at::Tensor& d_normed, const DecoderParameters& grads, Workspace& workspace) const {
   NRL_CHECK(size() == static_cast<std::int64_t>(query.rows.size()), "a head's backward without its forward");
   const auto d_hidden = workspace.take(Slot::head_d_hidden, hidden_.sizes(), hidden_.scalar_type());
-  ops::rms_norm_backward(d_normed, hidden_, decoder.parameters().final_norm, rstd_, d_hidden, false, grads.final_norm);
+  decoder.final_norm_backward(d_normed, hidden_, rstd_, d_hidden, grads.final_norm);
   const auto dh = workspace.take(Slot::dh, h.sizes(), h.scalar_type());
   dh.zero_();
   if (h.is_cuda()) return dh.index_copy_(0, rows_of(query, h), d_hidden);  // each row once

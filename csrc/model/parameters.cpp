@@ -61,8 +61,10 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c) {
     add(!name.empty(), field, kWhole, {{name + ".weight", D}});
   };
   norm(c.norms.before_attention, &P::norm_before_attention);
-  add(true, &P::qkv_weight, kRows,
-      {{"self_attn.q_proj.weight", Q}, {"self_attn.k_proj.weight", KV}, {"self_attn.v_proj.weight", KV}}, D);
+  if (c.fused_tensors) add(true, &P::qkv_weight, kRows, {{"self_attn.qkv_proj.weight", Q + 2 * KV}}, D);
+  else
+    add(true, &P::qkv_weight, kRows,
+        {{"self_attn.q_proj.weight", Q}, {"self_attn.k_proj.weight", KV}, {"self_attn.v_proj.weight", KV}}, D);
   add(c.qkv_bias, &P::qkv_bias, kRows,
       {{"self_attn.q_proj.bias", Q}, {"self_attn.k_proj.bias", KV}, {"self_attn.v_proj.bias", KV}});
   const bool whole = c.qk_norm == QkNorm::whole;
@@ -72,7 +74,8 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c) {
   add(c.output_bias, &P::o_bias, kWhole, {{"self_attn.o_proj.bias", D}});
   norm(c.norms.after_attention, &P::norm_after_attention);
   norm(c.norms.before_mlp, &P::norm_before_mlp);
-  add(true, &P::gate_up_weight, kRows, {{"mlp.gate_proj.weight", I}, {"mlp.up_proj.weight", I}}, D);
+  if (c.fused_tensors) add(true, &P::gate_up_weight, kRows, {{"mlp.gate_up_proj.weight", 2 * I}}, D);
+  else add(true, &P::gate_up_weight, kRows, {{"mlp.gate_proj.weight", I}, {"mlp.up_proj.weight", I}}, D);
   add(c.mlp_bias, &P::gate_up_bias, kRows, {{"mlp.gate_proj.bias", I}, {"mlp.up_proj.bias", I}});
   add(true, &P::down_weight, kColumns, {{"mlp.down_proj.weight", D}}, I);
   add(c.mlp_bias, &P::down_bias, kWhole, {{"mlp.down_proj.bias", D}});
@@ -84,7 +87,7 @@ ParameterLayout::ParameterLayout(const ModelConfig& c) {
   LayoutBuilder b(*this);
   b.add_vocabulary(kEmbedding, c.vocab_rows(), c.vocab_size, c.hidden_size);
   const auto tensors = layer_tensors(c);
-  for (std::int64_t l = 0; l < c.num_layers; ++l)
+  for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : tensors) {
       b.align();
       for (const auto& part : tensor.parts) {
@@ -119,7 +122,7 @@ ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
     b.append(name.substr(0, name.rfind('.')) + which, {lora.dim, size}, {lora.dim, whole},
              is_split ? 1 : ParameterSpec::kWhole, is_split ? c.slice.rank * size : 0);
   };
-  for (std::int64_t l = 0; l < c.num_layers; ++l)
+  for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : layer_tensors(c)) {
       if (tensor.columns == 0) continue;
       std::vector<std::string> names;
@@ -170,8 +173,8 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   const std::int64_t vocab = c.vocab_rows().size();
   embedding = view(kEmbedding, {vocab, c.hidden_size});
   const auto tensors = layer_tensors(c);
-  layers.resize(static_cast<std::size_t>(c.num_layers));
-  for (std::int64_t l = 0; l < c.num_layers; ++l)
+  layers.resize(static_cast<std::size_t>(c.num_layers()));
+  for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : tensors) {
       std::int64_t rows = 0;
       for (const auto& part : tensor.parts) rows += part.rows;

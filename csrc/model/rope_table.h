@@ -6,17 +6,16 @@
 
 namespace nemo_rl::model {
 
-/// cos and sin of every position [P, H/2] float32, grown as positions come.
+/// cos and sin of every position [P, R/2] float32, grown as positions come.
 class RopeTable {
  public:
-  RopeTable(const ModelConfig& config, at::Device device);
+  RopeTable(RopeConfig config, at::Device device) : config_(std::move(config)), device_(device) {}
   void reserve(std::int64_t positions);
   const at::Tensor& cos() const { return cos_; }
   const at::Tensor& sin() const { return sin_; }
 
  private:
-  std::vector<double> inv_freq_;
-  double attention_factor_;
+  RopeConfig config_;
   at::Device device_;
   at::Tensor cos_, sin_;
 };

@@ -149,7 +149,8 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
   NRL_CHECK_ARG(qkv.dim() == 2 && (qkv.is_cpu() || qkv.is_cuda()), "attention: qkv must be [T, ", columns,
                 "] on the CPU or a CUDA device");
   check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type(), qkv.device());
-  return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type())};
+  return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type()),
+          heads.window};
 }
 
 void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks) {
@@ -246,12 +247,11 @@ void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, 
   check_cache(cache, attention_shape(qkv, heads), qkv.scalar_type(), qkv.device());
   PagedStep step(heads, qkv.device());
   step.set({slices.begin(), slices.end()}, {}, qkv.size(0), cache.size(0));
-  attention_paged(qkv, step, cache, out);
+  attention_paged(qkv, step, heads, cache, out);
 }
 
-void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out,
-                     const at::Tensor& lse) {
-  const AttentionHeads& heads = step.heads();
+void attention_paged(const at::Tensor& qkv, const PagedStep& step, const AttentionHeads& heads, at::Tensor& cache,
+                     at::Tensor& out, const at::Tensor& lse) {
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
   check_cache(cache, shape, qkv.scalar_type(), qkv.device());
   NRL_CHECK_ARG(step.token_ids().size(0) == qkv.size(0) && step.num_blocks() <= cache.size(0), "attention: a step of ",

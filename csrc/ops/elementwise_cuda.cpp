@@ -83,21 +83,22 @@ void dispatch_norm(const at::Tensor& x, const at::Tensor& w, const char* op, F&&
   throw ArgumentError(detail::concat(op, " on CUDA: x in ", c10::toString(in), ", weight in ", c10::toString(type)));
 }
 
-void rms_norm_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, double eps, const at::Tensor& y,
-                              const std::optional<at::Tensor>& rstd) {
+void rms_norm_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, double eps, double offset,
+                              const at::Tensor& y, const std::optional<at::Tensor>& rstd) {
   const runtime::CudaLaunch launch(x, "rms_norm_forward");
   const std::int64_t D = w.numel();
   dispatch_norm(x, w, launch.op, [&]<class X, class T>(X, T) {
     const kernels::RmsNormForwardArgs<X, T> args{
         ptr<X>(x),         x.stride(0), ptr<T>(w),
         mutable_ptr<T>(y), y.stride(0), rstd ? mutable_ptr<float>(*rstd) : nullptr,
-        x.size(1) / D,     D,           eps};
+        x.size(1) / D,     D,           eps,
+        offset};
     launch.check(kernels::rms_norm_forward_launch(args, x.size(0), launch.stream));
   });
 }
 
-void rms_norm_backward_on_cuda(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const at::Tensor& rstd,
-                               const at::Tensor& dx, bool accumulate, const at::Tensor& dw) {
+void rms_norm_backward_on_cuda(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, double offset,
+                               const at::Tensor& rstd, const at::Tensor& dx, bool accumulate, const at::Tensor& dw) {
   const runtime::CudaLaunch launch(x, "rms_norm_backward");
   NRL_CHECK_ARG(
       dy.scalar_type() == x.scalar_type() && dx.scalar_type() == x.scalar_type() && dw.scalar_type() == at::kFloat,
@@ -107,7 +108,7 @@ void rms_norm_backward_on_cuda(const at::Tensor& dy, const at::Tensor& x, const 
   dispatch_norm(x, w, launch.op, [&]<class X, class T>(X, T) {
     const kernels::RmsNormBackwardArgs<X, X, T> args{
         ptr<X>(dy),         dy.stride(0), ptr<X>(x),  x.stride(0),   ptr<T>(w), ptr<float>(rstd),
-        mutable_ptr<X>(dx), dx.stride(0), accumulate, x.size(1) / D, D};
+        mutable_ptr<X>(dx), dx.stride(0), accumulate, x.size(1) / D, D,         offset};
     launch.check(kernels::rms_norm_backward_launch(args, x.size(0), mutable_ptr<float>(parts), mutable_ptr<float>(dw),
                                                    launch.stream));
   });
@@ -130,6 +131,7 @@ void rope_on_cuda(const at::Tensor& x, std::int64_t heads, std::int64_t H, const
                                     ptr<float>(sin),
                                     heads,
                                     H,
+                                    2 * cos.size(1),
                                     inverse};
     launch.check(kernels::rope_launch(args, x.size(0), launch.stream));
   });

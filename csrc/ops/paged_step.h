@@ -53,9 +53,9 @@ class PagedStep {
   PagedArrays arrays_;
 };
 
-/// attention_paged (ops/attention.h) of the step's slices. lse as in attention_forward; may be undefined, and must be
-/// on CUDA.
-void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out,
-                     const at::Tensor& lse = {});
+/// attention_paged (ops/attention.h) of the step's slices; `heads`: those of the step, with a layer's window. lse as in
+/// attention_forward; may be undefined, and must be on CUDA.
+void attention_paged(const at::Tensor& qkv, const PagedStep& step, const AttentionHeads& heads, at::Tensor& cache,
+                     at::Tensor& out, const at::Tensor& lse = {});
 
 }  // namespace nemo_rl::ops

@@ -10,8 +10,8 @@ runtime::CudaSlot<RopeLauncher> rope_cuda("rope");
 
 void rope(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions, const at::Tensor& cos,
           const at::Tensor& sin, bool inverse) {
-  NRL_CHECK_ARG(x.dim() == 2 && x.stride(1) == 1 && x.size(1) >= heads * H && H % 2 == 0 &&
-                    positions.numel() == x.size(0) && cos.size(1) == H / 2 && cos.is_contiguous() &&
+  NRL_CHECK_ARG(x.dim() == 2 && x.stride(1) == 1 && x.size(1) >= heads * H &&
+                    positions.numel() == x.size(0) && 2 * cos.size(1) <= H && cos.is_contiguous() &&
                     sin.is_contiguous(),
                 "rope: x ", x.sizes(), " with ", heads, " heads of ", H, ", positions ", positions.sizes(), ", table ",
                 cos.sizes());
@@ -25,6 +25,7 @@ void rope(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Ten
                                     ptr<float>(sin),
                                     heads,
                                     H,
+                                    2 * cos.size(1),
                                     inverse};
     runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / (heads * H)),
                            [&](std::int64_t begin, std::int64_t end) {

@@ -18,7 +18,7 @@ Gradients::Gradients(model::DecoderModel& model, TrainedTogether together)
   if (together_.ranks != nullptr) shards_.emplace(together_.ranks);
   if (together_.ranks == nullptr || together_.beside == nullptr) return;
   const auto& layout = model_.trained_layout();
-  const auto layers = static_cast<std::size_t>(model_.config().num_layers);
+  const auto layers = static_cast<std::size_t>(model_.config().num_layers());
   layer_begin_.assign(layers, layout.total);
   const auto begin_of = [&](const std::string& prefix, std::int64_t otherwise) {
     const auto first = std::ranges::find_if(layout.specs, [&](const auto& s) { return s.name.starts_with(prefix); });
@@ -98,7 +98,7 @@ void Gradients::zero() {
 /// Sums the gradients of what every slice has, but each slice uses for its own heads alone: the norms of queries and
 /// keys, or the repeated half of an adapter. Those of the other repeated parameters are the same on all slices already.
 void Gradients::add_shared() {
-  for (std::int64_t l = 0; l < model_.config().num_layers; ++l) add_shared_of(static_cast<std::size_t>(l));
+  for (std::int64_t l = 0; l < model_.config().num_layers(); ++l) add_shared_of(static_cast<std::size_t>(l));
 }
 
 void Gradients::add_shared_of(std::size_t layer) {

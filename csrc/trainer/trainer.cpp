@@ -16,11 +16,10 @@
 namespace nemo_rl::trainer {
 namespace {
 
-/// `sequences` must outlive the result.
-model::Attention attention_over(const std::vector<ops::AttentionSequence>& sequences,
-                                const ops::AttentionHeads& heads) {
-  return [&sequences, heads](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
-    ops::attention_forward(qkv, sequences, heads, o, lse);
+/// `sequences` and `decoder` must outlive the result.
+model::Attention attention_over(const std::vector<ops::AttentionSequence>& sequences, const model::Decoder& decoder) {
+  return [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
+    ops::attention_forward(qkv, sequences, decoder.attention_heads(layer), o, lse);
   };
 }
 
@@ -65,7 +64,7 @@ void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t
   auto& decoder = model_->decoder();
   packed_ = pack_batch(batch, samples, options.share_prefix);
   pending_ = options.keep;
-  const auto attention = attention_over(packed_.sequences, decoder.attention_heads());
+  const auto attention = attention_over(packed_.sequences, decoder);
   auto& wanted = packed_.query.rows;
   auto& workspace = model_->workspace();
   activations_.reset();
@@ -166,7 +165,7 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   auto& decoder = model_->decoder();
   const std::int64_t T = token_ids.numel();
   const std::vector<ops::AttentionSequence> whole{{0, T, 0, 0}};
-  const auto attention = attention_over(whole, decoder.attention_heads());
+  const auto attention = attention_over(whole, decoder);
   model::NothingKept nothing(decoder, T, model_->workspace());
   const auto h =
       decoder.forward(token_ids, at::arange(T, at::kLong), attention, all_rows(T), nothing, model_->workspace());
@@ -214,11 +213,11 @@ void Trainer::backward() {
 
 void Trainer::backward_body(const at::Tensor& dh) {
   auto& decoder = model_->decoder();
-  const auto heads = decoder.attention_heads();
-  const auto attention = attention_over(packed_.sequences, heads);
+  const auto attention = attention_over(packed_.sequences, decoder);
   const model::AttentionBackward attention_backward =
-      [&](const at::Tensor& qkv, const at::Tensor& o, const at::Tensor& d_o, const at::Tensor& lse, at::Tensor& d_qkv) {
-        ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, heads, d_qkv);
+      [&](std::int64_t layer, const at::Tensor& qkv, const at::Tensor& o, const at::Tensor& d_o, const at::Tensor& lse,
+          at::Tensor& d_qkv) {
+        ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, decoder.attention_heads(layer), d_qkv);
       };
   NRL_CHECK(activations_ != nullptr, "backward without a forward that keeps its activations");
   const auto done = std::exchange(last_backward_, false) ? gradients_.begin_sum() : model::LayerDone();

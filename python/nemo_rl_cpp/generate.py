@@ -57,7 +57,7 @@ class TextGenerator:
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
         from nemo_rl_cpp.data.boundaries import end_token_ids
         from nemo_rl_cpp.data.tokenizer import Tokenizer
-        from nemo_rl_cpp.models.hf_config import max_sequence_length
+        from nemo_rl_cpp.models.hf_config import max_positions
         from nemo_rl_cpp.models.model_folder import read_model_folder
         from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve_model
 
@@ -72,7 +72,7 @@ class TextGenerator:
             )
         folder = resolve_model(find_policy_weights(model_name(model)), key="the model")
         opened = read_model_folder(folder)
-        self.max_length = max_sequence_length(opened.config)
+        self.max_length = max_positions(opened.config)
         opened = replace(opened, max_length=self.max_length)
         opened.check_weights()
         opened.print_remarks()

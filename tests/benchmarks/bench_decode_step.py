@@ -40,7 +40,7 @@ def step_weights(folder: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
                 matrix(f"{name}.mlp.down_proj", hidden, config["intermediate_size"])]  # fmt: skip
 
     return [
-        *(layer(f"model.layers.{i}") for i in range(config["num_layers"])),
+        *(layer(f"model.layers.{i}") for i in range(len(config["layers"]))),
         [matrix("model.embed_tokens", config["vocab_size"], hidden)],
     ]
 

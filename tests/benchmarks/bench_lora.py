@@ -35,7 +35,7 @@ def side(connection: Connection, folder: str, arguments: argparse.Namespace, ada
     load_weights(model, folder)
     if adapters:
         model.adapt(
-            arguments.dim, 4.0 * arguments.dim, [f"{m}.weight" for m in modules_of_layers(native["num_layers"])]
+            arguments.dim, 4.0 * arguments.dim, [f"{m}.weight" for m in modules_of_layers(len(native["layers"]))]
         )
         model.masters.copy_(torch.randn(model.masters.shape, generator=torch.Generator().manual_seed(0)) * 0.01)
         model.masters_changed()

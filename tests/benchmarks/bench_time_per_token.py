@@ -37,7 +37,7 @@ def attention_of(config: dict, dtype: torch.dtype, samples: int, length: int):
     sequences = [(i * length, length, 0, 0) for i in range(samples)]
 
     def run() -> None:
-        for _ in range(config["num_layers"]):
+        for _ in range(len(config["layers"])):
             out, lse = C.attention_forward(qkv, sequences, heads)
             C.attention_backward(qkv, out, d_out, lse, sequences, heads)
 

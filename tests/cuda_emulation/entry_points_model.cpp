@@ -13,8 +13,8 @@ using Int = std::int64_t;
 
 namespace {
 
-AttentionShape attention_shape(Int N, Int K, Int H, Int bf16) {
-  return {N, K, H, 1.0 / std::sqrt(static_cast<double>(H)), bf16 ? ElementType::bfloat16 : ElementType::float32};
+AttentionShape attention_shape(Int N, Int K, Int H, Int bf16, Int window = 0) {
+  return {N, K, H, 1.0 / std::sqrt(static_cast<double>(H)), bf16 ? ElementType::bfloat16 : ElementType::float32, window};
 }
 
 AttentionRows rows_kind(Int many) { return many ? AttentionRows::many : AttentionRows::few; }
@@ -24,14 +24,15 @@ SamplingRule sampling_rule(double temperature, double top_p, Int top_k, Int gree
 }
 
 template <class X, class T>
-Int rms_norm_forward_of(void* x, void* w, void* y, float* rstd, Int inner, Int D, Int groups) {
+Int rms_norm_forward_of(void* x, void* w, double offset, void* y, float* rstd, Int inner, Int D, Int groups) {
   const RmsNormForwardArgs<X, T> args{
-      static_cast<X*>(x), inner * D, static_cast<T*>(w), static_cast<T*>(y), inner * D, rstd, inner, D, 1e-6};
+      static_cast<X*>(x), inner * D, static_cast<T*>(w), static_cast<T*>(y), inner * D, rstd, inner, D, 1e-6,
+      offset};
   return rms_norm_forward_launch(args, groups, nullptr);
 }
 
 template <class X, class G, class T>
-Int rms_norm_backward_of(void* dy, void* x, void* w, float* rstd, void* dx, Int accumulate, Int inner, Int D,
+Int rms_norm_backward_of(void* dy, void* x, void* w, double offset, float* rstd, void* dx, Int accumulate, Int inner, Int D,
                          Int groups, float* parts, float* dw) {
   const Int stride = inner * D;
   const RmsNormBackwardArgs<X, G, T> args{static_cast<G*>(dy),
@@ -44,7 +45,8 @@ Int rms_norm_backward_of(void* dy, void* x, void* w, float* rstd, void* dx, Int 
                                           stride,
                                           accumulate != 0,
                                           inner,
-                                          D};
+                                          D,
+                                          offset};
   return rms_norm_backward_launch(args, groups, parts, dw, nullptr);
 }
 
@@ -66,17 +68,17 @@ Int block_rows(Int many, Int H, Int bf16) {
 Int backward_rows(Int H, Int bf16) { return AttentionBackwardBlocks(attention_shape(1, 1, H, bf16)).query_rows; }
 Int backward_keys(Int H, Int bf16) { return AttentionBackwardBlocks(attention_shape(1, 1, H, bf16)).keys; }
 
-Int attention_forward(Int N, Int K, Int H, Int bf16, void* qkv, void* cache, std::int32_t* tables,
+Int attention_forward(Int N, Int K, Int H, Int bf16, Int window, void* qkv, void* cache, std::int32_t* tables,
                       AttentionBlock* blocks, Int num_blocks, void* out, float* lse, Int many) {
-  const AttentionCudaArgs args{attention_shape(N, K, H, bf16), qkv, cache, tables, blocks, num_blocks, out, lse};
+  const AttentionCudaArgs args{attention_shape(N, K, H, bf16, window), qkv, cache, tables, blocks, num_blocks, out, lse};
   return attention_forward_launch(args, rows_kind(many), nullptr);
 }
 
 /// A step over the cache as ops/attention_cuda.cpp runs it. A slice is {query_start, query_length, context_length,
 /// first entry of its table in `tables`, entries}.
-Int attention_paged(Int N, Int K, Int H, Int bf16, void* qkv, Int* slices, Int num_slices, std::int32_t* tables,
+Int attention_paged(Int N, Int K, Int H, Int bf16, Int window, void* qkv, Int* slices, Int num_slices, std::int32_t* tables,
                     Int rows, void* cache, void* out) {
-  const AttentionShape shape = attention_shape(N, K, H, bf16);
+  const AttentionShape shape = attention_shape(N, K, H, bf16, window);
   std::vector<PagedSlice> all;
   for (Int i = 0; i < num_slices; ++i, slices += 5)
     all.push_back({slices[0], slices[1], slices[2], tables + slices[3], slices[4]});
@@ -99,10 +101,10 @@ Int kv_copy(Int K, Int H, Int bf16, void* cache, Int from, Int to, Int length) {
   return kv_cache_copy_launch(attention_shape(K, K, H, bf16), cache, from, to, length, nullptr);
 }
 
-Int attention_backward(Int N, Int K, Int H, Int bf16, void* qkv, void* out, void* d_out, float* lse, float* dots,
+Int attention_backward(Int N, Int K, Int H, Int bf16, Int window, void* qkv, void* out, void* d_out, float* lse, float* dots,
                        AttentionSequence* sequences, Int* sharers, AttentionBlock* blocks, Int num_blocks,
                        AttentionKeyBlock* key_blocks, Int num_key_blocks, Int tokens, void* d_qkv) {
-  const AttentionBackwardCudaArgs args{attention_shape(N, K, H, bf16),
+  const AttentionBackwardCudaArgs args{attention_shape(N, K, H, bf16, window),
                                        qkv,
                                        out,
                                        d_out,
@@ -151,29 +153,29 @@ Int pairs_gradient(float* logits, Int rows, Int V, double temperature, double to
 // ---------------------------------------------------------------- norms, activations, embedding
 
 /// Types of x and of the weights.
-Int rms_norm_forward(void* x, void* w, void* y, float* rstd, Int inner, Int D, Int groups, Int x_bf16, Int w_bf16) {
-  if (x_bf16) return rms_norm_forward_of<bfloat16, bfloat16>(x, w, y, rstd, inner, D, groups);
-  if (w_bf16) return rms_norm_forward_of<float, bfloat16>(x, w, y, rstd, inner, D, groups);
-  return rms_norm_forward_of<float, float>(x, w, y, rstd, inner, D, groups);
+Int rms_norm_forward(void* x, void* w, double offset, void* y, float* rstd, Int inner, Int D, Int groups, Int x_bf16, Int w_bf16) {
+  if (x_bf16) return rms_norm_forward_of<bfloat16, bfloat16>(x, w, offset, y, rstd, inner, D, groups);
+  if (w_bf16) return rms_norm_forward_of<float, bfloat16>(x, w, offset, y, rstd, inner, D, groups);
+  return rms_norm_forward_of<float, float>(x, w, offset, y, rstd, inner, D, groups);
 }
 
-Int rms_norm_backward(void* dy, void* x, void* w, float* rstd, void* dx, Int accumulate, Int inner, Int D, Int groups,
+Int rms_norm_backward(void* dy, void* x, void* w, double offset, float* rstd, void* dx, Int accumulate, Int inner, Int D, Int groups,
                       float* parts, float* dw, Int x_bf16, Int w_bf16) {
   if (x_bf16)
-    return rms_norm_backward_of<bfloat16, bfloat16, bfloat16>(dy, x, w, rstd, dx, accumulate, inner, D, groups, parts,
+    return rms_norm_backward_of<bfloat16, bfloat16, bfloat16>(dy, x, w, offset, rstd, dx, accumulate, inner, D, groups, parts,
                                                               dw);
   if (w_bf16)
-    return rms_norm_backward_of<float, float, bfloat16>(dy, x, w, rstd, dx, accumulate, inner, D, groups, parts, dw);
-  return rms_norm_backward_of<float, float, float>(dy, x, w, rstd, dx, accumulate, inner, D, groups, parts, dw);
+    return rms_norm_backward_of<float, float, bfloat16>(dy, x, w, offset, rstd, dx, accumulate, inner, D, groups, parts, dw);
+  return rms_norm_backward_of<float, float, float>(dy, x, w, offset, rstd, dx, accumulate, inner, D, groups, parts, dw);
 }
 
-Int rope(void* x, Int stride, Int* positions, float* cos, float* sin, Int heads, Int H, Int inverse, Int tokens,
-         Int bf16) {
+Int rope(void* x, Int stride, Int* positions, float* cos, float* sin, Int heads, Int H, Int rotary, Int inverse,
+         Int tokens, Int bf16) {
   if (bf16)
     return rope_launch(
-        RopeArgs<bfloat16>{static_cast<bfloat16*>(x), stride, positions, cos, sin, heads, H, inverse != 0}, tokens,
-        nullptr);
-  return rope_launch(RopeArgs<float>{static_cast<float*>(x), stride, positions, cos, sin, heads, H, inverse != 0},
+        RopeArgs<bfloat16>{static_cast<bfloat16*>(x), stride, positions, cos, sin, heads, H, rotary, inverse != 0},
+        tokens, nullptr);
+  return rope_launch(RopeArgs<float>{static_cast<float*>(x), stride, positions, cos, sin, heads, H, rotary, inverse != 0},
                      tokens, nullptr);
 }
 

@@ -28,12 +28,28 @@ def without(mapping, *names):
 
 def make_bases(root: Path) -> dict[str, Path]:
     """A folder of each architecture, as transformers writes it, with a tokenizer whose words are w0, w1, ..."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config
+    from transformers import (
+        AutoModelForCausalLM,
+        Gemma3TextConfig,
+        GraniteConfig,
+        LlamaConfig,
+        MistralConfig,
+        Olmo2Config,
+        Olmo3Config,
+        Phi3Config,
+        Qwen2Config,
+        Qwen3Config,
+        SmolLM3Config,
+    )  # fmt: skip
 
     made = {
         "llama": LlamaConfig(**SMALL, head_dim=16), "qwen2": Qwen2Config(**SMALL), "qwen3": Qwen3Config(**SMALL, head_dim=16),
         "tied": LlamaConfig(**SMALL, head_dim=16, tie_word_embeddings=True), "wide": Qwen3Config(**SMALL),
         "mistral": MistralConfig(**SMALL, head_dim=16, sliding_window=None), "olmo2": Olmo2Config(**{**SMALL, "hidden_size": 64}),
+        "window": MistralConfig(**SMALL, head_dim=16, sliding_window=8), "olmo3": Olmo3Config(**{**SMALL, "hidden_size": 64}, sliding_window=8),
+        "smollm3": SmolLM3Config(**{**SMALL, "hidden_size": 64}, no_rope_layer_interval=2), "phi3": Phi3Config(**{**SMALL, "hidden_size": 64}),
+        "granite": GraniteConfig(**{**SMALL, "hidden_size": 64}, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=4.0),
+        "gemma3": Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
         "gelu": Olmo2Config(**{**SMALL, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
     }  # fmt: skip
     folders = {}
@@ -167,7 +183,8 @@ def _base_model(weights):
 
 WHOLE = {
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma3")},
+    **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2", "smollm3", "granite", "phi3")},
     **{f"linear, format {n}": case for n, case in both_formats(LINEAR).items()},
     **{f"llama3, format {n}": case for n, case in both_formats(LLAMA3).items()},
     **{f"yarn, format {n}": case for n, case in both_formats(YARN).items()},

@@ -20,7 +20,18 @@ BASE = dict(
 
 
 def configurations() -> dict:
-    from transformers import LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config
+    from transformers import (
+        Gemma3TextConfig,
+        GraniteConfig,
+        LlamaConfig,
+        MistralConfig,
+        Olmo2Config,
+        Olmo3Config,
+        Phi3Config,
+        Qwen2Config,
+        Qwen3Config,
+        SmolLM3Config,
+    )  # fmt: skip
 
     llama3 = dict(
         rope_type="llama3",
@@ -32,6 +43,19 @@ def configurations() -> dict:
     )
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
     linear = dict(rope_type="linear", factor=2.0, rope_theta=5000.0)
+    nested = lambda scaling: {
+        "full_attention": scaling,
+        "sliding_attention": dict(rope_type="default", rope_theta=700.0),
+    }  # noqa: E731
+    longrope = dict(
+        rope_type="longrope",
+        short_factor=[1.0 + i / 10 for i in range(6)],
+        long_factor=[2.0 + i for i in range(6)],
+        rope_theta=10000.0,
+        partial_rotary_factor=0.75,
+    )
+    phi3 = {**BASE, "hidden_size": 64}
+    granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
         "llama": LlamaConfig(**BASE, head_dim=16),
         "llama_tied": LlamaConfig(**BASE, head_dim=16, tie_word_embeddings=True),
@@ -45,10 +69,29 @@ def configurations() -> dict:
         "qwen3": Qwen3Config(**BASE, head_dim=16),
         "llama_gelu": LlamaConfig(**BASE, head_dim=16, hidden_act="gelu_pytorch_tanh"),
         "mistral": MistralConfig(**BASE, head_dim=16, sliding_window=None),
+        "mistral_window": MistralConfig(**BASE, head_dim=16, sliding_window=9),
+        "qwen3_windows": Qwen3Config(
+            **BASE, head_dim=16, use_sliding_window=True, sliding_window=33, max_window_layers=1
+        ),
+        "olmo3": Olmo3Config(
+            **{**BASE, "hidden_size": 64}, sliding_window=7,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=nested(yarn),
+        ),
+        "smollm3": SmolLM3Config(**{**BASE, "hidden_size": 64}, no_rope_layer_interval=2, tie_word_embeddings=True),
+        "granite": GraniteConfig(**{**BASE, "hidden_size": 64}, **granite),
+        "granite_tied_biases": GraniteConfig(
+            **{**BASE, "hidden_size": 64}, **granite, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+        ),
+        "phi3": Phi3Config(**phi3, sliding_window=20),
+        "phi3_longrope": Phi3Config(**phi3, rope_parameters=longrope, original_max_position_embeddings=400),
+        "gemma3": Gemma3TextConfig(
+            **{**BASE, "num_hidden_layers": 4}, head_dim=16, sliding_window=10, query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"], rope_parameters=nested(linear),
+        ),
         "olmo2": Olmo2Config(**{**BASE, "hidden_size": 64}),
         "olmo2_gelu": Olmo2Config(**{**BASE, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
         "qwen3_tied": Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True),
-    }
+    }  # fmt: skip
 
 
 def build(name: str, folder, dtype=torch.float32, seed: int = 0):
@@ -60,7 +103,7 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+                parameter.copy_((name != "gemma3") + 0.2 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
     model.save_pretrained(folder)

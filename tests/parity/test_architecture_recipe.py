@@ -27,7 +27,7 @@ ENTRY = Architecture(
     biases=(),
     qk_norm="head",
     norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
-    windows="all",
+    layer_types=lambda form: form["layer_types"],
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.hf_config import canonical_config, max_positions, native_config, parameter_shapes
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.sources import SourceError
-from nemo_rl_cpp.models.weights import load_weights, save_weights
+from nemo_rl_cpp.models.weights import save_weights
 
 IDS = torch.randint(3, 90, (60,), generator=torch.Generator().manual_seed(7))
 
@@ -78,9 +78,10 @@ def test_a_whole_folder_is_read_as_transformers_reads_it(name, bases, a_run, tmp
     path = built(*WHOLE[name], bases, tmp_path)
     hf = of_transformers(path)
     saved = check_equal(hf, path, None, tmp_path / "out")
-    assert (
-        "rope_parameters" not in saved and {"rope_theta", "rope_scaling"} <= saved.keys()
-    )  # the one form, which transformers 4 reads, too
+    if saved["model_type"] not in ("olmo3", "gemma3_text"):  # whose kinds of layers have rotary embeddings of their own
+        assert (
+            "rope_parameters" not in saved and {"rope_theta", "rope_scaling"} <= saved.keys()
+        )  # as transformers 4 reads
     prompt = IDS[:9].tolist()
     words = " ".join(f"w{i - 3}" for i in prompt)
     assert TextGenerator(path, precision="float32").generate(words, greedy=True, max_new_tokens=6).token_ids == greedy(
@@ -137,31 +138,6 @@ def test_a_window_that_is_switched_off_is_saved_so(bases, tmp_path):
     window = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
     path = built("qwen2", lambda f: f.config(**window), bases, tmp_path)
     check_equal(of_transformers(bases["qwen2"]), path, {"use_sliding_window": False}, tmp_path / "out")
-
-
-def test_a_window_acts_on_longer_sequences_alone(bases, a_run, tmp_path):
-    path = built(
-        "qwen2",
-        lambda f: f.config(["layer_types"], use_sliding_window=True, sliding_window=12, max_window_layers=1),
-        bases,
-        tmp_path,
-    )
-    config = open_model_folder(str(path), max_length=12).config
-    model = C.DecoderModel(native_config(config, max_length=12), torch.float32, True)
-    load_weights(model, path)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            C.Trainer(model).logits(IDS[:12]), of_transformers(path)(IDS[None, :12]).logits[0], rtol=1e-4, atol=2e-4
-        )
-    assert not findings(a_run, path, length=12)
-    assert "see 12 tokens" in findings(a_run, path, length=13)[0].message
-    assert (
-        len(TextGenerator(path, precision="float32").generate("w1 w2 w3", greedy=True, max_new_tokens=50).token_ids)
-        <= 9
-    )  # ends at the window
-    for wrong in (None, 12):
-        with pytest.raises(SourceError, match="12 tokens"):
-            native_config(config) if wrong is None else open_model_folder(str(path), max_length=13)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Causal attention of packed sequences with shared prefixes, in plain numpy float64: one query row at a time."""
+"""Causal attention of packed sequences with shared prefixes, in plain numpy float64: one query row at a time. With a window a row sees
+so many keys, its own included; 0: all."""
 
 import numpy as np
 
@@ -9,14 +10,16 @@ def _rows(sequence: tuple[int, int, int, int]) -> np.ndarray:
     return np.concatenate([np.arange(prefix_start, prefix_start + prefix_length), np.arange(start, start + length)])
 
 
-def attention(qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def attention(
+    qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float, window: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """(out [T, N*H], lse [T, N]) of qkv [T, (N+2K)*H]."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
     out, lse = np.zeros((len(qkv), n, h)), np.zeros((len(qkv), n))
     for sequence in sequences:
         rows = _rows(sequence)
         for position in range(sequence[3], len(rows)):
-            row, seen = rows[position], rows[: position + 1]
+            row, seen = rows[position], rows[max(0, position + 1 - window) if window else 0 : position + 1]
             for head in range(n):
                 kv = head // (n // k)
                 scores = scale * (x[seen, n + kv] @ x[row, head])
@@ -28,7 +31,7 @@ def attention(qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float) 
 
 
 def attention_backward(
-    qkv: np.ndarray, d_out: np.ndarray, sequences, n: int, k: int, h: int, scale: float
+    qkv: np.ndarray, d_out: np.ndarray, sequences, n: int, k: int, h: int, scale: float, window: int = 0
 ) -> np.ndarray:
     """d_qkv [T, (N+2K)*H]; rows of a shared prefix gather from every sequence that reads them."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
@@ -37,7 +40,7 @@ def attention_backward(
     for sequence in sequences:
         rows = _rows(sequence)
         for position in range(sequence[3], len(rows)):
-            row, seen = rows[position], rows[: position + 1]
+            row, seen = rows[position], rows[max(0, position + 1 - window) if window else 0 : position + 1]
             for head in range(n):
                 kv = head // (n // k)
                 keys, values, query = x[seen, n + kv], x[seen, n + k + kv], x[row, head]

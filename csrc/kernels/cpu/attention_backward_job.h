@@ -51,7 +51,7 @@ struct Job {
                            static_cast<const Grad*>(args.d_out) + row * out_stride + first_head * head_dim,
                            static_cast<const Real*>(args.lse) + row * shape.num_heads + first_head, next - token,
                            position);
-      for (std::int64_t t = 0; t < block.tiles(); ++t)
+      for (std::int64_t t = block.first_tile(); t < block.tiles(); ++t)
         block.add_tile_backward(t, t < shared ? prefix : own, t < shared ? t : t - shared);
       Grad* d_queries = static_cast<Grad*>(args.d_qkv) + row * stride + first_head * head_dim;
       for (std::int64_t i = 0, r = 0; i < block.tokens; ++i)

@@ -195,15 +195,17 @@ struct BackwardRows : QueryRows<Elem> {
       }
   }
 
-  /// scores become P, d_scores (holding dP) become dS; keys that the row does not see get zeros in both.
-  NRL_INLINE_MEMBER void weights_row(std::int64_t r, int keys) {
+  /// scores become P, d_scores (holding dP) become dS; keys that the row does not see, those outside [before, keys), get
+  /// zeros in both.
+  NRL_INLINE_MEMBER void weights_row(std::int64_t r, int before, int keys) {
     RegisterBits<Real> lane;
     for (int i = 0; i < W; ++i) lane[i] = i;
     const Vec minus = splat(log_sum[r]), d = splat(dot[r]);
     for (int l = 0; l < kTile; l += W) {
       const Vec p = exp2_of(Base::scaled(load(scores + r * kTile + l)) - minus);
       const Vec g = p * (load(d_scores + r * kTile + l) - d);
-      const Vec seen_p = lane + l < keys ? p : Vec{}, seen_g = lane + l < keys ? g : Vec{};
+      Vec seen_p = lane + l < keys ? p : Vec{}, seen_g = lane + l < keys ? g : Vec{};
+      if (before > l) seen_p = lane + l < before ? Vec{} : seen_p, seen_g = lane + l < before ? Vec{} : seen_g;
       if constexpr (kPairs) {
         store_rounded(reinterpret_cast<Word*>(d_scores + r * kTile) + l / 2, seen_g);
         put_row(p_by_row, r, l, seen_p);
@@ -230,8 +232,8 @@ struct BackwardRows : QueryRows<Elem> {
     const std::int64_t begin = Base::first_token(t, 0);
     if constexpr (kPairs) clear_partner(begin * group);
     for (std::int64_t token = begin, r = begin * group; token < Base::tokens; ++token) {
-      const int seen = Base::visible(token, t);
-      for (std::int64_t end = r + group; r < end; ++r) weights_row(r, seen);
+      const int before = Base::hidden(token, t), seen = Base::visible(token, t);
+      for (std::int64_t end = r + group; r < end; ++r) weights_row(r, before, seen);
     }
     const auto keys = rows_of(tiles.keys, head_dim);
     for (std::int64_t r = begin * group; r < rows; r += kValueRows) {

@@ -44,7 +44,7 @@ void attend(typename Rows::Unit& unit, const AttentionShape& shape, std::byte* w
     };
     for (std::int64_t head = 0; head < heads; ++head)
       rows_of(head).begin(queries.first + token * stride + head * head_step, stride);
-    for (std::int64_t t = 0, count = rows_of(0).tiles(); t < count; ++t)
+    for (std::int64_t t = rows_of(0).first_tile(), count = rows_of(0).tiles(); t < count; ++t)
       for (std::int64_t head = 0; head < heads; ++head)
         rows_of(head).add_tile(t, tiles.key_tile(t, head), tiles.value_tile(t, head));
     for (std::int64_t head = 0; head < heads; ++head)
@@ -83,7 +83,8 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
                                      sequence.prefix_length, total, stride};
     const SegmentRows<Elem> value_rows{values + sequence.prefix_start * stride, values + sequence.start * stride,
                                        sequence.prefix_length, total, stride};
-    for (std::int64_t t = packed; t * kTile < total; ++t) {
+    const std::int64_t first = shape.first_key(sequence.prefix_length + item.token_begin) / kTile;
+    for (std::int64_t t = larger(packed, first); t * kTile < total; ++t) {
       Rows::pack_keys(key_rows, t, head_dim, key_tiles + t * key_words);
       Rows::pack_values(value_rows, t, head_dim, value_tiles + t * value_words);
     }

@@ -126,7 +126,7 @@ struct QueryRows {
   static Unit unit_of(std::int64_t) { return {}; }
   static constexpr int W = kRegisterLanes<Real>;
   static constexpr bool kPairs = Terms<Elem>::kPerWord == 2;
-  std::int64_t head_dim, group, tokens, rows, acc_stride;
+  std::int64_t head_dim, group, window, tokens, rows, acc_stride;
   std::int64_t position;  ///< absolute position of the first token
   Real score_scale;       ///< natural scale * log2(e)
   Word* q;                ///< [rows][acc_stride] queries, zeros behind H
@@ -156,7 +156,7 @@ struct QueryRows {
 
   /// In workspace that may hold them already.
   QueryRows(Unit&, const AttentionShape& shape, std::byte* workspace, std::int64_t most)
-      : head_dim(shape.head_dim), group(shape.group()) {
+      : head_dim(shape.head_dim), group(shape.group()), window(shape.window) {
     acc_stride = round_up(head_dim, kRegisterBytes / 4);
     score_scale = static_cast<Real>(shape.scale * kLog2E);
     q = reinterpret_cast<Word*>(workspace);
@@ -208,6 +208,14 @@ struct QueryRows {
   int visible(std::int64_t token, std::int64_t t) const {
     return static_cast<int>(clamped(position + token + 1 - t * kTile, 0, kTile));
   }
+  /// Keys at the beginning of tile `t` that lie before the token's window.
+  int hidden(std::int64_t token, std::int64_t t) const {
+    return window == 0 ? 0 : static_cast<int>(clamped(position + token + 1 - window - t * kTile, 0, kTile));
+  }
+  /// Tiles [first_tile(), tiles()) hold the keys that some token sees.
+  std::int64_t first_tile() const {
+    return window == 0 ? 0 : larger<std::int64_t>(0, position + 1 - window) / kTile;
+  }
   std::int64_t tiles() const { return (position + tokens - 1) / kTile + 1; }
   /// The first token that sees key `key` of tile t.
   std::int64_t first_token(std::int64_t t, std::int64_t key) const {
@@ -235,18 +243,22 @@ struct QueryRows {
     else return score;
   }
 
-  /// Scores of row r become weights 2^(score - max); running maximum, sum and accumulator are brought up to date.
-  NRL_INLINE_MEMBER void softmax_row(std::int64_t r, int keys) {
+  /// Scores of row r, which sees keys [before, keys) of the tile, become weights 2^(score - max); running maximum, sum
+  /// and accumulator are brought up to date.
+  NRL_INLINE_MEMBER void softmax_row(std::int64_t r, int before, int keys) {
     using Vec = Register<Real>;
     constexpr int L = kTile / W;
     Real* s = scores + r * kTile;
+    if (before == kTile) return fill(s, kTile, Real(0));
     Vec x[L];
     for (int l = 0; l < L; ++l) x[l] = scaled(load(s + l * W));
-    if (keys < kTile) {
+    if (keys < kTile || before > 0) {
       RegisterBits<Real> lane;
       for (int i = 0; i < W; ++i) lane[i] = i;
       const Vec minus_infinity = splat(-static_cast<Real>(__builtin_inf()));
       for (int l = 0; l < L; ++l) x[l] = lane + l * W < keys ? x[l] : minus_infinity;
+      if (before > 0)
+        for (int l = 0; l < L; ++l) x[l] = lane + l * W < before ? minus_infinity : x[l];
     }
     Vec best = x[0];
     for (int l = 1; l < L; ++l) best = max_of(best, x[l]);
@@ -276,8 +288,8 @@ struct QueryRows {
     const std::int64_t begin = first_token(t, 0);
     score(t, k_tile, q, scores);
     for (std::int64_t token = begin, r = begin * group; token < tokens; ++token) {
-      const int keys = visible(token, t);
-      for (std::int64_t end = r + group; r < end; ++r) softmax_row(r, keys);
+      const int before = hidden(token, t), keys = visible(token, t);
+      for (std::int64_t end = r + group; r < end; ++r) softmax_row(r, before, keys);
     }
     // first what all rows of a register block see, then what only its later tokens see
     for (std::int64_t r = begin * group; r < rows; r += kValueRows) {

@@ -13,6 +13,7 @@ void forward(const RmsNormForwardArgs<X, T>& p, std::int64_t begin, std::int64_t
   using A = accumulate_t<T>;
   using V = ShortVec<T>;
   constexpr int L = V::kLanes;
+  const A offset = static_cast<A>(p.offset);
   for (std::int64_t o = begin; o < end; ++o)
     for (std::int64_t i = 0; i < p.inner; ++i) {
       const X* x = p.x + o * p.stride_x + i * p.D;
@@ -30,13 +31,14 @@ void forward(const RmsNormForwardArgs<X, T>& p, std::int64_t begin, std::int64_t
       const A rstd = A(1) / std::sqrt(sum_of(acc) / static_cast<A>(p.D) + static_cast<A>(p.eps));
       if (p.rstd) p.rstd[o * p.inner + i] = rstd;
       for (std::int64_t k = 0; k < p.D; ++k)
-        y[k] = static_cast<T>(static_cast<A>(x[k]) * rstd * static_cast<A>(p.w[k]));
+        y[k] = static_cast<T>(static_cast<A>(x[k]) * rstd * (offset + static_cast<A>(p.w[k])));
     }
 }
 
 template <class X, class G, class T>
 void backward(const RmsNormBackwardArgs<X, G, T>& p, std::int64_t begin, std::int64_t end, accumulate_t<T>* dw) {
   using A = accumulate_t<T>;
+  const A offset = static_cast<A>(p.offset);
   fill(dw, p.D, A(0));
   for (std::int64_t o = begin; o < end; ++o)
     for (std::int64_t i = 0; i < p.inner; ++i) {
@@ -49,15 +51,15 @@ void backward(const RmsNormBackwardArgs<X, G, T>& p, std::int64_t begin, std::in
       std::int64_t d = 0;
       for (; d + kParts <= p.D; d += kParts)
         for (int k = 0; k < kParts; ++k)
-          parts[k] += static_cast<A>(p.w[d + k]) * static_cast<A>(dy[d + k]) * static_cast<A>(x[d + k]);
-      for (; d < p.D; ++d) parts[0] += static_cast<A>(p.w[d]) * static_cast<A>(dy[d]) * static_cast<A>(x[d]);
+          parts[k] += (offset + static_cast<A>(p.w[d + k])) * static_cast<A>(dy[d + k]) * static_cast<A>(x[d + k]);
+      for (; d < p.D; ++d) parts[0] += (offset + static_cast<A>(p.w[d])) * static_cast<A>(dy[d]) * static_cast<A>(x[d]);
       A dot = 0;
       for (A part : parts) dot += part;
       const A scale = dot * rstd * rstd * rstd / static_cast<A>(p.D);
       for (std::int64_t k = 0; k < p.D; ++k) {
         const A g = static_cast<A>(dy[k]), v = static_cast<A>(x[k]);
         dw[k] += g * v * rstd;
-        const A value = rstd * static_cast<A>(p.w[k]) * g - scale * v;
+        const A value = rstd * (offset + static_cast<A>(p.w[k])) * g - scale * v;
         dx[k] = static_cast<X>(p.accumulate ? static_cast<A>(dx[k]) + value : value);
       }
     }

@@ -6,7 +6,7 @@ namespace {
 template <class T>
 void rope(const RopeArgs<T>& p, std::int64_t begin, std::int64_t end) {
   using A = accumulate_t<T>;
-  const std::int64_t half = p.H / 2;
+  const std::int64_t half = p.rotary / 2;
   const A sign = p.inverse ? A(-1) : A(1);
   for (std::int64_t t = begin; t < end; ++t) {
     const float* cos = p.cos + p.positions[t] * half;

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kAttentionThreads) queries_kernel(AttentionBac
   const auto key_view = key_rows(s, p.qkv, kv_head), value_view = value_rows(s, p.qkv, kv_head);
   const std::int64_t count = block.position + block.tokens;
   float acc[Rows][Dims] = {};
-  for (std::int64_t begin = 0; begin < count; begin += kTile) {
+  for (std::int64_t begin = s.first_key(block.position) / kTile * kTile; begin < count; begin += kTile) {
     const auto in = [&](const HeadRowsView& rows) {
       return [&, rows](int j) {
         const std::int64_t position = begin + j;
@@ -128,7 +128,12 @@ __global__ void __launch_bounds__(kAttentionThreads) queries_kernel(AttentionBac
     __syncthreads();
     float weight[Rows], ds[Rows];
     queries.weights(
-        keys, values, H, scale2, [&](int r, int j) { return begin + j <= block.position + r / group; }, weight, ds);
+        keys, values, H, scale2,
+        [&](int r, int j) {
+          const std::int64_t position = block.position + r / group;
+          return begin + j <= position && begin + j >= s.first_key(position);
+        },
+        weight, ds);
 #pragma unroll 2
     for (int j = 0; j < kTile; ++j) {
       float k[Dims];
@@ -231,13 +236,18 @@ __global__ void __launch_bounds__(kAttentionThreads) keys_kernel(AttentionBackwa
   load_transposed<kPadded>(in(key_rows(s, p.qkv, kv_head)), H, block.keys);
   load_transposed<kPadded>(in(value_rows(s, p.qkv, kv_head)), H, block.values);
   __syncthreads();
-  block.add(sequence.start, begin, sequence.length, kv_head,
-            [&](std::int64_t token, int j) { return begin + j <= token; });
+  const auto end_of = [&](std::int64_t length, std::int64_t tokens) {  // of the queries that see a key of this block
+    const std::int64_t end = begin + kTile - 1 + s.window - tokens;
+    return s.window == 0 || end > length ? length : end;
+  };
+  block.add(sequence.start, begin, end_of(sequence.length, 0), kv_head,
+            [&](std::int64_t token, int j) { return begin + j <= token && begin + j >= s.first_key(token); });
   for (std::int64_t i = work.sharer_begin; i < work.sharer_end; ++i) {
     const AttentionSequence sharer = p.sequences[p.sharers[i]];
     if (sharer.prefix_length > begin)
-      block.add(sharer.start, 0, sharer.length, kv_head,
-                [&](std::int64_t, int j) { return begin + j < sharer.prefix_length; });
+      block.add(sharer.start, 0, end_of(sharer.length, sharer.prefix_length), kv_head, [&](std::int64_t token, int j) {
+        return begin + j < sharer.prefix_length && begin + j >= s.first_key(sharer.prefix_length + token);
+      });
   }
 #pragma unroll
   for (int k = 0; k < block.kKeys; ++k) {

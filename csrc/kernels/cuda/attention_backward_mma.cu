@@ -78,23 +78,27 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(AttentionBackwardCuda
 
   const int r = strip + lane_row();
   float lse[2], dot[2];
-  int keys_of_row[2];
+  int keys_of_row[2], first_of_row[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int at = r + 8 * i < queries.rows ? queries.offset(r + 8 * i, queries.num_heads, 1) : 0;
     lse[i] = queries.lse[at], dot[i] = queries.dots[at];
     keys_of_row[i] = static_cast<int>(block.position) + queries.token(r + 8 * i) + 1;
+    first_of_row[i] = static_cast<int>(s.first_key(keys_of_row[i] - 1));
   }
   const float scale2 = static_cast<float>(s.scale * 1.44269504088896340736);
   const bfloat16* const first_key = static_cast<const bfloat16*>(p.qkv) + (s.num_heads + kv_head) * s.head_dim;
   const KeyRows keys_of(block);
   float d_q[C::kColumns / 8][4] = {};
-  pipeline<C::kStages>((keys_of.count - 1) / kTile + 1,
+  const int first_tile = static_cast<int>(s.first_key(block.position)) / kTile;
+  pipeline<C::kStages>((keys_of.count - 1) / kTile + 1 - first_tile,
                        [&](int t, int stage) {
                          bfloat16* const keys = stages + stage * 2 * C::kTileElements;
-                         keys_of.copy<kThreads, Dims>(s, first_key, t * kTile, keys, keys + C::kTileElements);
+                         keys_of.copy<kThreads, Dims>(s, first_key, (first_tile + t) * kTile, keys,
+                                                      keys + C::kTileElements);
                        },
-                       [&](int t, int stage) {
+                       [&](int step, int stage) {
+                         const int t = first_tile + step;
                          if (strip >= queries.rows) return;  // the whole warp
                          const bfloat16* const keys = stages + stage * 2 * C::kTileElements;
                          Scores weight, d_score;
@@ -104,7 +108,9 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(AttentionBackwardCuda
                          weights(
                              weight, d_score, scale2, [&](int i, int) { return lse[i]; },
                              [&](int i, int) { return dot[i]; },
-                             [&](int i, int j) { return t * kTile + j < keys_of_row[i]; });
+                             [&](int i, int j) {
+                               return t * kTile + j < keys_of_row[i] && t * kTile + j >= first_of_row[i];
+                             });
                          add_weighted<Dims, C::kColumns>(d_score, keys, first, d_q);
                        });
   const float scale[2] = {static_cast<float>(s.scale), static_cast<float>(s.scale)};
@@ -137,10 +143,13 @@ struct KeyBlock {
 
   __device__ static float* lse_of(bfloat16* stage) { return reinterpret_cast<float*>(stage + 2 * C::kTileElements); }
 
-  /// Adds what query tokens [begin, end) of a sequence (own rows from `start` on) give; first_seeing(token, j): of the
-  /// rows from that token on, the first that sees key j; those behind it do, too.
-  template <class FirstSeeing>
-  __device__ void add(std::int64_t start, std::int64_t begin, std::int64_t end, const FirstSeeing& first_seeing) {
+  /// Adds what query tokens [begin, end) of a sequence (own rows from `start` on) give; seeing(token, j): of the tokens
+  /// from that one on, the first that sees key j, and the first behind it that does not.
+  struct Seeing {
+    std::int64_t first, end;
+  };
+  template <class F>
+  __device__ void add(std::int64_t start, std::int64_t begin, std::int64_t end, const F& seeing) {
     const std::int64_t step = kTile / p.shape.group();
     const float scale2 = static_cast<float>(p.shape.scale * 1.44269504088896340736);
     const auto tokens_of = [&](int t) { return end - begin - t * step < step ? end - begin - t * step : step; };
@@ -162,14 +171,22 @@ struct KeyBlock {
           bfloat16* const q = stages + stage * kStage;
           const float* const lse = lse_of(q);
           const int rows = static_cast<int>(tokens_of(t) * p.shape.group()), key = strip + lane_row();
-          const int seeing[2] = {first_seeing(begin + t * step, key), first_seeing(begin + t * step, key + 8)};
+          const auto row_of = [&](std::int64_t token) {  // a tile has at most kTile of them
+            return static_cast<int>((token < 0 ? 0 : token > kTile ? kTile : token) * p.shape.group());
+          };
+          int first_row[2], end_row[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const Seeing tokens = seeing(begin + t * step, key + 8 * i);
+            first_row[i] = row_of(tokens.first), end_row[i] = row_of(tokens.end) < rows ? row_of(tokens.end) : rows;
+          }
           Scores weight, d_score;
           scores<Dims>(SharedStrip<Dims>{keys + strip * kStride<Dims>}, TileRows<Dims>{q}, weight);
           scores<Dims>(SharedStrip<Dims>{values + strip * kStride<Dims>}, TileRows<Dims>{q + C::kTileElements},
                        d_score);
           weights(
               weight, d_score, scale2, [&](int, int r) { return lse[r]; }, [&](int, int r) { return lse[kTile + r]; },
-              [&](int i, int r) { return r >= seeing[i] && r < rows; });
+              [&](int i, int r) { return r >= first_row[i] && r < end_row[i]; });
           add_weighted<Dims, C::kColumns>(weight, q + C::kTileElements, first, d_values);
           add_weighted<Dims, C::kColumns>(d_score, q, first, d_keys);
         });
@@ -196,15 +213,21 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(AttentionBackwardCudaArg
     copy_async<16>(block.keys + j * kStride<Dims> + h, from + at, present);
     copy_async<16>(block.values + j * kStride<Dims> + h, from + to_value + at, present);
   });
-  block.add(sequence.start, begin, sequence.length, [&](std::int64_t token, int j) {
-    const int tokens = static_cast<int>(begin - token) + j;
-    return tokens <= 0 ? 0 : tokens * static_cast<int>(s.group());
+  const std::int64_t window = s.window > 0 ? s.window : std::int64_t{1} << 40;
+  const auto end_of = [&](std::int64_t length, std::int64_t tokens) {  // of the queries that see a key of this block
+    const std::int64_t end = begin + C::kRows - 1 + window - tokens;
+    return end < length ? end : length;
+  };
+  block.add(sequence.start, begin, end_of(sequence.length, 0), [&](std::int64_t token, int j) {
+    return typename KeyBlock<Dims>::Seeing{begin + j - token, begin + j + window - token};
   });
   for (std::int64_t i = work.sharer_begin; i < work.sharer_end; ++i) {
     const AttentionSequence sharer = p.sequences[p.sharers[i]];
     if (sharer.prefix_length > begin)
-      block.add(sharer.start, 0, sharer.length,
-                [&](std::int64_t, int j) { return begin + j < sharer.prefix_length ? 0 : kTile; });
+      block.add(sharer.start, 0, end_of(sharer.length, sharer.prefix_length), [&](std::int64_t token, int j) {
+        return typename KeyBlock<Dims>::Seeing{
+            0, begin + j < sharer.prefix_length ? begin + j + window - sharer.prefix_length - token : 0};
+      });
   }
   bfloat16* const to = static_cast<bfloat16*>(p.d_qkv) + first_key;
   const auto row_of = [&](int i) {

@@ -13,7 +13,7 @@ namespace {
 template <int Rows, int Dims>
 struct WarpRows {
   float max[Rows], sum[Rows], acc[Rows][Dims];
-  int visible[Rows];  ///< keys of the present tile, 0 to kTile
+  int hidden[Rows], visible[Rows];  ///< a row sees keys [hidden, visible) of the present tile
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
@@ -45,8 +45,8 @@ struct WarpRows {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
-      if (visible[i] == 0) continue;  // the whole warp
-      const float x = lane < visible[i] ? score[i] : -INFINITY;
+      if (visible[i] <= hidden[i]) continue;  // the whole warp
+      const float x = lane >= hidden[i] && lane < visible[i] ? score[i] : -INFINITY;
       const float best = warp_all(x, MaxOp()), new_max = best > max[i] ? best : max[i];
       score[i] = exp2f(__fsub_rn(x, new_max));
       if (new_max != max[i]) {
@@ -72,7 +72,7 @@ struct WarpRows {
 #pragma unroll
       for (int i = 0; i < Rows; ++i) {
         const float w = __shfl_sync(0xffffffffu, weight[i], j);
-        if (!All && j >= visible[i]) continue;
+        if (!All && (j < hidden[i] || j >= visible[i])) continue;
 #pragma unroll
         for (int c = 0; c < Dims; ++c) acc[i][c] = fmaf(w, v[c], acc[i][c]);
       }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
   WarpRows<Rows, Dims> state;
   state.begin();
   const std::int64_t tiles = (block.position + block.tokens - 1) / kTile + 1;
-  for (std::int64_t t = 0; t < tiles; ++t) {
+  for (std::int64_t t = s.first_key(block.position) / kTile; t < tiles; ++t) {
     __syncthreads();  // everyone is done with the tile before (and with q)
     source.load(t, H, keys, values);
     __syncthreads();
@@ -115,10 +115,12 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
       const int r = warp * Rows + i;
-      const std::int64_t seen = r < rows ? block.position + r / group + 1 - t * kTile : 0;
+      const std::int64_t position = block.position + r / group, seen = r < rows ? position + 1 - t * kTile : 0,
+                         before = s.first_key(position) - t * kTile;
       state.visible[i] = seen <= 0 ? 0 : (seen >= kTile ? kTile : static_cast<int>(seen));
-      any = any || state.visible[i] > 0;
-      all = all && state.visible[i] == kTile;
+      state.hidden[i] = before <= 0 ? 0 : (before >= kTile ? kTile : static_cast<int>(before));
+      any = any || state.visible[i] > state.hidden[i];
+      all = all && state.visible[i] == kTile && state.hidden[i] == 0;
     }
     if (!any) continue;  // the whole warp; it meets the others at the next barrier
     float score[Rows];

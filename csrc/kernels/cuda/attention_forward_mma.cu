@@ -55,13 +55,14 @@ struct CachedTiles {
   __device__ __forceinline__ static auto keys_of(const bfloat16* keys) { return TileColumns{keys}; }
 };
 
-/// Scores of keys that a row does not see, all but the first visible[i], become -inf.
-__device__ __forceinline__ void hide(Scores& s, const int (&visible)[2]) {
+/// Scores of keys that a row does not see, all but [before[i], visible[i]), become -inf.
+__device__ __forceinline__ void hide(Scores& s, const int (&before)[2], const int (&visible)[2]) {
 #pragma unroll
   for (int n = 0; n < kTile / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (8 * n + lane_column() + e % 2 >= visible[e / 2]) s[n][e] = -INFINITY;
+      if (const int key = 8 * n + lane_column() + e % 2; key < before[e / 2] || key >= visible[e / 2])
+        s[n][e] = -INFINITY;
 }
 
 /// Two rows of a lane and their running state. Roundings are written out, so that no multiplication is fused in one
@@ -70,7 +71,7 @@ template <int Dims>
 struct StripState {
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, acc[Dims / 8][4] = {};  // max: of scores before they are scaled
 
-  /// Scores become weights; maximum, sum and accumulator are brought up to date. A row sees a key of the first tile.
+  /// Scores become weights; maximum, sum and accumulator are brought up to date. Rows that see no key yet keep their zeros.
   __device__ __forceinline__ void softmax(Scores& s, float scale) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -78,8 +79,9 @@ struct StripState {
 #pragma unroll
       for (int n = 0; n < kTile / 8; ++n) best = fmaxf(fmaxf(best, s[n][2 * i]), s[n][2 * i + 1]);
       best = row_all(best, fmaxf);
-      const float base = __fmul_rn(best, -scale),
-                  factor = power_of_2(__fmul_rn(__fsub_rn(max[i], best), scale));  // 1 without a new maximum
+      const float top = best == -INFINITY ? 0.0f : best;
+      const float base = __fmul_rn(top, -scale),
+                  factor = power_of_2(__fmul_rn(__fsub_rn(max[i], top), scale));  // 1 without a new maximum
       max[i] = best;
       sum[i] = __fmul_rn(sum[i], factor);
 #pragma unroll
@@ -121,16 +123,25 @@ __global__ void __launch_bounds__(Warps * 32) forward_kernel(AttentionCudaArgs p
   const float scale = static_cast<float>(s.scale * 1.44269504088896340736);
   const int r = strip + lane_row(), keys_of_strip = position + queries.token(strip) + 1;
   const int keys_of_row[2] = {position + queries.token(r) + 1, position + queries.token(r + 8) + 1};
+  const int first_of_row[2] = {static_cast<int>(s.first_key(keys_of_row[0] - 1)),
+                               static_cast<int>(s.first_key(keys_of_row[1] - 1))},
+            first_of_strip = static_cast<int>(s.first_key(position + queries.token(strip + kStrip - 1))),
+            first_tile = static_cast<int>(s.first_key(position)) / kTile;
   StripState<Dims> state;
   pipeline<kStages>(
-      (static_cast<int>(block.position + block.tokens) - 1) / kTile + 1,
-      [&](int t, int stage) { tiles.copy(t, stages + stage * kStage, stages + stage * kStage + Tiles::kKeyElements); },
+      (static_cast<int>(block.position + block.tokens) - 1) / kTile + 1 - first_tile,
       [&](int t, int stage) {
+        tiles.copy(first_tile + t, stages + stage * kStage, stages + stage * kStage + Tiles::kKeyElements);
+      },
+      [&](int step, int stage) {
+        const int t = first_tile + step;
         if (strip >= queries.rows) return;  // the whole warp
         const bfloat16* const keys = stages + stage * kStage;
         Scores weights;
         scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, Tiles::keys_of(keys), weights);
-        if (keys_of_strip < (t + 1) * kTile) hide(weights, {keys_of_row[0] - t * kTile, keys_of_row[1] - t * kTile});
+        if (keys_of_strip < (t + 1) * kTile || first_of_strip > t * kTile)
+          hide(weights, {first_of_row[0] - t * kTile, first_of_row[1] - t * kTile},
+               {keys_of_row[0] - t * kTile, keys_of_row[1] - t * kTile});
         state.softmax(weights, scale);
         add_weighted<Dims, Dims>(weights, keys + Tiles::kKeyElements, 0, state.acc);
       });

@@ -10,7 +10,7 @@ constexpr int kThreads = 256;
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> p, std::int64_t tokens, bool vectors) {
-  const std::int64_t half = p.H / 2, chunks = (half + kEight - 1) / kEight, items = tokens * p.heads * chunks;
+  const std::int64_t half = p.rotary / 2, chunks = (half + kEight - 1) / kEight, items = tokens * p.heads * chunks;
   for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items;
        item += std::int64_t{kThreads} * gridDim.x) {
     const std::int64_t i = item % chunks * kEight, head = item / chunks % p.heads, t = item / chunks / p.heads,
@@ -115,10 +115,10 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWArgs<float> p, std
 
 template <class T>
 cudaError_t rope_launch(const RopeArgs<T>& p, std::int64_t tokens, cudaStream_t stream) {
-  const std::int64_t half = p.H / 2, items = tokens * p.heads * ((half + kEight - 1) / kEight);
+  const std::int64_t half = p.rotary / 2, items = tokens * p.heads * ((half + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
   const bool vectors =
-      half % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.cos, half) && vectorizable(p.sin, half);
+      half % kEight == 0 && p.H % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.cos, half) && vectorizable(p.sin, half);
   rope_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(p, tokens, vectors);
   return cudaGetLastError();
 }

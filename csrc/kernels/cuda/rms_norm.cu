@@ -26,13 +26,13 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kEight; ++k) sum = fmaf(v[k], v[k], sum);
   }
   sum = group_all<Threads>(sum, AddOp(), shared);
-  const float rstd = 1.0f / sqrtf(sum / static_cast<float>(p.D) + static_cast<float>(p.eps));
+  const float offset = static_cast<float>(p.offset), rstd = 1.0f / sqrtf(sum / static_cast<float>(p.D) + static_cast<float>(p.eps));
   if (p.rstd != nullptr && first == 0) p.rstd[r] = rstd;
   for (std::int64_t d = first; d < p.D; d += Threads * kEight) {
     load8(x + d, p.D - d, vectors, v);
     load8(p.w + d, p.D - d, vectors, w);
 #pragma unroll
-    for (int k = 0; k < kEight; ++k) v[k] = v[k] * rstd * w[k];
+    for (int k = 0; k < kEight; ++k) v[k] = v[k] * rstd * (offset + w[k]);
     store8(y + d, p.D - d, vectors, v);
   }
 }
@@ -48,13 +48,14 @@ __global__ void __launch_bounds__(kThreads)
   const X* const x = p.x + o * p.stride_x + i * p.D;
   const G* const dy = p.dy + o * p.stride_dy + i * p.D;
   X* const dx = p.dx + o * p.stride_dx + i * p.D;
+  const float offset = static_cast<float>(p.offset);
   float dot = 0, v[kEight], w[kEight], g[kEight];
   for (std::int64_t d = first; d < p.D; d += Threads * kEight) {
     load8(x + d, p.D - d, vectors, v);
     load8(p.w + d, p.D - d, vectors, w);
     load8(dy + d, p.D - d, vectors, g);
 #pragma unroll
-    for (int k = 0; k < kEight; ++k) dot = fmaf(w[k] * g[k], v[k], dot);
+    for (int k = 0; k < kEight; ++k) dot = fmaf((offset + w[k]) * g[k], v[k], dot);
   }
   dot = group_all<Threads>(dot, AddOp(), shared);
   const float rstd = p.rstd[r], scale = dot * rstd * rstd * rstd / static_cast<float>(p.D);
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     load8(p.w + d, p.D - d, vectors, w);
     load8(dy + d, p.D - d, vectors, g);
 #pragma unroll
-    for (int k = 0; k < kEight; ++k) g[k] = rstd * w[k] * g[k] - scale * v[k];
+    for (int k = 0; k < kEight; ++k) g[k] = rstd * (offset + w[k]) * g[k] - scale * v[k];
     if (p.accumulate) {
       load8(dx + d, p.D - d, vectors, v);
 #pragma unroll

@@ -152,10 +152,12 @@ struct TileBackwardRows : TileRows {
   struct Weights {
     Floats p, d_score;
   };
-  NRL_INLINE_MEMBER Weights weights_of(std::int64_t r, int keys, int lane) const {
+  NRL_INLINE_MEMBER Weights weights_of(std::int64_t r, int before, int keys, int lane) const {
     Floats p = exp2_of(load<Floats>(scores + r * kTile + lane) * score_scale - log_sum[r]);
     Floats g = p * (load<Floats>(d_scores + r * kTile + lane) - dot[r]);
-    return {first_lanes_of(p, keys - lane, 0.0f), first_lanes_of(g, keys - lane, 0.0f)};
+    p = first_lanes_of(p, keys - lane, 0.0f), g = first_lanes_of(g, keys - lane, 0.0f);
+    if (before <= lane) return {p, g};
+    return {without_first_lanes(p, before - lane, 0.0f), without_first_lanes(g, before - lane, 0.0f)};
   }
 
   /// Sixteen words: `first` rounded to bfloat16 below `second`.
@@ -170,8 +172,8 @@ struct TileBackwardRows : TileRows {
   void weights_rows(std::int64_t r, std::int64_t t) {
     const int keys = visible(r / group, t), more = r + 1 < rows ? visible((r + 1) / group, t) : 0;
     for (int lane = 0; lane < kTile; lane += kLanes) {
-      Weights first = weights_of(r, keys, lane), second{Floats(0.0f), Floats(0.0f)};
-      if (more > 0) second = weights_of(r + 1, more, lane);
+      Weights first = weights_of(r, hidden(r / group, t), keys, lane), second{Floats(0.0f), Floats(0.0f)};
+      if (more > 0) second = weights_of(r + 1, hidden((r + 1) / group, t), more, lane);
       store(weights + r * kTile + lane, first.d_score);
       store(weights + (r + 1) * kTile + lane, second.d_score);  // of an odd last row: in the room behind it
       store_pairs(p_by_row + r / 2 * kTile + lane, first.p, second.p);

@@ -33,10 +33,16 @@ NRL_VEC Floats exp2_of(Floats x) {
   return x;
 }
 
+alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 /// The first `count` lanes of x, then `rest`.
 NRL_VEC Floats first_lanes_of(Floats x, int count, float rest) {
-  alignas(64) static constexpr float kIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return select(load<Floats>(kIndex) < Floats(static_cast<float>(count)), x, Floats(rest));
+  return select(load<Floats>(kLaneIndex) < Floats(static_cast<float>(count)), x, Floats(rest));
+}
+
+/// `rest` in the first `count` lanes, then x.
+NRL_VEC Floats without_first_lanes(Floats x, int count, float rest) {
+  return select(load<Floats>(kLaneIndex) < Floats(static_cast<float>(count)), Floats(rest), x);
 }
 
 /// A tile of keys in words [terms of the head in pairs][kTile], whole steps of terms; one of values [kTile / 2][width].
@@ -72,7 +78,7 @@ struct TileRows {
   /// What multiplies blocks of up to so many rows: a token's few query rows need not be filled up to sixteen.
   static Tiles unit_of(std::int64_t rows) { return Tiles(static_cast<int>(clamped(rows, 1, kTileRows))); }
   Tiles* unit;
-  std::int64_t head_dim, group, tokens, rows;
+  std::int64_t head_dim, group, window, tokens, rows;
   std::int64_t steps;       ///< of the head's terms
   std::int64_t acc_stride;  ///< columns of acc: H in whole tiles
   std::int64_t position;    ///< absolute position of the first token
@@ -116,6 +122,7 @@ struct TileRows {
       : unit(&tiles),
         head_dim(shape.head_dim),
         group(shape.group()),
+        window(shape.window),
         steps(tile_steps(head_dim)),
         acc_stride(tile_width(head_dim)),
         score_scale(static_cast<float>(shape.scale * kLog2E)) {
@@ -150,9 +157,16 @@ struct TileRows {
   }
 
   /// Keys of tile `t` that a token of this block may see. A block lies within one tile of positions, so every row sees
-  /// at least the first key of every tile that it meets.
+  /// at least the first key of every tile that it meets, unless that lies before its window.
   int visible(std::int64_t token, std::int64_t t) const {
     return static_cast<int>(clamped(position + token + 1 - t * kTile, 0, kTile));
+  }
+  /// As of QueryRows.
+  int hidden(std::int64_t token, std::int64_t t) const {
+    return window == 0 ? 0 : static_cast<int>(clamped(position + token + 1 - window - t * kTile, 0, kTile));
+  }
+  std::int64_t first_tile() const {
+    return window == 0 ? 0 : larger<std::int64_t>(0, position + 1 - window) / kTile;
   }
   std::int64_t tiles() const { return (position + tokens - 1) / kTile + 1; }
 
@@ -170,13 +184,18 @@ struct TileRows {
   }
 
   /// As QueryRows::softmax_row.
-  void softmax_row(std::int64_t r, int keys) {
+  void softmax_row(std::int64_t r, int before, int keys) {
     const float minus_infinity = -static_cast<float>(__builtin_inf());
+    if (before == kTile) return fill(weights + r * kTile, kTile, bfloat16{});
     Floats low = load<Floats>(scores + r * kTile) * score_scale,
            high = load<Floats>(scores + r * kTile + kLanes) * score_scale;
     if (keys < kTile) {
       low = first_lanes_of(low, keys, minus_infinity);
       high = first_lanes_of(high, keys - kLanes, minus_infinity);
+    }
+    if (before > 0) {
+      low = without_first_lanes(low, before, minus_infinity);
+      high = without_first_lanes(high, before - kLanes, minus_infinity);
     }
     const float new_max = larger(max[r], largest_of(max_of(low, high)));
     low = exp2_of(low - new_max), high = exp2_of(high - new_max);
@@ -222,14 +241,14 @@ struct TileRows {
     }
     if (tokens > 1) return add_packed(t, keys, values);
     score(t, q, keys, scores);
-    for (std::int64_t r = 0; r < rows; ++r) softmax_row(r, seen);
+    for (std::int64_t r = 0; r < rows; ++r) softmax_row(r, hidden(0, t), seen);
     add_rows(values, acc);
   }
 
   void add_packed(std::int64_t t, const Word* keys, const Word* values) {
     score(t, q, keys, scores);
     for (std::int64_t token = 0, r = 0; token < tokens; ++token)
-      for (const std::int64_t end = r + group; r < end; ++r) softmax_row(r, visible(token, t));
+      for (const std::int64_t end = r + group; r < end; ++r) softmax_row(r, hidden(token, t), visible(token, t));
     if (visible(0, t) == kTile || are_finite(values, value_words(head_dim))) return add_rows(values, acc);
     for (std::int64_t token = 0; token < tokens; ++token) add_token(token, visible(token, t), values);
   }

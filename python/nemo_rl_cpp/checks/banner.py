@@ -16,7 +16,7 @@ from pathlib import Path
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
 from nemo_rl_cpp.config.known_models import known_model
-from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, adapter_sizes
+from nemo_rl_cpp.config.lora import adapted_modules, adapter_sizes, modules_of_layers
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.memory import fit_text, forecast, forecast_summary, model_sizes, size_text, with_known_sizes
 from nemo_rl_cpp.config.policy import TrainedModelConfig
@@ -96,8 +96,11 @@ def _adapters(model: TrainedModelConfig) -> str | None:
         return None
     if sizes is None:
         return f"dim {lora.dim}"
-    modules, trained = adapted_modules(lora, sizes.num_hidden_layers), adapter_sizes(lora, sizes).trained
-    of = len(MATRICES) * sizes.num_hidden_layers
+    modules, trained = (
+        adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors),
+        adapter_sizes(lora, sizes).trained,
+    )
+    of = len(list(modules_of_layers(sizes.num_hidden_layers, sizes.fused_tensors)))
     return f"dim {lora.dim}, {len(modules)} of {of} matrices: {count_text(trained)} of {count_text(sizes.parameters)} parameters trained"
 
 

@@ -177,7 +177,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
             "adapter names no base, so use the merged model, in whose folder it lies"
         )  # fmt: skip
     sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
-    if sizes is None or adapted_modules(model.lora, sizes.num_hidden_layers):
+    if sizes is None or adapted_modules(model.lora, sizes.num_hidden_layers, sizes.fused_tensors):
         return
     key, _, why = nothing_adapted(model.lora, model.model_name, sizes.num_hidden_layers).partition(" ")
     yield Finding("error", f"{section}.dtensor_cfg.lora_cfg.{key}", why)

@@ -29,11 +29,17 @@ _OWN_LINE = re.compile(
     r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII
 )  # what `dump_yaml` writes of a configuration
 _HF_NAMES = {
-    "num_layers": ("num_hidden_layers",),
+    "layers": (
+        "num_hidden_layers",
+        "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+        "max_window_layers",
+        "no_rope_layers",
+    ),
     "num_heads": ("num_attention_heads",),
     "num_kv_heads": ("num_key_value_heads",),
-    "rope_inv_freq": ("rope_theta", "rope_scaling", "rope_parameters"),
-    "rope_attention_factor": ("rope_scaling", "rope_parameters"),
+    "ropes": ("rope_theta", "rope_scaling", "rope_parameters"),
     "qkv_bias": ("attention_bias", "model_type"),
     "output_bias": ("attention_bias",),
     "qk_norm": ("model_type",),

@@ -36,7 +36,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "policy.model_name",
-            f"is {name}, by its name a mixture of experts, which policy.backend native does not have (it has Llama, Mistral, OLMo 2, Qwen2 and Qwen3 without experts): the "
+            f"is {name}, by its name a mixture of experts, which policy.backend native does not have (docs/supported-models.md lists what it has): the "
             "run ends where it reads the model's config.json; policy.backend=hf trains it with transformers",
         )
     needed, memory = certain_bytes(config), machine_memory()

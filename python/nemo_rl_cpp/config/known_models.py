@@ -24,10 +24,12 @@ class ModelSizes:
     experts: int = 1
     """MLPs of a layer"""
     experts_per_token: int = 1
+    fused_tensors: bool = False
+    """q, k, v and gate, up are one matrix each"""
 
     def as_config(self) -> dict[str, object]:
         """The sizes under the names of config.json, of a model without experts."""
-        return {name: value for name, value in asdict(self).items() if not name.startswith("experts")}
+        return {name: value for name, value in asdict(self).items() if not name.startswith(("experts", "fused"))}
 
     def slice(self, count: int) -> ModelSizes:
         """Of one of so many slices (tensor parallelism)."""

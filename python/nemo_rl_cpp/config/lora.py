@@ -11,13 +11,19 @@ MATRICES = {
     "q_proj": "self_attn",
     "k_proj": "self_attn",
     "v_proj": "self_attn",
+    "qkv_proj": "self_attn",
     "o_proj": "self_attn",
     "gate_proj": "mlp",
     "up_proj": "mlp",
+    "gate_up_proj": "mlp",
     "down_proj": "mlp",
 }
 """The matrices of a layer, each with the module that holds it."""
-_SIDE_BY_SIDE = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Those of Phi 3, and what they stand for."""
+_SIDE_BY_SIDE = (
+    ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
+)  # fmt: skip
 """What a layer stores as one matrix (csrc/model/parameters.cpp)."""
 FROZEN = ("lm_head", "model.embed_tokens", "score")
 """Matrices outside of layers, which have no adapters."""
@@ -34,8 +40,8 @@ class LoraConfig(Section):
     )
     target_modules: list[str] = key(
         [],
-        "matrices to adapt: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or names with wildcards such as "
-        "*.layers.0.*.q_proj; []: all but exclude_modules. Only with match_all_linear false",
+        "matrices to adapt: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (of Phi 3 qkv_proj and gate_up_proj), or "
+        "names with wildcards such as *.layers.0.*.q_proj; []: all but exclude_modules. Only with match_all_linear false",
     )
     exclude_modules: list[str] = key(
         [], "matrices to leave out, named likewise; instead of target_modules, and only with match_all_linear false"
@@ -62,15 +68,16 @@ def module_of(layer: int, name: str) -> str:
     return f"model.layers.{layer}.{MATRICES[name]}.{name}"
 
 
-def modules_of_layers(layers: int) -> Iterator[str]:
-    """Every module that may have an adapter, in the order of a model's parameters."""
+def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
+    """Every module that may have an adapter, in the order of a model's parameters; `fused`: of a model with fused tensors."""
+    without = [name for parts in _FUSED.values() for name in parts] if fused else _FUSED
     for layer in range(layers):
-        yield from (module_of(layer, name) for name in MATRICES)
+        yield from (module_of(layer, name) for name in MATRICES if name not in without)
 
 
-def adapted_modules(lora: LoraConfig, layers: int) -> list[str]:
+def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[str]:
     """The modules of a model with so many layers that get adapters."""
-    modules = list(modules_of_layers(layers))
+    modules = list(modules_of_layers(layers, fused))
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if everything or not (wanted or unwanted):
         return modules
@@ -103,8 +110,9 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
         "q_proj": (query, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden), "o_proj": (hidden, query),
         "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
     }  # fmt: skip
+    shapes |= {name: (sum(shapes[part][0] for part in parts), hidden) for name, parts in _FUSED.items()}
     elements = {name: rows * columns for name, (rows, columns) in shapes.items()}
-    modules = set(adapted_modules(lora, sizes.num_hidden_layers))
+    modules = set(adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors))
     trained = sum(lora.dim * sum(shapes[module.rpartition(".")[2]]) for module in modules)
     kept = sum(
         sum(elements[name] for name in group)

@@ -7,6 +7,7 @@ from pathlib import Path
 from re import findall
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.sources import ModelFolderError
 
@@ -47,6 +48,9 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):
         known = packaged.sizes.as_config()  # of the packaged model, which need not be here yet
     known |= overrides or {}
+    made = SUPPORTED_ARCHITECTURES.get(str(known.get("model_type")))
+    if made is not None:
+        known = {**made.defaults, **known}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
     sizes = {name: value for name in (*needed, *optional) if is_count(value := known.get(name))}
@@ -55,7 +59,8 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     heads = sizes["num_attention_heads"]
     derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
     tied = bool(known.get("tie_word_embeddings", False))
-    return ModelSizes(**derived | sizes | expert_sizes(known), tie_word_embeddings=tied)
+    fused = made is not None and made.fused_tensors
+    return ModelSizes(**derived | sizes | expert_sizes(known), tie_word_embeddings=tied, fused_tensors=fused)
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:

@@ -273,7 +273,7 @@ class PolicyConfig(TrainedModelConfig):
     max_total_sequence_length: Positive = key(512, "longest sequence, prompt and response")
     backend: Backend = key(
         "native",
-        "native: the C++ trainer (Llama, Mistral, OLMo 2, Qwen2, Qwen3); hf: transformers, any causal language model, slower (extra hf)",
+        "native: the C++ trainer (docs/supported-models.md lists its architectures); hf: transformers, any causal language model, slower (extra hf)",
     )
     reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
         "auto", "use generation's log-probabilities as the old policy's; auto: as long as both agree bit for bit"

@@ -76,7 +76,7 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
 
 def _fault(pattern: str, key: str) -> str | None:
     """What is wrong with a name of target_modules or exclude_modules; None: nothing."""
-    if any(matches(pattern, module) for module in modules_of_layers(_MANY_LAYERS)):
+    if any(matches(pattern, module) for fused in (False, True) for module in modules_of_layers(_MANY_LAYERS, fused)):
         return None
     if any(matches(pattern, module) for module in FROZEN):
         return None if key == "exclude_modules" else f"names {pattern}: head and embedding stay frozen; leave it out"

@@ -137,7 +137,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
     A length that the configuration leaves out is bounded by the model's."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
-    from nemo_rl_cpp.models.hf_config import max_sequence_length
+    from nemo_rl_cpp.models.hf_config import max_positions
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
     say_fold(config)
@@ -153,7 +153,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
         key="generation.model_name",
     )
     if given is None:
-        length = max_sequence_length(folder.config)
+        length = max_positions(folder.config)
         engine.__dict__["max_model_len"] = min(engine.max_model_len or length, length)  # not as if it had been given
     dtype = getattr(torch, config.generation.vllm_cfg.precision)
     folder = replace(folder, max_length=engine.max_model_len)

@@ -1,26 +1,98 @@
 """The table of architectures: what the layers of a model_type are made of, and what its config.json may leave out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
+
+Form = Mapping[str, Plain]  # a configuration with the defaults of its model_type
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def _all_full(form: Form) -> list[str]:
+    return [FULL] * form["num_hidden_layers"]
+
+
+def _all_sliding(form: Form) -> list[str]:
+    return [SLIDING] * form["num_hidden_layers"]
+
+
+def _listed(form: Form, every: int) -> list[str]:
+    """By layer_types, else every so many layers one without a window."""
+    return form.get("layer_types") or [
+        FULL if (i + 1) % every == 0 else SLIDING for i in range(form["num_hidden_layers"])
+    ]
+
+
+def _where_switched_on(form: Form) -> list[str]:
+    """By use_sliding_window; then by layer_types, or from layer max_window_layers on."""
+    if not form["use_sliding_window"]:
+        return _all_full(form)
+    first = form["max_window_layers"]
+    return form.get("layer_types") or [SLIDING if i >= first else FULL for i in range(form["num_hidden_layers"])]
+
+
+def _smollm3_rotary(form: Form) -> list[bool]:
+    every = form["no_rope_layer_interval"]
+    return form.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(form["num_hidden_layers"])]
+
+
+def _smollm3_layer_types(form: Form) -> list[str]:
+    if not form["use_sliding_window"]:
+        return _all_full(form)
+    return form.get("layer_types") or [FULL if rotary else SLIDING for rotary in _smollm3_rotary(form)]
+
+
+def _granite_factors(form: Form) -> dict[str, float]:
+    return {
+        "attention_scale": form["attention_multiplier"],
+        "embedding_multiplier": form["embedding_multiplier"],
+        "residual_multiplier": form["residual_multiplier"],
+        "logit_multiplier": 1 / form["logits_scaling"],
+    }
+
+
+def _gemma_factors(form: Form) -> dict[str, float]:
+    return {
+        "attention_scale": form["query_pre_attn_scalar"] ** -0.5,
+        "embedding_multiplier": form["hidden_size"] ** 0.5,
+    }
 
 
 class Architecture(NamedTuple):
     """A model_type: its name in transformers, what its layers are made of, and what config.json may leave out.
 
-    `norms` names the norms of a layer by their place: before or after attention and MLP (csrc/model/config.h). `qk_norm` is
-    "none", "head" or "whole". `biases` are those that it may have: "qkv" always, "attention" by attention_bias, "mlp" by mlp_bias.
-    `windows` says which layers see a sliding window: "none", whatever config.json says, "all" where it names one, or "some", by
-    use_sliding_window, layer_types and max_window_layers.
+    Attributes:
+        norms: names of the norms of a layer by their place: before or after attention and MLP (csrc/model/config.h).
+        qk_norm: "none", "head" or "whole".
+        biases: those that it may have: "qkv" always, "attention" by attention_bias, "mlp" by mlp_bias.
+        layer_types: the kind of each layer; one of SLIDING sees sliding_window tokens, where that is not null.
+        rotary: whether each layer turns queries and keys.
+        rope_theta: where config.json has none.
+        local_rope: layers of SLIDING have rotary embeddings of their own: (key of their theta in format 4, its default).
+        partial_rotary: partial_rotary_factor counts.
+        fused_tensors: the checkpoint has qkv_proj and gate_up_proj.
+        norm_offset: norms multiply by this and their weight.
+        factors: those of attention_scale, embedding_multiplier, residual_multiplier and logit_multiplier that differ from the usual.
+        only: keys that may have one value alone.
+        activation: the key of the MLP's activation.
     """
 
     title: str
     defaults: dict[str, Plain]
     biases: tuple[str, ...] = ("attention",)
     qk_norm: str = "none"
-    windows: str = "none"
     norms: Mapping[str, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+    layer_types: Callable[[Form], list[str]] = _all_full
+    rotary: Callable[[Form], list[bool]] = lambda form: [True] * form["num_hidden_layers"]
+    rope_theta: float = 10000.0
+    local_rope: tuple[str | None, float] | None = None
+    partial_rotary: bool = False
+    fused_tensors: bool = False
+    norm_offset: float = 0.0
+    factors: Callable[[Form], dict[str, float]] = lambda form: {}
+    only: Mapping[str, Plain] = {}
+    activation: str = "hidden_act"
 
 
 # What transformers 5 takes for a key that config.json leaves out.
@@ -46,14 +118,51 @@ _MISTRAL = {
 _OLMO2 = {
     **_EVERY, "vocab_size": 50304, "intermediate_size": 11008, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
 }  # fmt: skip
+_GRANITE = {
+    **_LLAMA, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+}  # fmt: skip
+_SMOLLM3 = {
+    **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_PHI3 = {
+    **_EVERY, "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None,
+}  # fmt: skip
+_GEMMA3 = {
+    "vocab_size": 262208, "hidden_size": 2304, "rms_norm_eps": 1e-6, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+    "tie_word_embeddings": True, "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}  # fmt: skip
+_BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
-    "mistral": Architecture("Mistral", _MISTRAL, biases=(), windows="all"),
-    "olmo2": Architecture(
-        "Olmo2", _OLMO2, qk_norm="whole",
-        norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+    "mistral": Architecture("Mistral", _MISTRAL, biases=(), layer_types=_all_sliding),
+    "olmo2": Architecture("Olmo2", _OLMO2, qk_norm="whole", norms=_BEHIND),
+    "olmo3": Architecture(
+        "Olmo3", {**_OLMO2, "sliding_window": 4096}, qk_norm="whole", norms=_BEHIND, layer_types=lambda form: _listed(form, 4),
+        rope_theta=500000.0, local_rope=(None, 500000.0),
     ),
-    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",), windows="some"),
-    "qwen3": Architecture("Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head", windows="some"),
+    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",), layer_types=_where_switched_on),
+    "qwen3": Architecture(
+        "Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head", layer_types=_where_switched_on
+    ),
+    "smollm3": Architecture(
+        "SmolLM3", _SMOLLM3, biases=("attention", "mlp"), layer_types=_smollm3_layer_types, rotary=_smollm3_rotary,
+        rope_theta=2000000.0,
+    ),
+    "granite": Architecture("Granite", _GRANITE, biases=("attention", "mlp"), factors=_granite_factors),
+    "phi3": Architecture(
+        "Phi3", _PHI3, biases=(), layer_types=_all_sliding, partial_rotary=True, fused_tensors=True
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3Text", _GEMMA3, qk_norm="head", norm_offset=1.0, activation="hidden_activation",
+        layer_types=lambda form: _listed(form, form["sliding_window_pattern"]),
+        norms={"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND},
+        rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
+        only={"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False},
+    ),
 }  # fmt: skip
 """model_type -> what it is. Another dense architecture is an entry here."""

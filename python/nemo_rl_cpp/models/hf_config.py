@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models import rope
-from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES, Architecture
 from nemo_rl_cpp.models.sources import ModelFolderError, find_policy_weights
 
 TINY_CONFIG = {
@@ -102,25 +102,44 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
             f"model_type {kind!r} (architectures {config.get('architectures')}) is not supported by policy.backend=native; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}; policy.backend=hf trains what transformers loads"
         )
-    positions = SUPPORTED_ARCHITECTURES[kind].defaults["max_position_embeddings"]
-    form = rope.respell(config, positions)
-    if overrides:
-        rope_keys = (
-            "rope_scaling",
-            "rope_parameters",
-            "rope_theta",
-            "partial_rotary_factor",
-            "original_max_position_embeddings",
-        )
-        form.update({key: value for key, value in overrides.items() if key not in rope_keys})
-        form = rope.respell(rope.lay_rope_over(form, overrides), positions)
-    form = {**SUPPORTED_ARCHITECTURES[kind].defaults, **form}
+    made = SUPPORTED_ARCHITECTURES[kind]
+    rope_keys = (
+        "rope_scaling",
+        "rope_parameters",
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+    )
+    if made.local_rope is None:
+        form = _respelt(config, made)
+        if overrides:
+            form.update({key: value for key, value in overrides.items() if key not in rope_keys})
+            form = _respelt(rope.lay_rope_over(form, overrides), made)
+    else:
+        form = _respelt({**config, **overrides}, made)
+    form = {**made.defaults, **form}
     _derive(form)
     _check(form)
-    rope.check_rope(
-        form, rope.section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
-    )
+    if made.local_rope is not None:
+        form["layer_types"] = made.layer_types(form)
+    section = rope.section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
+    for kind_of_layer in form.get("rope_parameters", ("",)):
+        key = f"{section}.{kind_of_layer}" if kind_of_layer else section
+        rope.check_rope(rope.of_kind(form, kind_of_layer), key, is_partial=made.partial_rotary)
     return form
+
+
+def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
+    """The configuration with its rotary embeddings in the one form."""
+    positions = made.defaults["max_position_embeddings"]
+    if made.local_rope is not None:
+        return rope.respell_kinds(config, positions, made.rope_theta, *made.local_rope)
+    original = "original_max_position_embeddings"
+    if original not in made.defaults:
+        return rope.respell(config, positions, made.rope_theta)
+    # Phi 3: the key beside the section counts, also where config.json leaves it out
+    beside = {original: config.get(original) or made.defaults[original]}
+    return rope.respell({**config, **beside}, positions, made.rope_theta) | beside
 
 
 def _derive(form: dict[str, Plain]) -> None:
@@ -162,9 +181,11 @@ def _check(form: Mapping[str, Plain]) -> None:
         raise ModelFolderError(
             f"num_attention_heads {form['num_attention_heads']} is not a multiple of num_key_value_heads {form['num_key_value_heads']}"
         )
-    if not isinstance(form["hidden_act"], str) or form["hidden_act"] not in _ACTIVATIONS:
+    made = SUPPORTED_ARCHITECTURES[form["model_type"]]
+    activation = form[made.activation]
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ModelFolderError(
-            f"hidden_act {form['hidden_act']!r} is not supported: the native decoder computes silu and gelu_pytorch_tanh"
+            f"{made.activation} {activation!r} is not supported: the native decoder computes silu and gelu_pytorch_tanh"
         )
     if form.get("quantization_config"):
         raise ModelFolderError(
@@ -174,88 +195,66 @@ def _check(form: Mapping[str, Plain]) -> None:
         raise ModelFolderError(
             f"transformers_weights names the weights {form['transformers_weights']!r}, which is not supported: name the file model.safetensors"
         )
+    for key, value in made.only.items():
+        if (form.get(key) or None) != (value or None):
+            raise ModelFolderError(f"{key} is {form[key]!r}, which is not supported: {json.dumps(value)} was expected")
+    for key in _FACTORS:
+        if key in form and not rope.is_number(form[key]):
+            raise ModelFolderError(f"{key} is {form[key]!r}, but a number above 0 was expected")
     _check_layers(form)
 
 
 def _check_layers(form: Mapping[str, Plain]) -> None:
-    windows = _windows(form)
-    if windows == "none":
+    """What says which layers have a window and which turn their queries and keys."""
+    defaults, layers = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults, form["num_hidden_layers"]
+    if not defaults.keys() & {"sliding_window", "no_rope_layer_interval"}:
         return
-    if windows == "all":
-        window = form["sliding_window"]
-        if window is not None and not _is_size(window):
-            raise ModelFolderError(f"sliding_window is {window!r}, but a whole number from 1 was expected")
-        return
-    for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
-        value = form[key]
-        absent = value is None and key == "sliding_window"
-        if (
-            form["use_sliding_window"]
-            and not absent
-            and (isinstance(value, bool) or not isinstance(value, int) or value < least)
-        ):
-            raise ModelFolderError(f"{key} is {value!r}, but a whole number from {least} was expected")
-    kinds = form.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != form["num_hidden_layers"]):
-        raise ModelFolderError(
-            f"layer_types is {kinds!r}, but a list of num_hidden_layers {form['num_hidden_layers']} kinds was expected"
-        )
-    other = {kind for kind in kinds or () if kind not in ("full_attention", "attention", "sliding_attention")}
-    if other:
-        raise ModelFolderError(
-            f"layer_types has {sorted(map(str, other))}, which is not supported: full_attention in every layer was expected"
-        )
-
-
-def sliding_window(config: Mapping[str, Plain]) -> int | None:
-    """Tokens that some layer sees at most; None where every layer sees all. (A Llama or OLMo 2 has no windows, whatever its keys say.)
-
-    `config` is in the one form. The rule is that of transformers 5: `layer_types`, else the layers from `max_window_layers` on.
-    """
-    if config.get("sliding_window") is None or _windows(config) == "none":
-        return None
-    if _windows(config) == "all":
-        return config["sliding_window"]
-    if not config["use_sliding_window"]:
-        return None
-    kinds = config.get("layer_types")
-    slides = (
-        "sliding_attention" in kinds if kinds is not None else config["max_window_layers"] < config["num_hidden_layers"]
+    switched = form.get("use_sliding_window", True)
+    numbers = (
+        ("sliding_window", 1),
+        ("max_window_layers", 0),
+        ("no_rope_layer_interval", 1),
+        ("sliding_window_pattern", 1),
     )
-    return config["sliding_window"] if slides else None
+    for key, least in numbers:
+        value = form.get(key)
+        absent = key not in defaults or (value is None and key == "sliding_window")
+        counts = switched or key == "no_rope_layer_interval"
+        if counts and not absent and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ModelFolderError(f"{key} is {value!r}, but a whole number from {least} was expected")
+    for key in ("layer_types", "no_rope_layers"):
+        each = form.get(key)
+        if each is not None and (not isinstance(each, list) or len(each) != layers):
+            raise ModelFolderError(f"{key} is {each!r}, but a list of num_hidden_layers {layers} entries was expected")
+    if other := {kind for kind in form.get("layer_types") or () if kind not in (FULL, "attention", SLIDING)}:
+        raise ModelFolderError(
+            f"layer_types has {sorted(map(str, other))}, which is not supported: {FULL} and {SLIDING} are"
+        )
 
 
-def _full_attention(config: Mapping[str, Plain]) -> str:
-    """The override that switches a model's windows off."""
-    return "sliding_window=null" if _windows(config) == "all" else "use_sliding_window=false"
-
-
-def _windows(config: Mapping[str, Plain]) -> str:
-    return SUPPORTED_ARCHITECTURES[config["model_type"]].windows
+def has_window(config: Mapping[str, Plain]) -> bool:
+    """Whether some layer of a configuration in the one form sees sliding_window tokens alone."""
+    kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
+    return config.get("sliding_window") is not None and SLIDING in kinds
 
 
 def max_positions(config: Mapping[str, Plain]) -> int:
     """Tokens of the longest sequence that the model has positions for, with rope scaling, as vLLM derives it."""
-    positions, factor = rope.position_factor(config)
+    positions, factor = rope.position_factor(rope.of_kind(config, FULL))
     return int((positions or config["max_position_embeddings"]) * factor)
-
-
-def max_sequence_length(config: Mapping[str, Plain]) -> int:
-    """Tokens of the longest sequence that is computed right: `max_positions`, or a window that would act beyond."""
-    return min(max_positions(config), sliding_window(config) or max_positions(config))
 
 
 def check_length(config: Mapping[str, Plain], length: int, key: str, model: str) -> None:
     """Raises ModelFolderError when sequences of `length` tokens (of the configuration's `key`) are too long for the model, which
     messages call `model`. The rule is vLLM's."""
-    positions, window = max_positions(config), sliding_window(config)
+    positions = max_positions(config)
     section, _, name = key.partition(".")
     overrides = (
         f"{section}.hf_config_overrides" if name == "max_total_sequence_length" else None
     )  # an evaluation has none
     stated = config.get("model_max_length")  # a length that the model's makers allow beyond, as in vLLM
     if length > max(positions, stated if _is_size(stated) else 0):
-        of_pretraining, factor = rope.position_factor(config)
+        of_pretraining, factor = rope.position_factor(rope.of_kind(config, FULL))
         raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
         scaled = f", with its rope scaling by {factor:g}" if factor != 1 else ""
         advice = f", or set {overrides}.{raises} if the model can do more" if overrides else ""
@@ -263,33 +262,34 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
             f"{key} is {length}, but {model} has positions for {positions} tokens (max_position_embeddings "
             f"{config['max_position_embeddings']}{scaled}): lower {key}{advice}"
         )
-    if window is not None and length > window:
-        advice = f", or set {overrides}.{_full_attention(config)} for full attention" if overrides else ""
-        raise ModelFolderError(
-            f"{key} is {length}, but layers of {model} see {window} tokens (use_sliding_window, sliding_window), and windows are not supported: "
-            f"lower {key} to {window}{advice}"
-        )
 
 
 def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
     """What a reader of a config.json (as it stands) may not expect; each a sentence."""
     yield from rope.rope_remarks(config)
-    dropout = config.get("attention_dropout")
-    if dropout:
-        yield f"attention_dropout is {dropout}, but training computes without dropout"
+    for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
+        if config.get(key):
+            yield f"{key} is {config[key]}, but training computes without dropout"
     if config.get("auto_map"):
         yield f"auto_map names code of the model's own, which is not run: the model is computed as {config.get('model_type')}"
 
 
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_FACTORS = (
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "query_pre_attn_scalar",
+)  # fmt: skip
 _ARCHITECTURE = (
     "model_type",
     *_SIZES[:-1],
     "rms_norm_eps",
-    "hidden_act",
     *_FLAGS[:-1],
     "rope_theta",
     "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    *_FACTORS,
     *_WINDOW,
 )
 
@@ -298,18 +298,24 @@ def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
     """The keys of a configuration (in any form) that decide what the model computes, in the one form. Two models compute the same
     function of the same weights where these are equal; max_position_embeddings and names of tokens do not count."""
     form = canonical_config(config)
+    made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     known = {
-        *SUPPORTED_ARCHITECTURES[form["model_type"]].defaults,
+        *made.defaults,
         "model_type",
         "num_key_value_heads",
         "head_dim",
         "rope_theta",
         "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "no_rope_layers",
         "layer_types",
     }
     kept = {key: form[key] for key in _ARCHITECTURE if key in known and form.get(key) is not None}
-    kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept} | {"hidden_act": _ACTIVATIONS[form["hidden_act"]]}
-    if sliding_window(form) is None:
+    kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept} | {
+        "hidden_act": _ACTIVATIONS[form[made.activation]]
+    }
+    if not has_window(form):
         kept = {key: value for key, value in kept.items() if key not in _WINDOW}
     return kept
 
@@ -322,8 +328,8 @@ def native_config(
     Args:
         config: contents of config.json of a supported model, in any form.
         value_head: build a critic: one scalar a token in place of the language-model head.
-        max_length: tokens of the longest sequence that it will see; a sliding window at least so long never acts. None: as
-            many as the model has positions for.
+        max_length: tokens of the longest sequence that it will see, by which longrope chooses a table. None: as many as the
+            model has positions for.
 
     Raises:
         ModelFolderError: the architecture or one of its options is not supported; the message names it.
@@ -334,20 +340,19 @@ def native_config(
         raise ModelFolderError(
             f"head_dim {head_dim} is not supported: the attention kernels need a multiple of 8 up to 256"
         )
-    window = sliding_window(form)
-    if window is not None and window < (max_length or max_positions(form)):
-        raise ModelFolderError(
-            f"sliding-window attention of {window} tokens (use_sliding_window, sliding_window) is not supported: keep sequences within the window, "
-            f"or set hf_config_overrides.{_full_attention(form)} for full attention in every layer"
-        )
-    inv_freq, attention_factor = rope.rope_frequencies(form, head_dim)
     made = SUPPORTED_ARCHITECTURES[kind]
+    longest = max_length or max_positions(form)
+    layers, ropes = _layers(form, made, longest)
     bias = "attention" in made.biases and bool(form["attention_bias"])
     return {
         "vocab_size": form["vocab_size"],
         "hidden_size": form["hidden_size"],
         "intermediate_size": form["intermediate_size"],
-        "num_layers": form["num_hidden_layers"],
+        "layers": layers,
+        "ropes": ropes,
+        "num_layers": len(layers),  # the last three: of a core before LayerConfig
+        "rope_inv_freq": ropes[0][0],
+        "rope_attention_factor": ropes[0][1],
         "num_heads": form["num_attention_heads"],
         "num_kv_heads": form["num_key_value_heads"],
         "head_dim": head_dim,
@@ -358,11 +363,32 @@ def native_config(
         "mlp_bias": "mlp" in made.biases and bool(form["mlp_bias"]),
         "qk_norm": made.qk_norm,
         "norms": dict(made.norms),
-        "activation": _ACTIVATIONS[form["hidden_act"]],
+        "activation": _ACTIVATIONS[form[made.activation]],
         "value_head": value_head,
-        "rope_inv_freq": inv_freq,
-        "rope_attention_factor": attention_factor,
+        "fused_tensors": made.fused_tensors,
+        "norm_offset": made.norm_offset,
+        "attention_scale": head_dim**-0.5,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logit_multiplier": 1.0,
+        **{
+            name: value for name, value in made.factors(form).items() if not (value_head and name == "logit_multiplier")
+        },
     }
+
+
+def _layers(
+    form: Mapping[str, Plain], made: Architecture, longest: int
+) -> tuple[list[tuple[int, int | None]], list[tuple[list[float], float]]]:
+    """(window, number of its rotary table) of each layer, 0 for no window and None for no table; and the tables, as
+    (inverse frequencies, factor)."""
+    ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in form.get("rope_parameters", (FULL,))]
+    layers = []
+    for kind, rotary in zip(made.layer_types(form), made.rotary(form), strict=True):
+        slides = kind == SLIDING and form.get("sliding_window") is not None
+        table = rope.KINDS.index(kind) if made.local_rope is not None else 0
+        layers.append((form["sliding_window"] if slides else 0, table if rotary else None))
+    return layers, ropes
 
 
 def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
@@ -373,6 +399,11 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
         "self_attn.q": (query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
         "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner),
     }  # fmt: skip
+    if native["fused_tensors"]:
+        products = {
+            "self_attn.qkv": (query + 2 * key_value, hidden), "self_attn.o": (hidden, query),
+            "mlp.gate_up": (2 * inner, hidden), "mlp.down": (hidden, inner),
+        }  # fmt: skip
     normed_heads = {"none": (), "head": (("q", heads), ("k", heads)), "whole": (("q", query), ("k", key_value))}[
         native["qk_norm"]
     ]
@@ -383,7 +414,7 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
         "self_attn.o": "output_bias",
     }
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
-    for layer in range(native["num_layers"]):
+    for layer in range(len(native["layers"])):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{norm}.weight": [hidden] for norm in native["norms"].values()}
         shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}

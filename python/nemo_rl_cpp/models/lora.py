@@ -74,8 +74,9 @@ class Lora:
         wanted = config.lora
         if wanted is None:
             return None
-        layers = folder.native()["num_layers"]
-        modules = adapted_modules(wanted, layers)
+        native = folder.native()
+        layers = len(native["layers"])
+        modules = adapted_modules(wanted, layers, native["fused_tensors"])
         if not modules:
             raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{nothing_adapted(wanted, config.model_name, layers)}")
         return cls(

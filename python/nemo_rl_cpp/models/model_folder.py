@@ -85,6 +85,10 @@ class ModelFolder:
             raise ModelFolderError(
                 f"{key} is {count}, but the vocabulary has {native['vocab_size']} entries; set it to 1"
             )
+        if count > 1 and native["fused_tensors"]:
+            raise ModelFolderError(
+                f"{key} is {count}, but tensors of the model hold queries, keys and values together ({self.config['model_type']}), which slices cannot; set it to 1"
+            )
         if count > 1 and native["qk_norm"] == "whole":
             raise ModelFolderError(
                 f"{key} is {count}, but the model normalises all heads of the queries and keys together ({self.config['model_type']}), which slices cannot; set it to 1"

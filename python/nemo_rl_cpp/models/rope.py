@@ -11,15 +11,24 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.sources import ModelFolderError
 
 DEFAULT_THETA = 10000.0
-SUPPORTED = ("default", "linear", "llama3", "yarn")
-_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-_REMEMBERS_ORIGINAL = ("llama3", "yarn")  # types that compare positions with those of pretraining
+KINDS = ("full_attention", "sliding_attention")
+"""Kinds of layers, which may have rotary embeddings of their own each."""
+SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": (),
+}
+_REMEMBERS_ORIGINAL = ("llama3", "yarn", "longrope")  # types that compare positions with those of pretraining
 _CHOICES = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 _ORIGINAL = "original_max_position_embeddings"
 _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
 
 
-def respell(config: Mapping[str, Plain], default_positions: int) -> dict[str, Plain]:
+def respell(
+    config: Mapping[str, Plain], default_positions: int, default_theta: float = DEFAULT_THETA
+) -> dict[str, Plain]:
     """The configuration with `rope_theta` and `rope_scaling` as its only words about rotary embeddings; nothing is checked.
 
     What counts where two places say it is as in transformers 5: `rope_scaling` before `rope_parameters`; within the section
@@ -28,10 +37,10 @@ def respell(config: Mapping[str, Plain], default_positions: int) -> dict[str, Pl
     """
     section = config.get(section_name(config)) or {}
     form = {name: value for name, value in config.items() if name not in _SPELLINGS}
-    form["rope_theta"], form["rope_scaling"] = _first(config.get("rope_theta"), DEFAULT_THETA), section or None
+    form["rope_theta"], form["rope_scaling"] = _first(config.get("rope_theta"), default_theta), section or None
     partial = config.get("partial_rotary_factor")
     if isinstance(section, Mapping):
-        kind = _kind(section)
+        kind = "longrope" if config.get("model_type") == "phi3" and _kind(section) in ("su", "yarn") else _kind(section)
         form["rope_theta"] = _first(section.get("rope_theta"), form["rope_theta"])
         partial = _first(section.get("partial_rotary_factor"), partial)
         scaling = {
@@ -49,14 +58,47 @@ def respell(config: Mapping[str, Plain], default_positions: int) -> dict[str, Pl
     return form
 
 
+def respell_kinds(
+    config: Mapping[str, Plain], default_positions: int, theta: float, local_key: str | None, local_theta: float
+) -> dict[str, Plain]:
+    """The same for a model whose KINDS of layers have embeddings of their own: `rope_parameters`, with a section for each, is the
+    form of transformers 5. Format 4 has one section, which scales the layers of full attention, `rope_theta` for these and
+    `local_key`, where there is one, as the theta of the others."""
+    section = config.get(section_name(config)) or {}
+    if not isinstance(section, Mapping):
+        raise ModelFolderError(f"{section_name(config)} is {section!r}, but a section was expected")
+    sections = section if set(KINDS) & section.keys() else {KINDS[0]: section}
+    thetas = _first(config.get("rope_theta"), theta), _first(local_key and config.get(local_key), local_theta)
+    form = {name: value for name, value in config.items() if name not in (*_SPELLINGS, local_key)}
+    form["rope_parameters"] = {}
+    for kind, beside in zip(KINDS, thetas, strict=True):
+        within = {"rope_parameters": sections.get(kind) or {}, "rope_theta": beside}
+        part = respell({"max_position_embeddings": config.get("max_position_embeddings"), **within}, default_positions)
+        form["rope_parameters"][kind] = {
+            "rope_type": "default",
+            **(part["rope_scaling"] or {}),
+            "rope_theta": part["rope_theta"],
+        }
+    return form
+
+
+def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
+    """What the one form says for layers of a kind, with `rope_theta` and `rope_scaling`."""
+    if "rope_parameters" not in form:
+        return dict(form)
+    scaling = dict(form["rope_parameters"][kind])
+    theta = scaling.pop("rope_theta")
+    return {**form, "rope_theta": theta, "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
+
+
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
     """Writes into the section what transformers derives from `positions` and from keys beside it."""
     scaling[_ORIGINAL] = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     if (
         scaling["rope_type"] == "yarn"
         and scaling.get("factor", 0) is None
-        and _is_number(positions)
-        and _is_number(scaling[_ORIGINAL])
+        and is_number(positions)
+        and is_number(scaling[_ORIGINAL])
     ):
         scaling["factor"] = positions / scaling[_ORIGINAL]
 
@@ -101,11 +143,15 @@ def section_name(config: Mapping[str, Plain]) -> str:
     )
 
 
-def check_rope(form: Mapping[str, Plain], key: str) -> None:
-    """Raises ModelFolderError where the one form asks for what is not computed; `key` is the section's name in messages."""
+def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False) -> None:
+    """Raises ModelFolderError where the one form asks for what is not computed; `key` is the section's name in messages.
+    `is_partial`: embeddings may turn a part of a head."""
     _number("rope_theta", form["rope_theta"])
-    if _number("partial_rotary_factor", form.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelFolderError(f"partial_rotary_factor {form['partial_rotary_factor']} is not supported: only 1 is")
+    part = _number("partial_rotary_factor", form.get("partial_rotary_factor", 1.0))
+    if part != 1.0 and not is_partial:
+        raise ModelFolderError(f"partial_rotary_factor {part} is not supported: only 1 is")
+    if part > 1:
+        raise ModelFolderError(f"partial_rotary_factor is {part}, but a number up to 1 was expected")
     scaling = form["rope_scaling"]
     if scaling is None:
         return
@@ -125,7 +171,15 @@ def check_rope(form: Mapping[str, Plain], key: str) -> None:
             )
     for name in _NEEDED[kind] + ((_ORIGINAL,) if kind in _REMEMBERS_ORIGINAL else ()):
         _number(f"{key}.{name}", scaling[name])
-    for name in _CHOICES if kind == "yarn" else ():
+    if kind == "longrope":
+        pairs = rotary_size(form) // 2
+        for name in ("short_factor", "long_factor"):
+            factors = scaling.get(name)
+            if not isinstance(factors, list) or len(factors) != pairs or not all(map(is_number, factors)):
+                raise ModelFolderError(
+                    f"{key}.{name} is {factors!r}, but a list of {pairs} numbers above 0 was expected"
+                )
+    for name in ("factor", "attention_factor") if kind == "longrope" else _CHOICES if kind == "yarn" else ():
         if scaling.get(name):  # transformers takes 0 for left out
             _number(f"{key}.{name}", scaling[name])
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
@@ -158,9 +212,9 @@ def _said(config: Mapping[str, Plain], section: Plain) -> Plain:
 
 def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
     """(positions that count in place of max_position_embeddings, factor of the positions), as vLLM derives a model's length: yarn
-    stretches the positions of pretraining by its factor, linear max_position_embeddings; llama3's are stretched already."""
+    stretches the positions of pretraining by its factor, linear max_position_embeddings; those of llama3 and longrope are stretched already."""
     scaling = form["rope_scaling"]
-    if scaling is None or scaling["rope_type"] == "llama3":
+    if scaling is None or scaling["rope_type"] in ("llama3", "longrope"):
         return None, 1.0
     return (scaling[_ORIGINAL] if scaling["rope_type"] == "yarn" else None), float(scaling["factor"])
 
@@ -181,25 +235,35 @@ def _kind(section: Mapping[str, Plain]) -> Plain:
     return _named_kind(section) or "default"
 
 
-def _is_number(value: Plain) -> bool:
+def is_number(value: Plain) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1e300
 
 
 def _number(name: str, value: Plain) -> float:
-    if not _is_number(value):
+    if not is_number(value):
         raise ModelFolderError(f"{name} is {value!r}, but a number above 0 was expected")
     return value
 
 
-def rope_frequencies(form: Mapping[str, Plain], head_dim: int) -> tuple[list[float], float]:
-    """Inverse frequencies [H/2] after rope scaling, and the factor that multiplies cos and sin.
+def rotary_size(form: Mapping[str, Plain]) -> int:
+    """Dimensions of a head that are turned."""
+    return int(form["head_dim"] * form.get("partial_rotary_factor", 1.0))
 
-    `form` is a configuration in the one form. Types: default, linear, llama3 (Llama 3.1), yarn (Peng et al., 2023).
+
+def rope_frequencies(form: Mapping[str, Plain], max_length: int) -> tuple[list[float], float]:
+    """Inverse frequencies [rotary_size / 2] after rope scaling, and the factor that multiplies cos and sin.
+
+    `form` is a configuration in the one form, `max_length` the tokens of the longest sequence. Types: default, linear, llama3
+    (Llama 3.1), yarn (Peng et al., 2023), longrope (Ding et al., 2024). Of longrope's two tables transformers takes one by the
+    longest text of a batch, so that a token's numbers depend on others; here as in vLLM `max_length` decides.
     """
+    head_dim = rotary_size(form)
     theta, scaling = float(form["rope_theta"]), form["rope_scaling"]
     inv_freq = [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
     if scaling is None:
         return inv_freq, 1.0
+    if scaling["rope_type"] == "longrope":
+        return _longrope(inv_freq, scaling, form["max_position_embeddings"], max_length)
     factor = float(scaling["factor"])
     if scaling["rope_type"] == "linear":
         return [f / factor for f in inv_freq], 1.0
@@ -218,6 +282,17 @@ def _llama3(frequency: float, scaling: Mapping[str, Plain], factor: float) -> fl
         return frequency / factor
     smooth = (original / wavelength - low) / (high - low)
     return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _longrope(
+    inv_freq: list[float], scaling: Mapping[str, Plain], positions: int, max_length: int
+) -> tuple[list[float], float]:
+    original = scaling[_ORIGINAL]
+    factors = scaling["long_factor" if max_length > original else "short_factor"]
+    attention_factor, factor = scaling.get("attention_factor"), scaling.get("factor") or positions / original
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return [f / by for f, by in zip(inv_freq, factors, strict=True)], float(attention_factor)
 
 
 def _yarn(

@@ -14,7 +14,7 @@ from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import native_runner
-from nemo_rl_cpp.models.hf_config import max_sequence_length
+from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.serving.engine_thread import EngineThread, engine_maker, longest_in_cache
@@ -69,7 +69,7 @@ def load_model(
     sizes = sizes or EngineSizes()
     folder = resolve_model(find_policy_weights(name), key="--model")
     opened = open_model_folder(str(folder), max_length=sizes.max_model_len, length_key="--max-model-len", key="--model")
-    longest = min(sizes.max_model_len or 1 << 60, max_sequence_length(opened.config))
+    longest = min(sizes.max_model_len or 1 << 60, max_positions(opened.config))
     opened = replace(opened, max_length=longest)
     opened.check_weights()
     tokenizer = Tokenizer.from_pretrained(folder, section="")

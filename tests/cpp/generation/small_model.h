@@ -12,10 +12,11 @@ namespace nemo_rl {
 
 inline model::ModelConfig small_config(bool qwen3) {
   model::ModelConfig c;
-  c.vocab_size = 131, c.hidden_size = 72, c.intermediate_size = 104, c.num_layers = 2, c.num_heads = 6,
-  c.num_kv_heads = 2, c.head_dim = 16;
+  c.vocab_size = 131, c.hidden_size = 72, c.intermediate_size = 104, c.layers.resize(2), c.num_heads = 6,
+  c.num_kv_heads = 2, c.head_dim = 16, c.attention_scale = 0.25;
   c.qk_norm = qwen3 ? model::QkNorm::head : model::QkNorm::none, c.qkv_bias = !qwen3, c.tie_word_embeddings = qwen3;
-  for (int i = 0; i < 8; ++i) c.rope_inv_freq.push_back(std::pow(10000.0, -2.0 * i / 16));
+  c.ropes.emplace_back();
+  for (int i = 0; i < 8; ++i) c.ropes[0].inv_freq.push_back(std::pow(10000.0, -2.0 * i / 16));
   return c;
 }
 

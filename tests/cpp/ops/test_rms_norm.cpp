@@ -19,7 +19,7 @@ std::pair<at::Tensor, at::Tensor> reference(const at::Tensor& x, const at::Tenso
 TEST(RmsNorm, ByHand) {
   // mean of squares (9 + 16) / 2 = 12.5
   const auto x = at::tensor({3.0, 4.0}).view({1, 2}), y = at::empty_like(x), rstd = at::empty({1, 1}, at::kDouble);
-  rms_norm_forward(x, at::tensor({1.0, 10.0}), 0.0, y, rstd);
+  rms_norm_forward(x, at::tensor({1.0, 10.0}), 0.0, 0.0, y, rstd);
   EXPECT_NEAR(rstd.item<double>(), 1 / std::sqrt(12.5), 1e-15);
   EXPECT_NEAR(y[0][0].item<double>(), 3 / std::sqrt(12.5), 1e-15);
   EXPECT_NEAR(y[0][1].item<double>(), 40 / std::sqrt(12.5), 1e-15);
@@ -32,8 +32,8 @@ TEST(RmsNorm, EqualsTheFormulaForEveryTypeAndShape) {
         const auto wide = randn({5, inner * D + 8}, 1, type), w = randn({D}, 2, type);
         const auto x = wide.narrow(1, 0, inner * D), y = at::empty({5, inner * D}, type),
                    rstd = at::empty({5, inner}, sums_of(type));
-        rms_norm_forward(x, w, kEps, y, rstd);
-        const auto [expected, expected_rstd] = reference(x.to(at::kDouble).reshape({5, inner, D}), w.to(at::kDouble));
+        rms_norm_forward(x, w, kEps, /*offset=*/1, y, rstd);
+        const auto [expected, expected_rstd] = reference(x.to(at::kDouble).reshape({5, inner, D}), w.to(at::kDouble) + 1);
         expect_close(y, expected.reshape({5, inner * D}), bound_of(type), "y");
         expect_close(rstd, expected_rstd, bound_of(sums_of(type)), "rstd");
       }
@@ -45,13 +45,13 @@ TEST(RmsNorm, BackwardEqualsAutogradAndAddsWhereItIsTold) {
     const auto A = sums_of(type);
     const auto x = randn({T, D}, 1, A), w = randn({D}, 2, type), dy = randn({T, D}, 3, A);
     const auto y = at::empty({T, D}, type), rstd = at::empty({T, 1}, A);
-    rms_norm_forward(x, w, kEps, y, rstd);
+    rms_norm_forward(x, w, kEps, /*offset=*/1, y, rstd);
     const auto leaf = x.to(at::kDouble).clone().set_requires_grad(true),
                weight = w.to(at::kDouble).clone().set_requires_grad(true);
-    reference(leaf.unsqueeze(1), weight).first.squeeze(1).backward(dy.to(at::kDouble));
+    reference(leaf.unsqueeze(1), weight + 1).first.squeeze(1).backward(dy.to(at::kDouble));
     for (const bool accumulate : {false, true}) {
       const auto before = randn({T, D}, 4, A), dx = before.clone(), dw = at::ones({D}, A);
-      rms_norm_backward(dy, x, w, rstd, dx, accumulate, dw);
+      rms_norm_backward(dy, x, w, /*offset=*/1, rstd, dx, accumulate, dw);
       expect_close(dx, leaf.grad() + (accumulate ? before.to(at::kDouble) : at::zeros({T, D}, at::kDouble)),
                    4 * bound_of(A), "dx");
       expect_close(dw, weight.grad() + 1, 4 * bound_of(A), "dw");

@@ -366,11 +366,6 @@ BROKEN = {
     "dynamic rope": lambda folder: (folder / "config.json").write_text(
         json.dumps(CONFIG | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
     ),
-    "sliding window": lambda folder: (folder / "config.json").write_text(
-        json.dumps(
-            CONFIG | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-        )
-    ),
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "adapter only": lambda folder: [
         (folder / "config.json").rename(folder / "adapter_config.json"),

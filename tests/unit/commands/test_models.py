@@ -10,7 +10,8 @@ PARAMETERS = {
     "Llama-3.1-8B": 8.03, "Mistral-7B": 7.248, "OLMo-2-0425-1B": 1.485, "OLMo-2-1124-7B": 7.299, "OLMo-2-1124-13B": 13.716, "Qwen2.5-0.5B": 0.494,
     "Qwen2.5-1.5B": 1.544, "Qwen2.5-3B": 3.086, "Qwen2.5-7B": 7.616, "Qwen2.5-14B": 14.77, "Qwen2.5-32B": 32.76, "Qwen2.5-Math-1.5B": 1.544,
     "Qwen2.5-Math-7B": 7.616, "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "DeepSeek-R1-Distill-Qwen-7B": 7.616, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.721,
-    "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-14B": 14.768, "Qwen3-32B": 32.762,
+    "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-14B": 14.768, "Qwen3-32B": 32.762, "Olmo-3-1025-7B": 7.298, "SmolLM3-3B": 3.075,
+    "granite-3.3-2b-instruct": 2.534, "Phi-3.5-mini-instruct": 3.821, "Phi-4-mini-instruct": 3.836, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0,
 }  # fmt: skip
 
 

@@ -76,33 +76,33 @@ def is_bf16(t):
     return t.dtype == torch.bfloat16
 
 
-def forward(kernels, qkv, sequences, N, K, H):
+def forward(kernels, qkv, sequences, N, K, H, window=0):
     blocks = query_blocks(sequences, kernels.block_rows(1, H, is_bf16(qkv)) // (N // K))
     out, lse = torch.zeros(len(qkv), N * H, dtype=qkv.dtype), torch.zeros(len(qkv), N)
-    kernels.attention_forward(N, K, H, is_bf16(qkv), qkv, None, None, blocks, len(blocks), out, lse, 1)
+    kernels.attention_forward(N, K, H, is_bf16(qkv), window, qkv, None, None, blocks, len(blocks), out, lse, 1)
     return out, lse
 
 
-def backward(kernels, qkv, out, d_out, lse, sequences, N, K, H):
+def backward(kernels, qkv, out, d_out, lse, sequences, N, K, H, window=0):
     blocks = query_blocks(sequences, kernels.backward_rows(H, is_bf16(qkv)) // (N // K))
     (keys, sharers), dots = key_blocks(sequences, kernels.backward_keys(H, is_bf16(qkv))), torch.zeros(len(qkv), N)
     d_qkv = torch.full_like(qkv, math.nan)  # every entry is written
-    kernels.attention_backward(N, K, H, is_bf16(qkv), qkv, out, d_out, lse, dots, table(sequences), sharers, blocks, len(blocks), keys, len(keys),
+    kernels.attention_backward(N, K, H, is_bf16(qkv), window, qkv, out, d_out, lse, dots, table(sequences), sharers, blocks, len(blocks), keys, len(keys),
                                len(qkv), d_qkv)  # fmt: skip
     return d_qkv
 
 
-def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound):
+def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound, window=0):
     N, K, H = shape
-    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H))
+    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H), window)
     qkv, d_out = randn(tokens, (N + 2 * K) * H, dtype=dtype), randn(tokens, N * H, dtype=dtype, seed=1)
     out, lse = C.attention_forward(qkv, sequences, heads)
-    got_out, got_lse = forward(kernels, qkv, sequences, N, K, H)
+    got_out, got_lse = forward(kernels, qkv, sequences, N, K, H, window)
     close(got_out, out, bound)
     close(got_lse, lse, 1e-5)  # float32 in both types
     # three products of rounded numbers instead of one
     close(
-        backward(kernels, qkv, got_out, d_out, got_lse, sequences, N, K, H),
+        backward(kernels, qkv, got_out, d_out, got_lse, sequences, N, K, H, window),
         C.attention_backward(qkv, out, d_out, lse, sequences, heads),
         3 * bound,
     )
@@ -110,8 +110,11 @@ def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound):
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("shape", HEADS, ids=str)
-def test_packed_attention_equals_the_cpu(kernels, shape, dtype, bound):
-    compare_with_the_cpu(kernels, *(small() if shape[2] == 128 else packed()), shape, dtype, bound)
+@pytest.mark.parametrize("window", [0, 2, 40])
+def test_packed_attention_equals_the_cpu(kernels, shape, dtype, bound, window):
+    if window and shape[2] > 64:
+        pytest.skip("the same code as for smaller heads")
+    compare_with_the_cpu(kernels, *(small() if shape[2] == 128 else packed()), shape, dtype, bound, window)
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
@@ -121,12 +124,13 @@ def test_the_largest_heads(kernels, dtype, bound):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 1, 16), (2, 2, 64), (7, 1, 128), (2, 1, 256)], ids=str)
-@pytest.mark.parametrize("chunks", [[40], [33, 1, 1, 5], [97, 1, 34]], ids=["whole", "mixed", "long"])
+@pytest.mark.parametrize("chunks", [[40], [33, 1, 1, 5, 30], [97, 1, 34]], ids=["whole", "mixed", "long"])
 def test_paged_attention_is_the_packed_one_bit_for_bit(kernels, shape, dtype, chunks):
     N, K, H = shape
+    window = 37 if chunks[0] == 33 else 0
     tokens, bf16 = sum(chunks), dtype == torch.bfloat16
     qkv = randn(tokens, (N + 2 * K) * H, dtype=dtype)
-    whole, _ = forward(kernels, qkv, [(0, tokens, 0, 0)], N, K, H)
+    whole, _ = forward(kernels, qkv, [(0, tokens, 0, 0)], N, K, H, window)
     cache = torch.full((6, K, 2, H * TILE), math.nan, dtype=dtype)  # what no token has written must not matter
     block_table, done = torch.tensor([5, 2, 0, 4, 1], dtype=torch.int32), 0
     for n in chunks:
@@ -137,7 +141,7 @@ def test_paged_attention_is_the_packed_one_bit_for_bit(kernels, shape, dtype, ch
         step = kernels.block_rows(many, H, bf16) // (N // K)
         blocks = table([[t, min(step, n - t), done + t, 0, 0, 0, 0] for t in range(0, n, step)])
         out = torch.zeros(n, N * H, dtype=dtype)
-        kernels.attention_forward(N, K, H, bf16, new, cache, block_table, blocks, len(blocks), out, None, many)
+        kernels.attention_forward(N, K, H, bf16, window, new, cache, block_table, blocks, len(blocks), out, None, many)
         assert torch.equal(bits(out), bits(whole[done : done + n])), done
         done += n
 
@@ -158,7 +162,7 @@ def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernel
     out, tables = torch.full((rows, N * H), 7.0, dtype=dtype), [entry for s in slices for entry in s[3]]
     flat = table([[*s[:3], sum(len(o[3]) for o in slices[:i]), len(s[3])] for i, s in enumerate(slices)])
     status = kernels.attention_paged(
-        N, K, H, is_bf16(qkv), qkv, flat, len(slices), torch.tensor(tables, dtype=torch.int32), rows, got_cache, out
+        N, K, H, is_bf16(qkv), 0, qkv, flat, len(slices), torch.tensor(tables, dtype=torch.int32), rows, got_cache, out
     )
     assert status == 0
     close(out[:18], expected, bound)

@@ -35,26 +35,28 @@ def parts(rows, columns):
 
 
 @pytest.mark.parametrize("x_dtype, w_dtype", [(F32, F32), (F32, BF16), (BF16, BF16)], ids=str)
-@pytest.mark.parametrize("D, inner", [(40, 1), (128, 3), (513, 1), (896, 1), (2049, 1)], ids=str)
-def test_rms_norm_equals_autograd(kernels, D, inner, x_dtype, w_dtype):
+@pytest.mark.parametrize(
+    "D, inner, offset", [(40, 1, 0.0), (128, 3, 1.0), (513, 1, 1.0), (896, 1, 0.0), (2049, 1, 0.0)], ids=str
+)
+def test_rms_norm_equals_autograd(kernels, D, inner, offset, x_dtype, w_dtype):
     """A warp a row up to 512 entries, a block a row above; sizes that vectors divide and others; groups in more than one part."""
     groups = 70 if D < 200 else 3
     types, size = (x_dtype == BF16, w_dtype == BF16), (inner, D, groups)
     x, w = randn(groups, inner, D, dtype=x_dtype), randn(D, seed=1, dtype=w_dtype)
     y, rstd = torch.zeros_like(x, dtype=w_dtype), torch.zeros(groups, inner)
-    kernels.rms_norm_forward(x, w, y, rstd, *size, *types)
+    kernels.rms_norm_forward(x, w, offset, y, rstd, *size, *types)
     leaf_x, leaf_w = x.double().requires_grad_(), w.double().requires_grad_()
-    expected = leaf_x * torch.rsqrt((leaf_x**2).mean(-1, keepdim=True) + 1e-6) * leaf_w
+    expected = leaf_x * torch.rsqrt((leaf_x**2).mean(-1, keepdim=True) + 1e-6) * (offset + leaf_w)
     close(y, expected.detach(), BOUND[w_dtype])
     dy = randn(groups, inner, D, seed=2, dtype=x_dtype)
     (expected * dy.double()).sum().backward()
     for accumulate in (0, 1):
         dx, dw = torch.ones_like(x), torch.ones(D)
-        kernels.rms_norm_backward(dy, x, w, rstd, dx, accumulate, *size, parts(groups, D), dw, *types)
+        kernels.rms_norm_backward(dy, x, w, offset, rstd, dx, accumulate, *size, parts(groups, D), dw, *types)
         close(dx, leaf_x.grad + accumulate, 2 * BOUND[x_dtype])
         close(dw - 1, leaf_w.grad, 1e-6)  # float32 in all types
     dx = dy.clone()
-    kernels.rms_norm_backward(dx, x, w, rstd, dx, 0, *size, parts(groups, D), torch.ones(D), *types)  # in place
+    kernels.rms_norm_backward(dx, x, w, offset, rstd, dx, 0, *size, parts(groups, D), torch.ones(D), *types)  # in place
     close(dx, leaf_x.grad, 2 * BOUND[x_dtype])
 
 
@@ -62,16 +64,19 @@ def test_rms_norm_equals_autograd(kernels, D, inner, x_dtype, w_dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("H", [16, 24, 128])
-def test_rope_turns_pairs_and_back(kernels, H, dtype):
+@pytest.mark.parametrize("H, R", [(16, 16), (24, 24), (128, 128), (128, 96), (24, 12)])
+def test_rope_turns_pairs_and_back(kernels, H, R, dtype):
+    """The first R dimensions of each head."""
     T, heads = 9, 3
-    x, positions, angles = randn(T, heads * H + 8, dtype=dtype), table(range(3, 3 + T)), randn(20, H // 2)
+    x, positions, angles = randn(T, heads * H + 8, dtype=dtype), table(range(3, 3 + T)), randn(20, R // 2)
     got, cos, sin = x.clone(), angles.cos(), angles.sin()
-    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, 0, T, dtype == BF16)
-    a, b = x[:, : heads * H].double().view(T, heads, 2, H // 2).unbind(2)
+    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, R, 0, T, dtype == BF16)
+    whole = x[:, : heads * H].double().view(T, heads, H)
+    a, b = whole[..., :R].unflatten(-1, (2, R // 2)).unbind(2)
     c, s = cos[positions][:, None], sin[positions][:, None]
-    close(got[:, : heads * H], torch.stack([a * c - b * s, b * c + a * s], 2).reshape(T, -1), BOUND[dtype])
-    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, 1, T, dtype == BF16)
+    turned = torch.cat([a * c - b * s, b * c + a * s, whole[..., R:]], -1)
+    close(got[:, : heads * H], turned.reshape(T, -1), BOUND[dtype])
+    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, R, 1, T, dtype == BF16)
     close(got, x, 2 * BOUND[dtype])
     assert torch.equal(got[:, heads * H :], x[:, heads * H :])
 

@@ -12,8 +12,8 @@ from nemo_rl_cpp.models.weights import initialize_weights
 from row_batch import padded_rows
 
 
-def make_policy(precision="float32", **generation):
-    config = PolicyConfig(model_name="tiny-random", precision=precision, max_total_sequence_length=400, sequence_packing={"train_mb_tokens": 900, "logprob_mb_tokens": 700},
+def make_policy(precision="float32", overrides=None, **generation):
+    config = PolicyConfig(model_name="tiny-random", precision=precision, hf_config_overrides=overrides or {}, max_total_sequence_length=400, sequence_packing={"train_mb_tokens": 900, "logprob_mb_tokens": 700},
                           generation={"max_new_tokens": 40, **generation})  # fmt: skip
     config.fill_defaults()
     return Policy(None, config, tiny_tokenizer(), seed=2, init_reference_model=False)
@@ -41,9 +41,20 @@ def as_training_data(inputs, outputs, generations):
     }  # fmt: skip
 
 
+LAYERS = {
+    "llama": {},
+    "olmo3": {"sliding_window": 20},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "phi3": {"sliding_window": 70, "partial_rotary_factor": 0.5},
+    "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2},
+}
+
+
+@pytest.mark.parametrize("family", LAYERS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_generation_logprobs_equal_the_trainers_bit_for_bit(precision, threads):
+def test_generation_logprobs_equal_the_trainers_bit_for_bit(family, precision, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -53,7 +64,13 @@ def test_generation_logprobs_equal_the_trainers_bit_for_bit(precision, threads):
             (70, 64, 8, True),
             (23, 1000, 4, False),
         ):
-            policy = make_policy(precision, max_batch_size=batch, prefill_chunk_tokens=chunk, temperature=0.8)
+            policy = make_policy(
+                precision,
+                {"model_type": family, **LAYERS[family]},
+                max_batch_size=batch,
+                prefill_chunk_tokens=chunk,
+                temperature=0.8,
+            )
             policy.config.__dict__["share_prompt_prefix"] = share
             sizes = [1 + (37 * i) % 300 for i in range(6)]
             inputs = prompts(sizes, generations, seed=batch)

@@ -10,10 +10,8 @@ from nemo_rl_cpp.models.hf_config import (
     canonical_config,
     config_remarks,
     max_positions,
-    max_sequence_length,
     native_config,
     read_config,
-    sliding_window,
 )
 from nemo_rl_cpp.models.rope import rope_frequencies
 from nemo_rl_cpp.models.sources import ModelFolderError
@@ -87,13 +85,15 @@ def test_a_null_factor_of_yarn_is_the_ratio_of_the_positions():
 
 
 def test_frequencies_written_by_hand():
-    plain, factor = rope_frequencies({"rope_theta": 100.0, "rope_scaling": None}, 4)
+    plain, factor = rope_frequencies({"head_dim": 4, "rope_theta": 100.0, "rope_scaling": None}, 64)
     assert plain == [1.0, 0.1] and factor == 1.0
-    linear, _ = rope_frequencies({"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 4)
+    linear, _ = rope_frequencies(
+        {"head_dim": 4, "rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 64
+    )
     assert linear == [0.5, 0.05]
     # original positions 2 pi and one rotation: the ramp is from dimension 0 (32 rotations lie before it) to 0, so only the first stays
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2 * math.pi}
-    scaled, factor = rope_frequencies({"rope_theta": 100.0, "rope_scaling": yarn}, 4)
+    scaled, factor = rope_frequencies({"head_dim": 4, "rope_theta": 100.0, "rope_scaling": yarn}, 64)
     assert scaled == pytest.approx([1.0, 0.025]) and factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
@@ -146,42 +146,66 @@ def test_a_window_that_no_layer_has_is_no_difference():
     assert changes(QWEN, QWEN | off | {"max_window_layers": 3}) != []
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 16}
+
+
 @pytest.mark.parametrize(
-    "config, window, positions, longest",
+    "config, windows, positions",
     [
-        (QWEN, None, 32768, 32768),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 3}, 4096, 32768, 4096),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 4}, None, 32768, 32768),
-        (QWEN | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None, 32768, 32768),
-        (QWEN | {"sliding_window": 16, "max_window_layers": 0}, None, 32768, 32768),
-        (
-            QWEN
-            | {
-                "use_sliding_window": True,
-                "sliding_window": 16,
-                "layer_types": ["full_attention"] * 4,
-                "max_window_layers": 0,
-            },
-            None,
-            32768,
-            32768,
-        ),
-        (TINY_CONFIG | {"sliding_window": 16, "use_sliding_window": True}, None, 512, 512),
-        (TINY_CONFIG | {"rope_scaling": YARN}, None, 128, 128),
-        (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, None, 768, 768),
+        (QWEN, [0, 0, 0, 0], 32768),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 3}, [0, 0, 0, 4096], 32768),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 4}, [0, 0, 0, 0], 32768),
+        (QWEN | SLIDING | {"sliding_window": None, "max_window_layers": 0}, [0, 0, 0, 0], 32768),
+        (QWEN | {"sliding_window": 16, "max_window_layers": 0}, [0, 0, 0, 0], 32768),
+        (QWEN | SLIDING | {"layer_types": ["full_attention"] * 4, "max_window_layers": 0}, [0, 0, 0, 0], 32768),
+        (TINY_CONFIG | SLIDING, [0, 0], 512),
+        (TINY_CONFIG | {"model_type": "mistral", "sliding_window": 16}, [16, 16], 512),
+        (QWEN | {"model_type": "olmo3", "hidden_size": 256}, [4096, 4096, 4096, 0], 2048),
+        (QWEN | {"model_type": "smollm3", "hidden_size": 256} | SLIDING, [0, 0, 0, 16], 32768),
+        (QWEN | {"model_type": "gemma3_text", "sliding_window_pattern": 2}, [4096, 0, 4096, 0], 131072),
+        (TINY_CONFIG | {"rope_scaling": YARN}, [0, 0], 128),
+        (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, [0, 0], 768),
     ],
 )
-def test_how_long_a_sequence_may_be(config, window, positions, longest):
-    form = canonical_config(config)
-    assert (sliding_window(form), max_positions(form), max_sequence_length(form)) == (window, positions, longest)
+def test_windows_of_the_layers_and_how_long_a_sequence_may_be(config, windows, positions):
+    form = canonical_config(config | {"head_dim": 16})
+    assert [window for window, _ in native_config(form)["layers"]] == windows and max_positions(form) == positions
 
 
-def test_a_window_acts_beyond_the_length_that_is_given():
-    config = QWEN | {"hidden_size": 256, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
-    assert native_config(config, max_length=16) == native_config(QWEN | {"hidden_size": 256})
-    for length in (17, None):
-        with pytest.raises(ModelFolderError, match="16 tokens.*use_sliding_window=false"):
-            native_config(config, max_length=length)
+def test_layers_without_rotary_embeddings_and_with_a_table_of_their_own():
+    tables = lambda config: [table for _, table in native_config(QWEN | {"hidden_size": 256} | config)["layers"]]  # noqa: E731
+    assert tables({"model_type": "smollm3"}) == [0, 0, 0, None]
+    assert tables({"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]}) == [None, 0, 0, None]
+    gemma = {"model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_theta": 9.0, "rope_local_base_freq": 4.0}
+    assert tables(gemma) == [1, 0, 1, 0]
+    full, local = native_config(QWEN | gemma | {"head_dim": 8})["ropes"]
+    assert (full[0][1], local[0][1]) == pytest.approx((9**-0.25, 4**-0.25))
+
+
+def test_longrope_takes_the_table_of_the_longest_sequence():
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = QWEN | {"model_type": "phi3", "hidden_size": 256, "rope_scaling": scaling, "max_position_embeddings": 8192}
+    short, factor = native_config(config, max_length=4096)["ropes"][0]
+    long, same = native_config(config, max_length=4097)["ropes"][0]
+    assert short == [2 * f for f in long] and factor == same == pytest.approx(
+        math.sqrt(1 + math.log(2) / math.log(4096))
+    )
+
+
+@pytest.mark.parametrize(
+    "config, sentence",
+    [
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which is not supported"),
+        ({"model_type": "olmo3", "layer_types": ["chunked_attention"] * 4}, "layer_types has .'chunked_attention'., which is not supported"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is .1., but a list of num_hidden_layers 4 entries"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0, but a number above 0 was expected"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported: only 1 is"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is .1.0., but a list of 4 numbers"),
+    ],
+)  # fmt: skip
+def test_what_layers_cannot_do_is_refused_by_its_key(config, sentence):
+    with pytest.raises(ModelFolderError, match=sentence):
+        native_config(QWEN | {"hidden_size": 256} | config)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +245,16 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
 
 @pytest.mark.parametrize("key", ["model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "hidden_act",
                                  "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "max_window_layers", "sliding_window",
-                                 "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings", "quantization_config"])  # fmt: skip
+                                 "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings", "quantization_config", "no_rope_layers",
+                                 "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "residual_multiplier", "num_hidden_layers"])  # fmt: skip
 def test_any_value_is_taken_or_refused_in_words(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
         for arguments in (
+            *(
+                (base | {"model_type": kind, key: value},)
+                for kind in ("smollm3", "granite", "phi3", "olmo3", "gemma3_text")
+            ),
             (base | {key: value},),
             (base, {key: value}),
             (base | {"rope_scaling": YARN | {key: value}},),

@@ -20,11 +20,12 @@ TILE = C.KEY_TILE
 #         N, K, H
 HEADS = [(3, 1, 16), (4, 4, 64), (9, 3, 64), (10, 2, 80), (7, 1, 128), (2, 1, 8), (3, 3, 24), (2, 2, 256)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+WINDOWS = [0, 1, 9, 40, 64]  # keys that a row sees: all, itself, less than a tile of 32, more, two tiles
 
 
-def heads_of(shape):
+def heads_of(shape, window=0):
     n, k, h = shape
-    return C.AttentionHeads(n, k, h, 1.0 / math.sqrt(h))
+    return C.AttentionHeads(n, k, h, 1.0 / math.sqrt(h), window)
 
 
 def random_qkv(tokens, shape, dtype, seed=0):
@@ -49,9 +50,9 @@ def assert_same_bits(a, b):
 class Cache:
     """A one-layer cache whose blocks are handed out in random order and whose unwritten positions are NaN."""
 
-    def __init__(self, shape, dtype, blocks, seed):
+    def __init__(self, shape, dtype, blocks, seed, window=0):
         n, k, h = shape
-        self.heads, self.head_dim = heads_of(shape), h
+        self.heads, self.head_dim = heads_of(shape, window), h
         self.storage = torch.full((blocks, k, 2, h * TILE), math.nan, dtype=dtype)
         self.in_pairs = dtype == torch.bfloat16 and C.cpu_capability() in ("amx", "software_tiles")
         self.free = list(range(blocks))
@@ -71,11 +72,11 @@ class Cache:
         return C.attention_paged(qkv, slices, self.heads, self.storage)
 
 
-def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None):
+def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None, window=0):
     """All sequences through one cache, several a step, each in random chunks (single tokens after decode_from)."""
     rng = random.Random(seed)
     dtype = sequence_qkv[0].dtype
-    cache = Cache(shape, dtype, sum(-(-len(x) // TILE) for x in sequence_qkv) + 3, seed)
+    cache = Cache(shape, dtype, sum(-(-len(x) // TILE) for x in sequence_qkv) + 3, seed, window)
     tables = [cache.table(len(x)) for x in sequence_qkv]
     done = [0] * len(sequence_qkv)
     outs = [[] for _ in sequence_qkv]
@@ -110,12 +111,13 @@ def threads(request):
 
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_forward_matches_float64_reference(shape, dtype):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_forward_matches_float64_reference(shape, dtype, window):
     sequences, tokens = packed([1, 5, 32, 33, 70])
     sequences.append((tokens, 20, sequences[4][0], 37))  # shares the first 37 rows of the last one
     qkv = random_qkv(tokens + 20, shape, dtype)
-    out, lse = C.attention_forward(qkv, sequences, heads_of(shape))
-    want, want_lse = reference.attention(qkv.double().numpy(), sequences, *shape, 1.0 / math.sqrt(shape[2]))
+    out, lse = C.attention_forward(qkv, sequences, heads_of(shape, window))
+    want, want_lse = reference.attention(qkv.double().numpy(), sequences, *shape, 1.0 / math.sqrt(shape[2]), window)
     limit = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float64: 1e-13}[dtype]
     assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert np.abs(out.double().numpy() - want).max() <= limit * max(1.0, np.abs(want).max())
@@ -153,49 +155,53 @@ def test_rows_of_no_sequence_are_zero():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_paged_equals_packed_bit_for_bit(shape, dtype, threads):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_paged_equals_packed_bit_for_bit(shape, dtype, threads, window):
     rng = random.Random(f"{shape}{dtype}")
     lengths = [1, 31, 32, 33, 64, 300] + [rng.randint(1, 300) for _ in range(4)]
     sequences, tokens = packed(lengths)
     qkv = random_qkv(tokens, shape, dtype)
-    out, _ = C.attention_forward(qkv, sequences, heads_of(shape))
+    out, _ = C.attention_forward(qkv, sequences, heads_of(shape, window))
     parts = [qkv[s : s + n] for s, n, _, _ in sequences]
     for seed in range(2):
-        for (s, n, _, _), got in zip(sequences, paged_in_chunks(parts, shape, seed, decode_from=260 if seed else None)):
+        chunked = paged_in_chunks(parts, shape, seed, decode_from=260 if seed else None, window=window)
+        for (s, n, _, _), got in zip(sequences, chunked):
             assert_same_bits(got, out[s : s + n])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 33, 70])
 def test_decode_does_not_depend_on_the_batch(batch, threads):
+    window = 33 * (batch % 2)
     shape, rng = (9, 3, 64), random.Random(batch)
     lengths = [rng.randint(1, 300) for _ in range(batch)]
     sequences, tokens = packed(lengths)
     qkv = random_qkv(tokens, shape, torch.bfloat16, seed=batch)
     last = [s + n - 1 for s, n, _, _ in sequences]
-    cache = Cache(shape, torch.bfloat16, sum(-(-n // TILE) for n in lengths), batch)
+    cache = Cache(shape, torch.bfloat16, sum(-(-n // TILE) for n in lengths), batch, window)
     tables = [cache.table(n) for n in lengths]
     cache.run(qkv, [(s, n - 1, 0, t) for (s, n, _, _), t in zip(sequences, tables)])
     got = cache.run(qkv[last], [(i, 1, n - 1, t) for i, (n, t) in enumerate(zip(lengths, tables))])
-    want, _ = C.attention_forward(qkv, sequences, heads_of(shape))
+    want, _ = C.attention_forward(qkv, sequences, heads_of(shape, window))
     assert_same_bits(got, want[last])
-    alone, _ = C.attention_forward(qkv[sequences[-1][0] :], [(0, lengths[-1], 0, 0)], heads_of(shape))
+    alone, _ = C.attention_forward(qkv[sequences[-1][0] :], [(0, lengths[-1], 0, 0)], heads_of(shape, window))
     assert_same_bits(got[-1], alone[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(9, 3, 64), (10, 2, 80)], ids=str)
-def test_shared_prefix_equals_own_rows_bit_for_bit(shape, dtype, threads):
+@pytest.mark.parametrize("window", [0, 9, 64])
+def test_shared_prefix_equals_own_rows_bit_for_bit(shape, dtype, threads, window):
     rng = random.Random(7)
     for prefix in [1, 17, 32, 45, 64, 130, 300]:
         lengths = [rng.randint(1, 120) for _ in range(5)]
         qkv = random_qkv(prefix + sum(lengths), shape, dtype, seed=prefix)
         starts = prefix + np.concatenate([[0], np.cumsum(lengths)])
         sequences = [(0, prefix, 0, 0)] + [(int(s), n, 0, prefix) for s, n in zip(starts, lengths)]
-        out, lse = C.attention_forward(qkv, sequences, heads_of(shape))
+        out, lse = C.attention_forward(qkv, sequences, heads_of(shape, window))
         for start, length, _, _ in sequences[1:]:
             whole = torch.cat([qkv[:prefix], qkv[start : start + length]])
-            want, want_lse = C.attention_forward(whole, [(0, prefix + length, 0, 0)], heads_of(shape))
+            want, want_lse = C.attention_forward(whole, [(0, prefix + length, 0, 0)], heads_of(shape, window))
             assert_same_bits(out[start : start + length], want[prefix:])
             assert_same_bits(lse[start : start + length], want_lse[prefix:])
 

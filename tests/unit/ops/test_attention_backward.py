@@ -26,8 +26,8 @@ TYPES = [
 ]
 
 
-def heads_of(shape):
-    return C.AttentionHeads(*shape, 1.0 / math.sqrt(shape[2]))
+def heads_of(shape, window=0):
+    return C.AttentionHeads(*shape, 1.0 / math.sqrt(shape[2]), window)
 
 
 def random_rows(tokens, columns, dtype, seed):
@@ -57,14 +57,15 @@ def group_layout(prompt, lengths, first=0):
 
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("dtype,grad_dtype,limit", TYPES, ids=str)
-def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit):
+@pytest.mark.parametrize("window", [0, 2, 9, 40, 64])
+def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit, window):
     group, end = group_layout(37, [20, 1, 40])
     sequences = [*group, (end, 33, 0, 0), (end + 33, 5, end, 12)]  # the last shares only a part of its prompt
     qkv, d_out = inputs(end + 38, shape, dtype, grad_dtype)
-    got = gradient(qkv, d_out, sequences, heads_of(shape))
+    got = gradient(qkv, d_out, sequences, heads_of(shape, window))
     n, k, h = shape
     want = reference.attention_backward(
-        qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h)
+        qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h), window
     )
     assert got.dtype == grad_dtype
     for columns in (slice(0, n * h), slice(n * h, (n + k) * h), slice((n + k) * h, None)):  # queries, keys, values
@@ -102,19 +103,22 @@ def test_backward_matches_sdpa(dtype, limit, length):
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 @pytest.mark.parametrize("prompt,lengths", [(45, [30, 64, 7]), (64, [1, 2, 90]), (3, [60] * 8), (200, [128] * 16)])
-def test_shared_prefix_gives_the_gradients_of_copies(dtype, limit, prompt, lengths):
+@pytest.mark.parametrize("window", [0, 50])
+def test_shared_prefix_gives_the_gradients_of_copies(dtype, limit, prompt, lengths, window):
     shape = (6, 2, 64)
     sequences, tokens = group_layout(prompt, lengths)
     qkv, d_out = inputs(tokens, shape, dtype, dtype)
-    got = gradient(qkv, d_out, sequences, heads_of(shape))
+    got = gradient(qkv, d_out, sequences, heads_of(shape, window))
     # without sharing: the prompt's rows stand before every generation, with no gradient of their own but once
     want = torch.zeros_like(got)
-    want[:prompt] += gradient(qkv[:prompt].clone(), d_out[:prompt].clone(), [(0, prompt, 0, 0)], heads_of(shape))
+    want[:prompt] += gradient(
+        qkv[:prompt].clone(), d_out[:prompt].clone(), [(0, prompt, 0, 0)], heads_of(shape, window)
+    )
     for start, length, _, _ in sequences[1:]:
         rows = torch.cat([torch.arange(prompt), torch.arange(start, start + length)])
         grad = d_out[rows]
         grad[:prompt] = 0
-        want.index_add_(0, rows, gradient(qkv[rows], grad, [(0, len(rows), 0, 0)], heads_of(shape)))
+        want.index_add_(0, rows, gradient(qkv[rows], grad, [(0, len(rows), 0, 0)], heads_of(shape, window)))
     assert relative_gap(got, want) <= limit
 
 

@@ -16,6 +16,8 @@ FAMILIES = {
     "llama": LLAMA,
     "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": False},
     "qwen3": LLAMA | {"model_type": "qwen3"},
+    "gemma3": LLAMA | {"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2},
+    "granite": LLAMA | {"model_type": "granite", "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
 }
 PLENTY = 1 << 28
 

@@ -5,7 +5,7 @@ import tiny
 import torch
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.config import find_config, load_grpo_config
-from nemo_rl_cpp.rollouts.train_batch import build_train_batch
+from nemo_rl_cpp.rollouts.batches import build_train_batch
 
 SMALL = ("grpo.num_prompts_per_step=7", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=28")
 

@@ -11,8 +11,7 @@ from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.generate import TextGenerator
-from nemo_rl_cpp.rollouts.rollouts import Conversations
-from nemo_rl_cpp.rollouts.turns import EarlyScoring
+from nemo_rl_cpp.rollouts.rollouts import Conversations, EarlyScoring
 from nemo_rl_cpp.serving.answers import Header
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody
 from nemo_rl_cpp.serving.kinds import ChatAnswer, CompletionAnswer

@@ -15,8 +15,7 @@ from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Message
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.rollouts.batches import TrainBatch
-from nemo_rl_cpp.rollouts.train_batch import sampled_by_policy, spoken_by_assistant
+from nemo_rl_cpp.rollouts.batches import TrainBatch, sampled_by_policy, spoken_by_assistant
 
 
 class Advantages(Protocol):

@@ -4,22 +4,15 @@ A group of generations with equal rewards has advantages of zero: it costs a tra
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal, NamedTuple, Self, TypedDict
+from typing import Self, TypedDict
 
 import torch
 
-from nemo_rl_cpp.algorithms.advantage_estimator import setting
 from nemo_rl_cpp.config.loop import LoopConfig
-from nemo_rl_cpp.config.master import TrainMasterConfig
-from nemo_rl_cpp.data.interfaces import DatumSpec
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.files.plain_state import check_state
-from nemo_rl_cpp.metrics.timer import Timer
-from nemo_rl_cpp.rollouts.batches import Rollouts
-from nemo_rl_cpp.rollouts.train_batch import sample_mask
+from nemo_rl_cpp.rollouts.batches import Rollouts, sample_mask
 
 
 class DynamicSamplingExhausted(ValueError):
@@ -40,14 +33,7 @@ def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.tensor([numbers.setdefault(int(i), len(numbers)) for i in ids], dtype=torch.long)
 
 
-def mixed_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """bool [B]: rows whose group has different raw rewards (max != min, exactly)."""
-    groups, rewards = group_numbers(batch), raw_rewards(batch)
-    lowest, highest = _extremes(groups, rewards)
-    return (lowest != highest)[groups]
-
-
-def _extremes(
+def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest and largest reward of every group, among `voters` bool [B]; both 0 where a group has none."""
@@ -67,79 +53,7 @@ def unmasked_rows(rollouts: Mapping[str, torch.Tensor], overlong_filtering: bool
     return sample_mask(rollouts, overlong_filtering) != 0
 
 
-class SamplingRound(NamedTuple):
-    """What `dynamic_sampling` returns: the batch, whether it is complete, and what earlier rounds kept for the next one."""
-
-    batch: BatchedDataDict[DatumSpec]
-    is_complete: bool
-    cache: BatchedDataDict[DatumSpec] | None
-    metrics: dict[str, float]
-
-
-def dynamic_sampling(
-    repeated_batch: BatchedDataDict[DatumSpec],
-    std: torch.Tensor,
-    baseline: torch.Tensor,
-    dynamic_sampling_num_gen_batches: int,
-    master_config: TrainMasterConfig | Mapping[str, Mapping[str, int]],
-    timer: Timer | None,
-    batch_cache: BatchedDataDict[DatumSpec] | None = None,
-    unit: Literal["group", "sample"] = "group",
-) -> SamplingRound:
-    """One round of dynamic sampling, with NeMo RL's signature and results. The loop here uses `GroupSampler`.
-
-    Args:
-        repeated_batch: rollouts of this round; gets `baseline` and `std`.
-        std, baseline: [B] of each row's group.
-        dynamic_sampling_num_gen_batches: batches generated for this step, this one included.
-        master_config: a configuration (or dictionary) with section `grpo` or `ppo`.
-        batch_cache: what earlier rounds kept.
-        unit: "group" keeps groups whose raw rewards differ, and raises once the configured number of batches was
-            generated; "sample" is NeMo RL's rule: rows with std != 0, and one batch more. A batch with neither
-            `group_id` nor `idx` says nothing of groups but their std, and goes by "sample".
-
-    With dynamic sampling off: the batch, True, None, {}. Else the batch's `filtered_reward` are the kept rows' rewards and its `total_reward` the rewards of
-    all rows of all rounds, and so longer than the other entries until the batch is complete and cut.
-
-    Raises DynamicSamplingExhausted (a ValueError) when the batches allowed are used up.
-    """
-    if unit not in ("group", "sample"):
-        raise ValueError(f"unit is {unit!r}; it must be 'group' or 'sample'")
-    if "group_id" not in repeated_batch and "idx" not in repeated_batch:
-        unit = "sample"
-    found = ((name, setting(master_config, name, None)) for name in ("grpo", "ppo"))
-    section_name, section = next((each for each in found if each[1] is not None), ("", None))
-    if section is None:
-        raise ValueError("the configuration has neither a grpo nor a ppo section")
-    repeated_batch["baseline"], repeated_batch["std"] = baseline, std
-    if not setting(section, "use_dynamic_sampling"):
-        return SamplingRound(repeated_batch, True, None, {})
-    with timer.time("dynamic_sampling") if timer is not None else nullcontext():
-        kept = mixed_rows(repeated_batch) if unit == "group" else std != 0.0
-        batch = repeated_batch.select_indices(kept)
-        batch["filtered_reward"] = batch["total_reward"]
-        batch["total_reward"] = repeated_batch["total_reward"]
-        if bool(kept.any()):
-            batch_cache = batch if batch_cache is None else BatchedDataDict.from_batches([batch_cache, batch])
-            batch = batch_cache
-        wanted = setting(section, "num_prompts_per_step") * setting(section, "num_generations_per_prompt")
-        available = len(batch["filtered_reward"])
-        if available < wanted:
-            limit = setting(section, "dynamic_sampling_max_gen_batches")
-            if limit <= 0:
-                raise ValueError(f"{section_name}.dynamic_sampling_max_gen_batches is {limit}; it must be positive")
-            used = dynamic_sampling_num_gen_batches
-            if used > limit or (used == limit and unit == "group"):
-                raise DynamicSamplingExhausted(
-                    f"dynamic sampling has {available} of {wanted} samples after {used} generation batches "
-                    f"({section_name}.dynamic_sampling_max_gen_batches={limit}). {_ADVICE}"
-                )
-            return SamplingRound(batch, False, batch_cache, {})
-        metrics = {"dynamic_sampling_num_discarded_valid_samples": available - wanted}
-        return SamplingRound(batch.slice(0, wanted), True, batch_cache, metrics)
-
-
-_ADVICE = (
+ADVICE = (
     "Use data that the model solves sometimes, generate more samples a prompt (num_generations_per_prompt), raise "
     "dynamic_sampling_max_gen_batches or batch_multiplier, or set use_dynamic_sampling=false"
 )
@@ -245,7 +159,7 @@ class GroupSampler:
         if "weight_version" not in rollouts:
             rollouts["weight_version"] = torch.full((len(groups),), weight_version, dtype=torch.long)
         voters = None if self._voters is None else self._voters(rollouts)
-        lowest, highest = _extremes(groups, rewards, voters)
+        lowest, highest = extremes(groups, rewards, voters)
         mixed = lowest != highest
         self._batches += 1
         self._samples += len(rewards)
@@ -326,7 +240,7 @@ class GroupSampler:
             f"dynamic sampling found {self.cached_groups} of the {self.num_groups} groups that a step needs in "
             f"{self._batches} generation batches (dynamic_sampling_max_gen_batches={self.max_gen_batches}): of {total} "
             f"groups {counts.all_right} were all right, {counts.all_wrong} all wrong and {counts.mixed} mixed (all right: "
-            f"equal rewards above 0; all wrong: equal rewards of 0 or less). {_ADVICE}"
+            f"equal rewards above 0; all wrong: equal rewards of 0 or less). {ADVICE}"
         )
 
     def state_dict(self) -> SamplerState:

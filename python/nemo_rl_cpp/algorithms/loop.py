@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, require_valid_tokens, step_result, train_epochs
-from nemo_rl_cpp.rollouts.train_batch import LogprobNeeds, add_logprobs, build_train_batch
+from nemo_rl_cpp.rollouts.batches import LogprobNeeds, add_logprobs, build_train_batch
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.build import TrainingRun

@@ -1,12 +1,9 @@
 """What a training loop must remember to continue exactly where it was."""
 
-import json
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Self
 
-from nemo_rl_cpp.config.access import as_number, to_json
-from nemo_rl_cpp.files.durable import write_atomic
+from nemo_rl_cpp.config.access import as_number
 
 
 @dataclass
@@ -98,12 +95,3 @@ class TrainState:
             if name in values:
                 values[name] = as_number(values[name])
         return cls(**values)
-
-    def save(self, path: Path | str) -> None:
-        """Writes the state as JSON, in one step."""
-        write_atomic(Path(path), json.dumps(to_json(self.to_training_info()), indent=1))
-
-    @classmethod
-    def load(cls, path: Path | str) -> Self:
-        """The state written by `save`."""
-        return cls.from_training_info(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -13,7 +13,7 @@ from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line, stop_texts, who
 from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.generation.interfaces import generating
-from nemo_rl_cpp.rollouts.turns import generate_responses
+from nemo_rl_cpp.rollouts.rollouts import generate_responses
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType

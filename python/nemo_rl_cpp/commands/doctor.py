@@ -1,15 +1,39 @@
 """`nemo-rl-cpp doctor`: what this machine and this installation are, and whether three tiny steps train exactly."""
 
-from collections.abc import Sequence
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
+from nemo_rl_cpp import __version__
+from nemo_rl_cpp._torch_version import check_torch_version
 from nemo_rl_cpp.command_line import command_parser
+from nemo_rl_cpp.config.locate import source_tree
+from nemo_rl_cpp.config.memory import machine_memory, size_text
+from nemo_rl_cpp.files.durable import json_rows
 
 _EXAMPLES = """examples:
   nemo-rl-cpp doctor
   nemo-rl-cpp doctor --no-train     # the facts alone, within a second or two
 
 The output names no file of yours: it may go into a bug report as it is."""
+
+
+class Fact(NamedTuple):
+    """A line: ✓ good, · for your information, ! worth a look, ✗ wrong; with advice where there is any."""
+
+    mark: str
+    name: str
+    value: str
+    advice: str = ""
 
 
 class Exactness(NamedTuple):
@@ -24,19 +48,13 @@ class Exactness(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the facts and the self-test; the status is 1 where something is wrong."""
+    """Print the facts and the self-test; return 1 where something is wrong."""
     parser = command_parser(
         "doctor", "Look at this machine and this installation, and train three tiny steps.", _EXAMPLES
     )
     parser.add_argument("--no-train", action="store_true", help="leave the self-test out")
     parser.add_argument("--seconds", type=float, default=60.0, help="what the self-test may take (default: 60)")
     known = parser.parse_args(arguments)
-    return _examine(known.no_train, known.seconds)
-
-
-def _examine(no_train: bool, seconds: float) -> int:
-    from nemo_rl_cpp.commands.machine import facts
-
     wrong = 0
     for title, rows in facts():
         print(title)
@@ -47,20 +65,136 @@ def _examine(no_train: bool, seconds: float) -> int:
                 print(f"    {'':<{width}}{row.advice}")
             wrong += row.mark == "✗"
         print()
-    if not no_train:
-        wrong += _self_test(seconds)
-    print(
-        "Nothing is wrong."
-        if not wrong
-        else f"{wrong} thing{'s are' if wrong > 1 else ' is'} wrong: see the lines with ✗."
-    )
+    if not known.no_train:
+        wrong += _self_test(known.seconds)
+    many = f"{wrong} thing{'s are' if wrong > 1 else ' is'} wrong: see the lines with ✗."
+    print(many if wrong else "Nothing is wrong.")
     return 1 if wrong else 0
+
+
+def facts() -> Iterator[tuple[str, list[Fact]]]:
+    """Yield headings with their lines, so that those before one that fails are printed."""
+    yield "machine", _machine()
+    yield "installation", _installation()
+    yield "GPU", _gpu()
+    yield "optional packages", _extras()
+
+
+def _machine() -> list[Fact]:
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    busy = "other programs are running: timings will be poor, and fewer threads may be faster (OMP_NUM_THREADS)"
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    too_many = threads.isdigit() and int(threads) > cores
+    disk = shutil.disk_usage(".").free
+    rows = [
+        Fact("·", "system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
+        Fact("·", "processor", _processor()),
+        Fact("✓", "cores", f"{cores} for this process, load {load:.1f}"),
+        Fact(
+            "·", "threads", f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set: one thread a core"
+        ),
+        Fact("✓", "disk", f"{size_text(disk)} free in this folder"),
+    ]
+    if load > 1.5 * cores:
+        rows[2] = rows[2]._replace(mark="!", advice=busy)
+    if too_many:
+        advice = f"more threads than the {cores} cores of this process: they wait for one another"
+        rows[3] = rows[3]._replace(mark="!", advice=advice)
+    if disk < 5e9:
+        rows[4] = rows[4]._replace(mark="!", advice="a checkpoint takes 14 bytes a parameter")
+    if (memory := machine_memory()) is not None:
+        rows.append(Fact("✓", "memory", size_text(memory)))
+    return rows
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or "not known"
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flags and flag in flags[1].split()]
+    return f"{name[1] if name else 'not known'} ({', '.join(known) or 'none of avx2, avx512'})"
+
+
+def _installation() -> list[Fact]:
+    kind = "a checkout" if source_tree() is not None else "a wheel"
+    rows = [
+        Fact("✓", "nemo_rl_cpp", f"{__version__}, from {kind}"),
+        Fact("✓" if (3, 11) <= sys.version_info < (3, 15) else "!", "Python", platform.python_version()),
+    ]
+    try:
+        version = metadata.version("torch")
+        check_torch_version(version)
+    except metadata.PackageNotFoundError:
+        return [*rows, Fact("✗", "torch", "is not installed", "pip install torch")]
+    except ImportError as error:
+        return [*rows, Fact("✗", "torch", str(error))]
+    return [*rows, Fact("✓", "torch", version), _core()]
+
+
+def _core() -> Fact:
+    try:
+        from nemo_rl_cpp._native import C
+    except (ImportError, OSError) as error:
+        return Fact(
+            "✗", "native core", str(error), "install the package again: uv sync --reinstall-package nemo-rl-cpp"
+        )
+    lowered = [
+        f"{name}={value}"
+        for name in ("NEMO_RL_CPU_CAPABILITY", "ATEN_CPU_CAPABILITY")
+        if (value := os.environ.get(name))
+    ]
+    text = f"kernels for {C.cpu_capability()}" + (f" (lowered by {', '.join(lowered)})" if lowered else "")
+    return Fact("✓", "native core", f"{text}, CUDA kernels {'compiled' if C.cuda_compiled else 'not compiled'}")
+
+
+def _gpu() -> list[Fact]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return [Fact("!", "not known", f"torch cannot be imported, and says: {error}")]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        return [Fact("✓", "torch sees", ", ".join(names))]
+    why = "torch has no CUDA" if torch.version.cuda is None else f"torch is for CUDA {torch.version.cuda}"
+    if shutil.which("nvidia-smi"):
+        return [Fact("!", "torch sees none", why, "the driver, which is there, may be too old for it")]
+    return [Fact("·", "none", "training and generation run on the CPU")]
+
+
+def _extras() -> list[Fact]:
+    """The packages of the extras that the installed package declares."""
+    try:
+        needs = metadata.requires("nemo-rl-cpp") or []
+    except metadata.PackageNotFoundError:
+        return []
+    groups: dict[str, list[str]] = {}
+    for need in needs:
+        found = re.match(r"([\w.-]+).*;.*extra\s*==\s*['\"]([\w-]+)['\"]", need)
+        if found:
+            groups.setdefault(found[2], []).append(found[1])
+    return [_extra(extra, packages) for extra, packages in sorted(groups.items())]
+
+
+def _extra(extra: str, packages: Sequence[str]) -> Fact:
+    there, missing = [], []
+    for package in packages:
+        try:
+            there.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            missing.append(package)
+    if not missing:
+        return Fact("✓", extra, ", ".join(there))
+    return Fact("·", extra, f"not installed: {', '.join(missing)} (pip install 'nemo-rl-cpp[{extra}]')")
+
+
+# ---- the self-test
 
 
 def _self_test(seconds: float) -> int:
     """The number of things that are wrong."""
-    import os
-
     cores = len(os.sched_getaffinity(0))
     print(
         f"self-test: three steps of grpo_tiny.yaml, {'first with one thread, then with all' if cores > 1 else 'with one thread'}"
@@ -102,12 +236,6 @@ def _out_of_time(name: str, seconds: float, is_first: bool) -> int:
 
 def train_tiny(threads: int, seconds: float) -> Exactness | str | None:
     """Trains three steps in a process of its own; a text says what went wrong, None that there was not enough time."""
-    import os
-    import subprocess
-    import sys
-    import tempfile
-    import time
-
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="nemo_rl_doctor") as folder:
@@ -118,14 +246,9 @@ def train_tiny(threads: int, seconds: float) -> Exactness | str | None:
         ]  # fmt: skip
         try:
             done = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=max(seconds, 1.0),
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=max(seconds, 1.0),
                 stdin=subprocess.DEVNULL,
-            )
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             return None
         if done.returncode != 0:
@@ -135,10 +258,6 @@ def train_tiny(threads: int, seconds: float) -> Exactness | str | None:
 
 
 def _read(folder: str, seconds: float) -> Exactness | str:
-    from pathlib import Path
-
-    from nemo_rl_cpp.files.durable import json_rows
-
     with open(Path(folder) / "logs" / "exp_001" / "metrics.jsonl", encoding="utf-8") as file:
         rows = [row for row in json_rows(file) if "train/loss" in row]
     if not all("train/max_logprob_gap" in row and "train/logprob_mismatched_tokens" in row for row in rows):

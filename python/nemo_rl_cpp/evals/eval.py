@@ -31,8 +31,7 @@ from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.sources import find_policy_weights
 from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics, environment_metrics, rollout_metrics
-from nemo_rl_cpp.rollouts.rollouts import Conversations, repeat_prompts
-from nemo_rl_cpp.rollouts.turns import visible
+from nemo_rl_cpp.rollouts.rollouts import Conversations, repeat_prompts, visible
 from nemo_rl_cpp.user_code import serve
 
 

@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from nemo_rl_cpp.commands import doctor, machine
+from nemo_rl_cpp.commands import doctor
 from nemo_rl_cpp.commands.doctor import Exactness
 
 
@@ -31,10 +31,10 @@ def test_the_facts_of_this_machine(capsys):
 
 def test_too_many_threads_and_another_torch_are_seen(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
-    rows = {row.name: row for row in dict(machine.facts())["machine"]}
+    rows = {row.name: row for row in dict(doctor.facts())["machine"]}
     assert rows["threads"].mark == "!" and "they wait for one another" in rows["threads"].advice
     monkeypatch.setattr("nemo_rl_cpp._torch_version._built_for_torch", lambda: "1.0.0")
-    rows = {row.name: row for row in dict(machine.facts())["installation"]}
+    rows = {row.name: row for row in dict(doctor.facts())["installation"]}
     assert rows["torch"].mark == "✗" and "built for torch 1.0.0" in rows["torch"].value
 
 
@@ -52,7 +52,7 @@ def test_too_many_threads_and_another_torch_are_seen(monkeypatch):
 def test_the_self_test_tells_what_it_found(results, status, words, monkeypatch, capsys):
     left = list(results)
     monkeypatch.setattr(doctor, "train_tiny", lambda threads, seconds: left.pop(0))
-    monkeypatch.setattr(machine, "facts", list)
+    monkeypatch.setattr(doctor, "facts", list)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     assert doctor.main([]) == status and words in capsys.readouterr().out
 
@@ -75,7 +75,7 @@ def test_both_runs_of_the_self_test_have_the_threads_that_it_names(cores, thread
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(machine, "facts", list)
+    monkeypatch.setattr(doctor, "facts", list)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: cores)
     monkeypatch.setattr("subprocess.run", run)
     assert doctor.main([]) == 0 and seen == threads
@@ -97,7 +97,7 @@ def test_the_facts_are_told_without_torch(monkeypatch, capsys):
             raise metadata.PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(machine.metadata, "version", version)
+    monkeypatch.setattr(doctor.metadata, "version", version)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert doctor.main(["--no-train"]) == 1
     shown = capsys.readouterr().out

@@ -12,7 +12,7 @@ from nemo_rl_cpp.compat.environments.utils import create_env, register_env
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.environments.remote import shut_down
-from nemo_rl_cpp.rollouts.turns import calculate_rewards
+from nemo_rl_cpp.rollouts.rollouts import calculate_rewards
 
 NAMES = {
     "algorithms.advantage_estimator": "GRPOAdvantageEstimator GeneralizedAdvantageEstimator ReinforcePlusPlusAdvantageEstimator",

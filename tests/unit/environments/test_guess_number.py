@@ -6,8 +6,8 @@ from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp.data.datasets import load_response_dataset
 from nemo_rl_cpp.environments.games.guess_number import GuessNumberEnv
 from nemo_rl_cpp.environments.utils import create_env
+from nemo_rl_cpp.rollouts.batches import build_train_batch
 from nemo_rl_cpp.rollouts.rollouts import run_multi_turn_rollout
-from nemo_rl_cpp.rollouts.train_batch import build_train_batch
 
 
 def turn(env, said, **state):

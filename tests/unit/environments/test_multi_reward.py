@@ -9,7 +9,7 @@ from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.environments.multi_reward import MathMultiRewardEnvironment, extract_answer
 from nemo_rl_cpp.environments.ray_environment import joined
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.rollouts.turns import _merge
+from nemo_rl_cpp.rollouts.rollouts import _merge
 
 RESPONSES = {
     "<think>2 and 2</think>\n<answer>4</answer>": (1, 1, 1),

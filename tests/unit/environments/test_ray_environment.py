@@ -23,7 +23,7 @@ from nemo_rl_cpp.environments.remote import EnvironmentLostError, LocalActor, an
 from nemo_rl_cpp.environments.reverse_digits_environment import ReverseDigitsEnvironment
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.rollouts.rollout_metrics import environment_metrics
-from nemo_rl_cpp.rollouts.turns import calculate_rewards
+from nemo_rl_cpp.rollouts.rollouts import calculate_rewards
 from processes import wait_until_gone
 
 SETTINGS = ActorSettings(deadline=120.0, restarts=2)

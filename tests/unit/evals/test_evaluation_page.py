@@ -5,7 +5,7 @@ import math
 import re
 import statistics
 
-from nemo_rl_cpp.commands import compare as command
+from nemo_rl_cpp.commands import reports as command
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.evals.metrics import Interval
 from nemo_rl_cpp.evals.pages import compare_evaluations, difference, evaluation_page, is_evaluation, prompts_of
@@ -78,7 +78,7 @@ def test_several_evaluations_are_each_compared_with_the_first(tmp_path):
 def test_the_command_compares_evaluations(tmp_path, capsys):
     first, second = folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new")
     page = tmp_path / "out" / "page.html"
-    assert is_evaluation(first) and command.main([str(first), str(second), "--out", str(page)]) == 0
+    assert is_evaluation(first) and command.compare([str(first), str(second), "--out", str(page)]) == 0
     text = capsys.readouterr().out
     assert (
         re.search(r"model +old +new\nmean reward +0.5000 +0.5000\n", text) and "b: mean reward 0.5000 -> 0.5000" in text
@@ -94,14 +94,14 @@ def test_what_cannot_be_compared(tmp_path, capsys):
         ([first, tmp_path / "nothing"], "nothing is no folder of an evaluation"),
         ([first, first], "is given twice"),
     ):
-        assert command.main([*map(str, folders)]) == 2 and words in capsys.readouterr().err
+        assert command.compare([*map(str, folders)]) == 2 and words in capsys.readouterr().err
 
 
 def test_a_terminal_obeys_no_text_of_a_model(tmp_path, capsys):
     folders = [folder(tmp_path / name, rewards, f"{name}\x1b[2J", "\x1b]0;title\x07 \ud83d \u202e👩\u200d🔬 ü\n")
                for name, rewards in (("a", BEFORE), ("b", AFTER))]  # fmt: skip
     page = tmp_path / "page.html"
-    assert command.main([*map(str, folders), "--out", str(page)]) == 0
+    assert command.compare([*map(str, folders), "--out", str(page)]) == 0
     told = capsys.readouterr().out
     told.encode()  # half a character would raise
     assert "a: \\x1b]0;title\\x07 \\ud83d \\u202e👩\u200d🔬 ü 4\n" in told and "a\\x1b[2J " in told

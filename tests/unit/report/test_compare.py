@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import synthetic_run
-from nemo_rl_cpp.commands import compare as command
+from nemo_rl_cpp.commands import reports as command
 from nemo_rl_cpp.report import compare
 from nemo_rl_cpp.report.compare import Validated, compare_runs, different_folders, newcombe, run_folder
 from test_report import check, unpacked
@@ -33,7 +33,7 @@ def write_log(folder, accuracy, lr=1e-3, interval=0.05):
 def test_two_runs_side_by_side(tmp_path, capsys):
     folders = [write_log(tmp_path / "a" / "exp_001", 0.5), write_log(tmp_path / "b" / "exp_001", 0.9, lr=1e-4)]
     page = tmp_path / "new" / "compare.html"
-    assert command.main([*map(str, folders), "--out", str(page)]) == 0
+    assert command.compare([*map(str, folders), "--out", str(page)]) == 0
     text = capsys.readouterr().out
     lines = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1:] for line in text.splitlines() if line}
     assert lines["reward"] == ["0.100 → 0.300 (best 0.300)"] * 2 or "reward" in lines
@@ -83,9 +83,9 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, capsys):
         ([str(run), str(tmp_path)], "is given twice"),
         ([str(run), str(tmp_path / "nowhere")], "holds no metrics.jsonl"),
     ):
-        assert command.main(words) == 2 and message in capsys.readouterr().err
+        assert command.compare(words) == 2 and message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        command.main([str(run)])
+        command.compare([str(run)])
     assert "two log folders or more" in capsys.readouterr().err
 
 
@@ -123,6 +123,6 @@ def test_a_run_without_its_configuration_is_named(tmp_path, capsys):
     folders = [write_log(tmp_path / name, 0.5) for name in ("a", "b", "c")]
     (folders[1] / "hyperparams.json").unlink()
     page = tmp_path / "page.html"
-    assert command.main([*map(str, folders), "--out", str(page)]) == 0
+    assert command.compare([*map(str, folders), "--out", str(page)]) == 0
     told = "Keys are not compared: b has no hyperparams.json that can be read."
     assert told in " ".join(capsys.readouterr().out.split()) and told in page.read_text()

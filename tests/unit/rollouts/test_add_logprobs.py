@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nemo_rl_cpp.rollouts.batches import TrainBatch
-from nemo_rl_cpp.rollouts.train_batch import LogprobNeeds, add_logprobs
+from nemo_rl_cpp.rollouts.batches import LogprobNeeds, TrainBatch, add_logprobs
 
 
 class Policy:

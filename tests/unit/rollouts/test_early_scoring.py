@@ -6,8 +6,7 @@ import pytest
 import torch
 from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl_cpp.rollouts.rollouts import run_multi_turn_rollout
-from nemo_rl_cpp.rollouts.turns import EarlyScoring
+from nemo_rl_cpp.rollouts.rollouts import EarlyScoring, run_multi_turn_rollout
 
 TOKENIZER = ByteTokenizer()
 

@@ -6,9 +6,8 @@ from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.utils import create_env
-from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
-from nemo_rl_cpp.rollouts.train_batch import build_train_batch
-from nemo_rl_cpp.rollouts.turns import calculate_rewards, generate_responses
+from nemo_rl_cpp.rollouts.batches import build_train_batch
+from nemo_rl_cpp.rollouts.rollouts import calculate_rewards, generate_responses, repeat_prompts, run_multi_turn_rollout
 
 TOKENIZER = ByteTokenizer()
 
@@ -193,7 +192,9 @@ class _ActorMethod:
         self._method = method
 
     def remote(self, *args, **kwargs):
-        return Future.completed(self._method(*args, **kwargs))
+        future = Future()
+        future.run(lambda: self._method(*args, **kwargs))
+        return future
 
     def __call__(self, *args, **kwargs):
         raise TypeError("Actor methods cannot be called directly")

@@ -2,7 +2,7 @@
 
 import torch
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.rollouts.train_batch import add_token_loss_masks, build_train_batch, spoken_by_assistant
+from nemo_rl_cpp.rollouts.batches import add_token_loss_masks, build_train_batch, spoken_by_assistant
 
 
 def message(role, ids, logprobs=None):

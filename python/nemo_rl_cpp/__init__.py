@@ -55,7 +55,7 @@ _EXPORTS = {
     "load_grpo_config": "config",
     "load_ppo_config": "config",
     "push_to_hub": "models.hub_upload",
-    "resolve_model": "models.sources",
+    "resolve_model": "hub.sources",
     "train_grpo": "api.training",
     "train_ppo": "api.training",
     "write_report": "report",

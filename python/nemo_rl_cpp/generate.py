@@ -57,9 +57,9 @@ class TextGenerator:
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
         from nemo_rl_cpp.data.boundaries import end_token_ids
         from nemo_rl_cpp.data.tokenizer import Tokenizer
+        from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
         from nemo_rl_cpp.models.hf_config import max_positions
         from nemo_rl_cpp.models.model_folder import read_model_folder
-        from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve_model
 
         if not isinstance(precision, str) or precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")

@@ -16,8 +16,8 @@ import torch
 from bench_generation import NEW, ours, prompts
 from harness import Report, Times, alternate, begin
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.hub.sources import resolve_model
 from nemo_rl_cpp.models.hf_config import native_config, read_config
-from nemo_rl_cpp.models.sources import resolve_model
 from nemo_rl_cpp.models.weights import load_weights
 
 SHORT = 16

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--precision", nargs="+", default=["bfloat16"])
     arguments = parser.parse_args()
-    from nemo_rl_cpp.models.sources import resolve_model
+    from nemo_rl_cpp.hub.sources import resolve_model
 
     folder = str(resolve_model("smollm2-135m-instruct"))
     rows = {}

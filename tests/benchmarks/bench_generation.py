@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--until-stop", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    from nemo_rl_cpp.models.sources import resolve_model
+    from nemo_rl_cpp.hub.sources import resolve_model
 
     folder = str(resolve_model("smollm2-135m-instruct"))
     stops = stop_ids(folder) if arguments.until_stop else []

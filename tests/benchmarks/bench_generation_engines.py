@@ -169,7 +169,7 @@ class Side:
     """An engine in a process of its own."""
 
     def __init__(self, name: str, folder: str, arguments: argparse.Namespace, log: Path) -> None:
-        from nemo_rl_cpp.models.sources import smollm2_gguf
+        from nemo_rl_cpp.hub.sources import smollm2_gguf
 
         python = sys.executable if name == "ours" else environment_of(name, log.parent)
         command = [
@@ -242,7 +242,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.side:
         return serve(arguments.side, arguments.model, arguments.precision, arguments.threads)
-    from nemo_rl_cpp.models.sources import resolve_model
+    from nemo_rl_cpp.hub.sources import resolve_model
 
     folder, rows = str(resolve_model("smollm2-135m-instruct")), []
     with tempfile.TemporaryDirectory() as logs:

@@ -122,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.side:
         return one_side(arguments.side, arguments)
-    from nemo_rl_cpp.models.sources import resolve_model
+    from nemo_rl_cpp.hub.sources import resolve_model
 
     arguments.model = str(resolve_model("smollm2-135m-instruct"))
     runs: dict[str, list[dict[str, object]]] = {"ours": [], "trl": []}

@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=["ours", "vllm"], choices=["ours", "vllm"])
     parser.add_argument("--vllm-python", default=os.environ.get("NEMO_RL_VLLM_PYTHON"))
     arguments = parser.parse_args()
-    from nemo_rl_cpp.models.sources import resolve_model
+    from nemo_rl_cpp.hub.sources import resolve_model
 
     model, texts = str(resolve_model("smollm2-135m-instruct")), prompts(arguments.requests, 1)
     about = machine() | {"options": {name: value for name, value in vars(arguments).items() if name != "vllm_python"}}

@@ -53,8 +53,8 @@ def add(report: Report, what: str, side: str, tokens: int, times: Times, **figur
 def main() -> None:
     report = begin(__doc__, 3, precision={"default": "bfloat16", "choices": ["bfloat16", "float32"]}, base={"type": int, "default": 512},
                    lengths_only={"action": "store_true"})  # fmt: skip
+    from nemo_rl_cpp.hub.sources import resolve_model
     from nemo_rl_cpp.models.hf_config import native_config, read_config
-    from nemo_rl_cpp.models.sources import resolve_model
 
     folder, dtype = str(resolve_model("smollm2-135m-instruct")), getattr(torch, report.args.precision)
     run, config = ours(folder, report.args.precision, max_tokens=MICRO_BATCH_TOKENS), native_config(read_config(folder))

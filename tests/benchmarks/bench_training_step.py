@@ -304,7 +304,7 @@ def main() -> None:
     if arguments.side:
         return one_side(arguments)
     torch.set_num_threads(arguments.threads)
-    from nemo_rl_cpp.models.sources import resolve_model
+    from nemo_rl_cpp.hub.sources import resolve_model
 
     folder, result = str(resolve_model("smollm2-135m-instruct")), {}
     for precision in arguments.precision:

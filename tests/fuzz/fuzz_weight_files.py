@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from nemo_rl_cpp.models.sources import ModelFolderError
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, raw_tensors, tensor_entries, weight_files
 
 WORDS = [

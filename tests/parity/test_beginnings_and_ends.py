@@ -11,9 +11,9 @@ from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.evals import eval as evaluation
 from nemo_rl_cpp.generate import TextGenerator
+from nemo_rl_cpp.hub.sources import find_policy_weights
 from nemo_rl_cpp.models.generation.interfaces import Responses
 from nemo_rl_cpp.models.generation.native import NativeGeneration
-from nemo_rl_cpp.models.sources import find_policy_weights
 from nemo_rl_cpp.rollouts.rollouts import repeat_prompts
 from tokenizer_folders import KINDS, TEXT, write
 

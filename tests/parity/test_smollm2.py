@@ -14,7 +14,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def models():
-    from nemo_rl_cpp.models.sources import resolve_model
+    from nemo_rl_cpp.hub.sources import resolve_model
     from transformers import AutoModelForCausalLM
 
     folder = str(resolve_model("smollm2-135m-instruct"))

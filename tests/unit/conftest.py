@@ -6,8 +6,8 @@ import pytest
 @pytest.fixture(scope="session")
 def smollm2_tokenizer_folder(tmp_path_factory):
     """SmolLM2's tokenizer as a folder, without its weights: converted from the package in about a second."""
-    from nemo_rl_cpp.models.gguf_conversion import open_gguf, write_tokenizer
-    from nemo_rl_cpp.models.sources import smollm2_gguf
+    from nemo_rl_cpp.hub.gguf_conversion import open_gguf, write_tokenizer
+    from nemo_rl_cpp.hub.sources import smollm2_gguf
 
     folder = tmp_path_factory.mktemp("smollm2-tokenizer")
     write_tokenizer(open_gguf(smollm2_gguf()), folder)

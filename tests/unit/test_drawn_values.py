@@ -20,7 +20,7 @@ from nemo_rl_cpp.config.env import environment_sections
 from nemo_rl_cpp.config.keys import section_type
 from nemo_rl_cpp.config.python_values import plain
 from nemo_rl_cpp.generate import TextGenerator
-from nemo_rl_cpp.models import sources
+from nemo_rl_cpp.hub import sources
 
 pytestmark = pytest.mark.slow
 pandas = pytest.importorskip("pandas")

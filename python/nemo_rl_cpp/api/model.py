@@ -12,8 +12,8 @@ from nemo_rl_cpp.api.prompting import Prompt
 from nemo_rl_cpp.api.writing import Writer
 from nemo_rl_cpp.argument_checks import in_a_line, model_name
 from nemo_rl_cpp.config import load_eval_config
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.models.hf_config import read_config_file
-from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve_model
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import EvalMasterConfig

@@ -67,7 +67,7 @@ def _tokenizer(
 
 def _local_tokenizer(config: WholeConfig, evaluation: bool) -> Path | str | None:
     """The folder of the tokenizer if it is on this machine, "tiny" for the one of tiny-random."""
-    from nemo_rl_cpp.models import sources
+    from nemo_rl_cpp.hub import sources
 
     if evaluation:
         name = model = config.tokenizer.name or config.generation.model_name

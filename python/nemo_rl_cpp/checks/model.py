@@ -14,9 +14,7 @@ from nemo_rl_cpp.config.memory import model_sizes
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.resources import trainers_of
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
-from nemo_rl_cpp.models.hf_config import check_length, read_config_file
-from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
-from nemo_rl_cpp.models.sources import (
+from nemo_rl_cpp.hub.sources import (
     TINY_RANDOM,
     SourceError,
     check_is_no_file,
@@ -25,6 +23,8 @@ from nemo_rl_cpp.models.sources import (
     local_folder,
     nearest_model,
 )
+from nemo_rl_cpp.models.hf_config import check_length, read_config_file
+from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
 from nemo_rl_cpp.models.weight_files import weight_files
 
 from .finding import Finding

@@ -18,10 +18,10 @@ from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.config.messages import shown
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, read_text
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.models.hf_config import native_config, read_config, read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
-from nemo_rl_cpp.models.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 
 IDENTITY = Path("trainer_state") / "identity.json"

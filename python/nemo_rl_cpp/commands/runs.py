@@ -22,8 +22,8 @@ from nemo_rl_cpp.config.memory import forecast_text
 from nemo_rl_cpp.distributed.launch import serving
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.files.yaml_text import dump_yaml
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, resolve_tokenizer
 from nemo_rl_cpp.interrupts import nobody_reads, raise_if_interrupted, say
-from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
 from nemo_rl_cpp.stages import stage, stages_shown
 
 

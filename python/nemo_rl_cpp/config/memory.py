@@ -7,9 +7,9 @@ from pathlib import Path
 from re import findall
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.hf_config import read_config_file
-from nemo_rl_cpp.models.sources import ModelFolderError
 
 from .generation import GenerationConfig
 from .known_models import ModelSizes, known_model

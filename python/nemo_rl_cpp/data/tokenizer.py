@@ -84,7 +84,7 @@ class Tokenizer(SpecialTokens):
 
         Raises ValueError when there is no tokenizer.json, saying how to make one.
         """
-        from nemo_rl_cpp.models.sources import resolve_tokenizer
+        from nemo_rl_cpp.hub.sources import resolve_tokenizer
 
         folder = resolve_tokenizer(
             name_or_path, key="tokenizer.name" if section == "tokenizer" else "policy.model_name"

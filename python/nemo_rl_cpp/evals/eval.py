@@ -26,10 +26,10 @@ from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
 from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
+from nemo_rl_cpp.hub.sources import find_policy_weights
 from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.interfaces import PolicyInterface
-from nemo_rl_cpp.models.sources import find_policy_weights
 from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics, environment_metrics, rollout_metrics
 from nemo_rl_cpp.rollouts.rollouts import Conversations, repeat_prompts, visible
 from nemo_rl_cpp.user_code import serve

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
 from nemo_rl_cpp.models import rope
 from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES, Architecture
-from nemo_rl_cpp.models.sources import ModelFolderError, find_policy_weights
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,

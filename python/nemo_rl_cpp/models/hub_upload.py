@@ -7,7 +7,7 @@ from pathlib import Path
 from nemo_rl_cpp.argument_checks import folder_path, in_a_line, true_or_false
 from nemo_rl_cpp.config.checkpointing import repository_name
 from nemo_rl_cpp.errors import one_sentence
-from nemo_rl_cpp.models.sources import SourceError, find_policy_weights, hub_endpoint
+from nemo_rl_cpp.hub.sources import SourceError, find_policy_weights, hub_endpoint
 
 ADAPTER = "adapter"  # as models/lora.py has it, which loads torch
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")

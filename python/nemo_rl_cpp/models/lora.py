@@ -20,8 +20,8 @@ from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, module_of, nothin
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
-from nemo_rl_cpp.models.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.weights import Slices, named_whole, own_part
 
 ADAPTER = "adapter"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models import hf_config
-from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def open_model_folder(
     length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
 ) -> ModelFolder:  # fmt: skip
     """`policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name that
-    `models.sources.resolve_model` finds. Its remarks are printed.
+    `hub.sources.resolve_model` finds. Its remarks are printed.
 
     Args:
         overrides: `hf_config_overrides`, in either of transformers' spellings.

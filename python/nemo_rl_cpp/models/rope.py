@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.models.sources import ModelFolderError
+from nemo_rl_cpp.hub.sources import ModelFolderError
 
 DEFAULT_THETA = 10000.0
 KINDS = ("full_attention", "sliding_attention")

@@ -14,8 +14,8 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.hf_config import read_json
-from nemo_rl_cpp.models.sources import ModelFolderError
 
 if TYPE_CHECKING:
     import numpy as np

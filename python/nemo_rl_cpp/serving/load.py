@@ -12,11 +12,11 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import open_model_folder
-from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.serving.engine_thread import EngineThread, engine_maker, longest_in_cache
 from nemo_rl_cpp.serving.model import Limits, ServedModel
 from nemo_rl_cpp.serving.rollouts import Rollouts

@@ -14,7 +14,7 @@ from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironmen
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals import eval as evaluation
 from nemo_rl_cpp.evals.metrics import pass_at_k
-from nemo_rl_cpp.models.sources import find_policy_weights
+from nemo_rl_cpp.hub.sources import find_policy_weights
 
 REVERSE = [
     "tokenizer.chat_template=null", "data.dataset_name=reverse_digits", "data.env_name=reverse_digits", "data.processor=null",

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.hf_config import (
     TINY_CONFIG,
     architecture,
@@ -14,7 +15,6 @@ from nemo_rl_cpp.models.hf_config import (
     read_config,
 )
 from nemo_rl_cpp.models.rope import rope_frequencies
-from nemo_rl_cpp.models.sources import ModelFolderError
 
 QWEN = {
     "model_type": "qwen2",

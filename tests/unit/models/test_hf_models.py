@@ -7,10 +7,10 @@ import torch
 from hf_players import batch, hf_policy, hf_value, make, relative
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.hf.folder import hf_refusals, open_frozen
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-from nemo_rl_cpp.models.sources import ModelFolderError
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.models.weights import named_views
 

@@ -8,9 +8,9 @@ import torch
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config
 from nemo_rl_cpp.models.model_folder import ModelFolder
-from nemo_rl_cpp.models.sources import ModelFolderError
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from nemo_rl_cpp.models.sources import ModelFolderError
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.weight_files import check_parameters, fill_parameters, head_differs, raw_tensors, weight_files
 from safetensors.torch import save_file
 

@@ -100,7 +100,7 @@ def _datasets_library(what: str) -> ModuleType:
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
     """A data set of the hub (HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT count), or of the local cache when
     the hub does not answer. SourceError (a ValueError) of one sentence when it is in neither."""
-    from nemo_rl_cpp.models.sources import check_on_hub, unreachable
+    from nemo_rl_cpp.hub.sources import check_on_hub, unreachable
 
     reachable = check_on_hub(name, "dataset", "dataset_name or data_path")
     if reachable:

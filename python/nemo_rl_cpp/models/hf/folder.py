@@ -14,13 +14,13 @@ from torch import nn
 
 from nemo_rl_cpp.config.policy import HfConfig, TrainedModelConfig
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.hf.flat_model import FlatModel
 from nemo_rl_cpp.models.hf.library import quietly, transformers
 from nemo_rl_cpp.models.hf.outputs import ValueNet
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, read_config_file
 from nemo_rl_cpp.models.model_folder import note_as_said, was_said
-from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError, resolve_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.hf.library import accepts
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch
 from nemo_rl_cpp.models.policy.train_step import Scoring
-from nemo_rl_cpp.models.sources import ModelFolderError
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 from nemo_rl_cpp.models.weights import FILE_DTYPES
 

@@ -19,6 +19,7 @@ import torch
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.distributed.worker_calls import GRACE_SECONDS, WorkerLostError
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import local_folder
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.vllm.client import ServerClient, ServerStatusError
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import (
@@ -27,7 +28,6 @@ from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import
     SHARED_MEMORY,
     TESTED_VERSION,
 )
-from nemo_rl_cpp.models.sources import local_folder
 
 Refuse = Callable[[str], ValueError]
 PYTHON, SERVER = "policy.generation.vllm_cfg.python", "policy.generation.vllm_cfg.server_url"

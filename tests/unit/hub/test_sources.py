@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from nemo_rl_cpp.models import sources
+from nemo_rl_cpp.hub import sources
 
 CLOSED_PORT = "http://127.0.0.1:9"  # "discard": nothing listens there
 
@@ -28,7 +28,7 @@ def python(code, tmp_path, **environment):
 
 
 RESOLVE = """
-    from nemo_rl_cpp.models.sources import resolve_model
+    from nemo_rl_cpp.hub.sources import resolve_model
     try:
         print("FOLDER", resolve_model({name!r}))
     except ValueError as error:
@@ -127,7 +127,7 @@ def test_a_hub_that_accepts_and_never_answers(tmp_path):
     try:
         begin = time.monotonic()
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        code = "import nemo_rl_cpp.models.sources as s; s._HUB_DEADLINE = 1.0\n" + textwrap.dedent(
+        code = "import nemo_rl_cpp.hub.sources as s; s._HUB_DEADLINE = 1.0\n" + textwrap.dedent(
             RESOLVE.format(name="some/model")
         )
         out = python(code, tmp_path, HF_ENDPOINT=endpoint).stdout
@@ -141,7 +141,7 @@ def test_a_cached_tokenizer_is_had_without_asking_the_hub(tmp_path):
     snapshot = cached_tokenizer(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
-        code = "from nemo_rl_cpp.models.sources import resolve_tokenizer\nprint(resolve_tokenizer('some/model', ask_hub=False))"
+        code = "from nemo_rl_cpp.hub.sources import resolve_tokenizer\nprint(resolve_tokenizer('some/model', ask_hub=False))"
         out = python(code, tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert out.stdout.strip() == str(snapshot), out.stderr
         with pytest.raises(BlockingIOError):  # nobody called
@@ -191,7 +191,7 @@ def test_a_name_that_is_nearly_a_packaged_one_is_said(tmp_path, refusing_hub):
 
 def test_the_key_of_the_model_is_named(tmp_path):
     code = """
-        from nemo_rl_cpp.models.sources import resolve_model
+        from nemo_rl_cpp.hub.sources import resolve_model
         try:
             resolve_model("some/model", key="generation.model_name")
         except ValueError as error:
@@ -284,7 +284,7 @@ def small_gguf(tmp_path_factory):
 
 
 def test_conversion_gives_the_weights_back(small_gguf, tmp_path):
-    from nemo_rl_cpp.models.gguf_conversion import write_folder
+    from nemo_rl_cpp.hub.gguf_conversion import write_folder
     from safetensors.numpy import load_file
 
     file, expected = small_gguf
@@ -299,7 +299,7 @@ def test_conversion_gives_the_weights_back(small_gguf, tmp_path):
 
 
 def test_a_converted_folder_loads_in_transformers(small_gguf, tmp_path):
-    from nemo_rl_cpp.models.gguf_conversion import write_folder
+    from nemo_rl_cpp.hub.gguf_conversion import write_folder
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     write_folder(small_gguf[0], tmp_path)
@@ -310,7 +310,7 @@ def test_a_converted_folder_loads_in_transformers(small_gguf, tmp_path):
 
 
 def test_unknown_architectures_and_tensors_are_refused(small_gguf):
-    from nemo_rl_cpp.models.gguf_conversion import hf_name
+    from nemo_rl_cpp.hub.gguf_conversion import hf_name
 
     assert hf_name("blk.12.ffn_up.weight") == "model.layers.12.mlp.up_proj.weight"
     for name in ("blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight", "rope_freqs.weight"):
@@ -321,7 +321,7 @@ def test_unknown_architectures_and_tensors_are_refused(small_gguf):
 PREPARE = """
     import sys
     from pathlib import Path
-    from nemo_rl_cpp.models import sources
+    from nemo_rl_cpp.hub import sources
     sources.smollm2_gguf = lambda: Path({file!r})
     sources.SMOLLM2_SHA256 = {digest!r}
     print(sources.resolve_model("smollm2-135m-instruct"))

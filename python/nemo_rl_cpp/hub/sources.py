@@ -13,11 +13,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.files.durable import fsync_path, rename, sha256_of
 
 T = TypeVar("T")
@@ -183,8 +183,15 @@ def nearest_model(name: str) -> str | None:
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
     """Return the call's result, or raise TimeoutError: looking up a host has no timeout, so it runs in a thread that is left behind."""
-    future = Future()
-    threading.Thread(target=future.run, args=(call,), daemon=True).start()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
     return future.result(seconds)
 
 
@@ -359,7 +366,7 @@ def _complete(folder: Path) -> bool:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    from nemo_rl_cpp.models.gguf_conversion import write_folder
+    from nemo_rl_cpp.hub.gguf_conversion import write_folder
 
     start = time.monotonic()
     print(f"Preparing {SMOLLM2} in {folder} (once) ...", file=sys.stderr, flush=True)

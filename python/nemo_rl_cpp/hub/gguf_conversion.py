@@ -1,4 +1,5 @@
-"""Turns a GGUF file of a Llama-like model into a Hugging Face folder.
+"""Turns a GGUF file of a Llama-like model into a Hugging Face folder. (transformers has a converter, whose import takes 4 s and which the
+extra `smollm2` would have to install.)
 
 GGUF keeps weights in blocks of few bits and orders the rows of the query and key projections for a rotary embedding of
 neighbouring pairs; Hugging Face's Llama rotates the two halves of a head. Both are undone here.
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_rl_cpp.data.tokenizer_files import write_settings
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.stages import work
 
@@ -179,7 +179,9 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
     template = _value(reader, "tokenizer.chat_template")
     settings |= {} if template is None else {"chat_template": template}
     backend.save(str(folder / "tokenizer.json"))
-    write_settings(folder, settings, {role: text for role, text in texts.items() if text is not None}, control)
+    special = {role: text for role, text in texts.items() if text is not None} | {"additional_special_tokens": control}
+    for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
+        (folder / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_folder(gguf_file: Path, folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Models on this machine: a folder, a model that a Python package carries, or one of the model hub."""

@@ -26,6 +26,15 @@ from nemo_rl_cpp.argument_checks import (
     true_or_false,
     whole_number,
 )
+from nemo_rl_cpp.data.boundaries import end_token_ids, prompt_ids
+from nemo_rl_cpp.data.conversation import prompt_of
+from nemo_rl_cpp.data.texts import TextStream
+from nemo_rl_cpp.data.token_bytes import token_bytes_table
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
+from nemo_rl_cpp.models.hf_config import max_positions
+from nemo_rl_cpp.models.model_folder import read_model_folder
+from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
 
 if TYPE_CHECKING:
     from nemo_rl_cpp._text import TextModel
@@ -55,12 +64,6 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
-        from nemo_rl_cpp.data.boundaries import end_token_ids
-        from nemo_rl_cpp.data.tokenizer import Tokenizer
-        from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
-        from nemo_rl_cpp.models.hf_config import max_positions
-        from nemo_rl_cpp.models.model_folder import read_model_folder
-
         if not isinstance(precision, str) or precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
         if num_threads is not None:
@@ -107,9 +110,6 @@ class TextGenerator:
         character may take several tokens); bytes that form no character are U+FFFD, as transformers writes them. The text ends at a token that ends generation, behind a stop string, after
         `max_new_tokens`, or where the model's positions end. Raises ValueError for arguments that cannot be.
         """
-        from nemo_rl_cpp.data.conversation import prompt_of
-        from nemo_rl_cpp.data.texts import TextStream
-
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
         temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
@@ -130,8 +130,6 @@ class TextGenerator:
                 f"the prompt has {len(ids)} tokens, and the model positions for {self.max_length}: shorten it"
             )
         if stop_strings and not self._knows_bytes:
-            from nemo_rl_cpp.data.token_bytes import token_bytes_table
-
             self._model.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
             self._knows_bytes = True
         stream, tokens, pieces = TextStream(self.tokenizer, ids), [], []
@@ -158,15 +156,13 @@ class TextGenerator:
         return len(self._encode(prompt))
 
     def _encode(self, prompt: str | Sequence[Mapping[str, object]]) -> list[int]:
-        from nemo_rl_cpp.data.boundaries import prompt_ids
-
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, prompt)
+
+        from nemo_rl_cpp.data.checkpoint_template import settle_chat_template  # jinja2 takes time to load
         from nemo_rl_cpp.data.prompt_rendering import render_prompt
 
         if not self._chat_settled:
-            from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
-
             for remark in settle_chat_template(self.tokenizer, self._folder):
                 warnings.warn(remark, stacklevel=3)
             self._chat_settled = True
@@ -186,8 +182,6 @@ def _native_module() -> ModuleType:
 
 
 def _load(model: TextModel, folder: Path) -> None:
-    from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
-
     tensors = raw_tensors(weight_files(folder))
     fill_parameters(
         folder, dict(model.shapes), tensors, lambda name, tensor: model.put(name, tensor.dtype, tensor.data)

@@ -56,6 +56,7 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
+from nemo_rl_cpp.evals.eval import evaluate_policy
 from nemo_rl_cpp.evals.report import EvalResult
 from nemo_rl_cpp.interrupts import GracefulStop
 from nemo_rl_cpp.loggers.backends import check_trackers
@@ -201,8 +202,6 @@ class TrainingRun:
     def evaluate(self, config: EvalMasterConfig) -> EvalResult:
         """Evaluate the present weights as the configuration of an evaluation says (`load_eval_config`): its data, environment,
         sampling and metric. Model, tokenizer and the longest sequence are this run's. Raises ConfigError."""
-        from nemo_rl_cpp.evals.eval import evaluate_policy
-
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 

@@ -33,7 +33,10 @@ from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.data.template_choice import choose_template
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.token_bytes import bytes_of_token
+from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.data.utils import load_response_data
 from nemo_rl_cpp.distributed.cluster import Cluster, check_device, use_threads
 from nemo_rl_cpp.environments.group import Environments
@@ -72,15 +75,11 @@ class RunData:
 def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
     """The tokenizer of the section `policy.tokenizer`; tiny-random has a character tokenizer of its own."""
     if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
-        from nemo_rl_cpp.data.template_choice import choose_template
-        from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = choose_template(
             policy.tokenizer.chat_template, tokenizer.chat_template, "policy.tokenizer.chat_template"
         )
         return tokenizer
-    from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
     return get_tokenizer(policy.tokenizer)
 

@@ -35,8 +35,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _talk(arguments: argparse.Namespace) -> int:
-    from nemo_rl_cpp.generate import TextGenerator
-
     generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
     terminal = sys.stdin.isatty()
     if terminal:

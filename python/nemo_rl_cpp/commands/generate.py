@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from nemo_rl_cpp.command_line import add_engine_options, add_model_option, command_parser
-from nemo_rl_cpp.generate import GeneratedText
+from nemo_rl_cpp.generate import GeneratedText, TextGenerator
 
 _EXAMPLES = """examples:
   nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
@@ -53,8 +53,6 @@ main.rename = _own_options
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from nemo_rl_cpp.generate import TextGenerator
-
     start = time.perf_counter()
     first: list[float] = []
 

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp.command_line import command_parser
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.known_models import KNOWN_MODELS
+from nemo_rl_cpp.config.memory import forecast, generation_bytes, machine_memory, size_text
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.known_models import KnownModel
@@ -57,10 +61,6 @@ def _whole(text: str) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from nemo_rl_cpp.config.known_models import KNOWN_MODELS
-    from nemo_rl_cpp.config.memory import machine_memory, size_text
-    from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-
     word = arguments.word.lower()
     models = [model for model in KNOWN_MODELS if word in f"{model.name} {model.model_type}".lower()]
     if not models:
@@ -96,8 +96,6 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _row(model: KnownModel, responses: int, tokens: int, memory: float | None) -> list[str]:
-    from nemo_rl_cpp.config.memory import forecast, generation_bytes, size_text
-
     def cell(size: float | None) -> str:
         if size is None:
             return "–"
@@ -116,8 +114,6 @@ _loaded: dict[bool, GRPOMasterConfig | PPOMasterConfig] = {}
 
 def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> TrainMasterConfig:
     """A run of this task: the shipped file's, with the model's sizes and the table's batch."""
-    from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
-
     if task.critic not in _loaded:
         _loaded[task.critic] = (
             load_ppo_config("ppo_math_1B.yaml") if task.critic else load_grpo_config("grpo_math_1B.yaml")

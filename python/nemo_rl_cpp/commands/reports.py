@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_cpp.command_line import command_parser
+from nemo_rl_cpp.evals.pages import compare_evaluations, is_evaluation
+from nemo_rl_cpp.files.durable import write_atomic
+from nemo_rl_cpp.report import write_report
+from nemo_rl_cpp.report.compare import compare_runs, run_folder
 
 _REPORT_EXAMPLES = """examples:
   nemo-rl-cpp report logs/exp_001
@@ -20,8 +24,6 @@ def report(arguments: Sequence[str]) -> int:
     parser = command_parser("report", "Write report.html of a run again from its log folder.", _REPORT_EXAMPLES)
     parser.add_argument("log_dir", help="log folder of a run, or the folder that holds exp_001, exp_002, ...")
     known = parser.parse_args(arguments)
-    from nemo_rl_cpp.report import write_report
-    from nemo_rl_cpp.report.compare import run_folder
 
     try:
         print(write_report(run_folder(Path(known.log_dir))))
@@ -45,9 +47,6 @@ def compare(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     if len(known.runs) < 2:
         parser.error("compare needs two log folders or more, such as logs/a/exp_001 logs/b/exp_001")
-    from nemo_rl_cpp.evals.pages import compare_evaluations, is_evaluation
-    from nemo_rl_cpp.files.durable import write_atomic
-    from nemo_rl_cpp.report.compare import compare_runs
 
     compared = compare_evaluations if any(map(is_evaluation, known.runs)) else compare_runs
     try:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def get_gdpo_reward_component_keys(batch: Mapping[str, object]) -> list[str]:
-    """The keys `reward/<name>` of a batch, sorted."""
+    """Return the keys `reward/<name>` of a batch, sorted."""
     return sorted(key for key in batch.keys() if str(key).startswith("reward/"))
 
 
@@ -41,7 +41,7 @@ def calculate_baseline_and_std_per_prompt(
     leave_one_out_baseline: bool = True,
     std_rewards: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(baseline, std), both [B]: mean and unbiased std of the rewards of the samples with the same prompt.
+    """Return (baseline, std), both [B]: mean and unbiased std of the rewards of the samples with the same prompt.
 
     prompts [B, L] (rows equal as a whole, they need not be adjacent), rewards and valid_mask [B]; samples with
     valid_mask 0 do not count. With leave_one_out_baseline the sample itself is left out. `std_rewards` replaces the
@@ -58,7 +58,7 @@ def calculate_baseline_and_std_per_prompt(
 
 
 def setting(config: object, name: str, *default: T) -> T:
-    """One field of a mapping or an object; without a default a missing one is a ValueError that names it."""
+    """Return a field of a mapping or an object. Raise ValueError for a missing one without a default."""
     found = config.get(name, _MISSING) if isinstance(config, Mapping) else getattr(config, name, _MISSING)
     if found is not _MISSING:
         return found
@@ -79,7 +79,7 @@ def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
 
 
 def _on_tokens(advantages: Tensor, mask: Tensor, offsets: Tensor | None) -> Tensor:
-    """[B] on every token: [B, S], an expanded view, or [T]."""
+    """Repeat [B] on every token: [B, S], an expanded view, or [T]."""
     if offsets is None:
         return advantages.unsqueeze(-1).expand(mask.shape)
     return advantages.repeat_interleave(offsets.diff())
@@ -100,7 +100,7 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The log-probabilities of both, where the reward has a KL penalty and both are there."""
+        """Return both log-probabilities if the reward has a KL penalty and both are there."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
@@ -123,7 +123,7 @@ class GRPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Masked positions are included. Samples with valid_mask 0 do not enter a baseline."""
+        """Return advantages, also of masked positions. Samples with valid_mask 0 do not enter a baseline."""
         return _on_tokens(self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask), mask, offsets)
 
 
@@ -143,7 +143,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor], valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Weights go by the sorted names of the components. ValueError for fewer than two components."""
+        """Return advantages. Weights go by the sorted names of the components. Raise ValueError for fewer than two."""
         keys = get_gdpo_reward_component_keys(repeated_batch)
         if len(keys) < 2:
             raise ValueError(
@@ -218,7 +218,7 @@ class GeneralizedAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(advantages, returns) of tokens; values[t] is V of the state before token t."""
+        """Return (advantages, returns) of tokens; values[t] is V of the state before token t."""
         logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
         policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
         value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
@@ -262,8 +262,7 @@ class OPDAdvantageEstimator(_Estimator):
 def make_estimator(
     algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
 ) -> AdvantageEstimator:
-    """The estimator of `<algorithm>.adv_estimator`; ValueError for a name that the algorithm has none for, and for a dotted name
-    of what is none."""
+    """Return the estimator of `<algorithm>.adv_estimator`. Raise ValueError for a name without an estimator."""
     name = settings.name
     if isinstance(name, PythonObjectRef):
         return OwnEstimator(name.component, algorithm, settings, loss)
@@ -278,10 +277,9 @@ def register_estimator(
     keys: type[Section] | None = None,
     algorithm: str = "grpo",
 ) -> None:
-    """Lets configurations choose an estimator of one's own by `<algorithm>.adv_estimator.name`.
+    """Let configurations choose your estimator by `<algorithm>.adv_estimator.name`.
 
-    The fields of `keys` become keys of the section `adv_estimator`; where it has such a key, the one that it has is kept.
-    ValueError when the name is taken.
+    The fields of `keys` become keys of the section `adv_estimator`, unless it has them. Raise ValueError when the name is taken.
     """
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
     ADVANTAGE_ESTIMATORS.add(
@@ -298,7 +296,7 @@ def _takes_ragged(estimator: AdvantageEstimator) -> bool:
 
 
 def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
-    """What every estimator is given, and these, which are [T] or None; padded where it does not take them as they are."""
+    """Return the inputs of every estimator and `of_tokens`, which are [T] or None. Pad them unless it takes ragged ones."""
     of_tokens["mask"] = batch.valid_mask
     if ragged:
         return {**of_tokens, "prompt_ids": batch.input_ids, "rewards": batch.rewards, "offsets": batch.offsets}
@@ -324,7 +322,7 @@ class GroupAdvantages:
         return dict(self.estimator.last_metrics)
 
     def add(self, batch: TrainBatch) -> None:
-        """`advantages` of the batch."""
+        """Add `advantages` to the batch."""
         advantages = self.estimator.compute_advantage(
             group_id=batch.group_id,
             valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
@@ -350,7 +348,7 @@ class TokenAdvantages:
         return dict(self.estimator.last_metrics)
 
     def add(self, batch: TrainBatch) -> None:
-        """`advantages` and, where there is a critic, `returns` of the batch."""
+        """Add `advantages` and, with a critic, `returns` to the batch."""
         advantages, returns = self.estimator.compute_advantage(
             **_inputs(
                 batch, self._ragged, values=batch.tokens.get("values"), logprobs=batch.old_logprobs,

@@ -25,7 +25,7 @@ class Advantages(Protocol):
     estimator: AdvantageEstimator
 
     def add(self, batch: TrainBatch) -> None:
-        """`advantages` of the batch, and `returns` where a critic learns from them."""
+        """Add `advantages` to the batch, and `returns` where a critic learns from them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Algorithm:
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
-    """By `grpo.adv_estimator.name`; ValueError for a name that GRPO has no estimator for."""
+    """Return the stage for `grpo.adv_estimator.name`. Raise ValueError for a name that GRPO has no estimator for."""
     estimator = make_estimator("grpo", config.grpo.adv_estimator, config.loss_fn)
     if isinstance(estimator, GDPOAdvantageEstimator):
         estimator.part_weights = _part_weights(config)
@@ -53,8 +53,8 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 
 
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
-    """The weights of the reward functions whose own rewards are gdpo's parts, by the parts' names. Empty where no data set of the
-    training uses these functions, and where they have no weights. ValueError where the estimator has weights too."""
+    """Return the weights of the reward functions whose rewards are gdpo's parts, by the parts' names. Return {} if no data set of the
+    training uses them, or if they have none. Raise ValueError if the estimator has weights, too."""
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
         return {}
@@ -68,7 +68,7 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
 
 
 def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
-    """By `ppo.adv_estimator.name`; ValueError for a name that PPO has no estimator for."""
+    """Return the stage for `ppo.adv_estimator.name`. Raise ValueError for a name that PPO has no estimator for."""
     return TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn))
 
 

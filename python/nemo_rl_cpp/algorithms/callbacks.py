@@ -51,8 +51,8 @@ class RunEvent:
     status: str = ""
 
     def stop(self, reason: str = "a callback") -> None:
-        """Ends the run after this step, with its last validation and checkpoint; `reason` stands in the summary. Said in
-        `on_checkpoint`, that checkpoint is the last, and nothing is validated after it."""
+        """End the run after this step, with a last validation and checkpoint; `reason` stands in the summary. After a call in
+        `on_checkpoint` that checkpoint is the last, and nothing is validated."""
         self.run.state.stop(reason)
 
 
@@ -66,16 +66,16 @@ class Callback:
     """
 
     def on_step(self, event: RunEvent) -> None:
-        """After each step, when its metrics are logged and before it is validated and saved."""
+        """Called after each step, when its metrics are logged and before it is validated and saved."""
 
     def on_validation(self, event: RunEvent) -> None:
-        """After each validation, also the one before the first step."""
+        """Called after each validation, also the one before the first step."""
 
     def on_checkpoint(self, event: RunEvent) -> None:
-        """When a checkpoint lies whole in `event.checkpoint`; the step's validation, if it has one, is over."""
+        """Called when `event.checkpoint` is complete; the step's validation, if it has one, is over."""
 
     def on_end(self, event: RunEvent) -> None:
-        """Once, at the end of the run. Not where a second Ctrl-C ends it at once."""
+        """Called once at the end of the run, unless a second Ctrl-C ends it at once."""
 
 
 class Callbacks:
@@ -135,7 +135,7 @@ def _tell(callback: Callback, method: str, event: RunEvent) -> None:
 
 
 def checked_callbacks(given: object) -> Callbacks:
-    """One callback or several, as a run takes them; ValueError of one sentence for what is none."""
+    """Return one callback or several as a run takes them. Raise ValueError for anything else."""
     several = [] if given is None else [given] if _is_one(given) else given
     if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
         raise ValueError(

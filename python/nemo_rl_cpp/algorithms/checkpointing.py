@@ -84,7 +84,7 @@ class Resume(NamedTuple):
     state: TrainState
 
     def model_paths(self, component: str) -> tuple[Path | None, Path | None]:
-        """(weights folder, optimizer folder) of `policy` or `value`; None where there is none."""
+        """Return (weights folder, optimizer folder) of `policy` or `value`; None where there is none."""
         return CheckpointManager.get_resume_paths(self.path, model_component=component)
 
     def load_data_position(
@@ -94,8 +94,8 @@ class Resume(NamedTuple):
             load_dataloader_state(loader, str(self.path), data_config)
 
     def load_sampler(self, sampler: GroupSampler) -> None:
-        """Prompt groups that the last step left for the next one. They are dropped, and that is said, when the sampler is
-        set to keep none or to make groups of another size: they would be no groups of this run."""
+        """Load the prompt groups that the last step kept for the next one. Drop them, and print that, if the sampler now keeps none
+        or makes groups of another size."""
         if self.path is None or (kept := _kept_groups(self.path)) is None:
             return
         if kept["cache"] is not None and not sampler.takes(kept["cache"]):
@@ -106,7 +106,7 @@ class Resume(NamedTuple):
             sampler.load_state_dict(kept)
 
     def load_ready_batches(self, collection: RolloutCollector) -> None:
-        """Rollouts that were made for later steps."""
+        """Load the rollouts that were made for later steps."""
         if self.path is not None and (self.path / READY_BATCHES).with_suffix(".json").is_file():
             collection.load_state_dict(read_state(self.path / READY_BATCHES))
 
@@ -128,10 +128,10 @@ def _kept_groups(checkpoint: Path) -> SamplerState | None:
 
 
 def find_resume(checkpoints: CheckpointManager | None) -> Resume:
-    """The newest whole checkpoint of `checkpointing.checkpoint_dir`, every file verified; a fresh state if there is none.
+    """Return the newest whole checkpoint of `checkpointing.checkpoint_dir`, every file verified, or a fresh state.
 
-    ResumeError (a ValueError) where `checkpointing.resume` forbids what is found, and where there are checkpoints but none
-    is whole: beginning again would bury what can perhaps be saved.
+    Raise ResumeError (a ValueError) if `checkpointing.resume` forbids what is found, and if there are checkpoints but none
+    is whole: a new run would bury what can perhaps be saved.
     """
     path = checkpoints.get_latest_checkpoint_path() if checkpoints is not None and checkpoints.enabled else None
     if checkpoints is not None and checkpoints.enabled:
@@ -397,7 +397,7 @@ def open_checkpoints(
 
 
 def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, object]) -> None:
-    """Prints what is resumed and what changed since; ResumeError when it would be another run."""
+    """Print what is resumed and what changed since. Raise ResumeError if it would be another run."""
     saved = resumed.read_saved(resume.path)
     refused = [*resumed.refusals(saved, config), *_loaded_refusals(saved, config, identity)]
     if refused:
@@ -410,7 +410,7 @@ def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, o
 
 
 def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
-    """How to go on with a run that is at its end by the configuration; None while there is something to train."""
+    """Tell how to continue a run that is at its end by the configuration; None while there is something to train."""
     section, loop = config.algorithm, config.loop
     for key, done, limit in (
         ("max_num_steps", state.total_steps, loop.max_num_steps),
@@ -427,8 +427,8 @@ def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
 def run_identity(
     config: TrainMasterConfig, tokenizer: TokenizerType, dataset: Datasets, val_dataset: AllTaskProcessedDataset | None
 ) -> dict[str, object]:
-    """What identity.json holds: a number of each model's weights (of those that lie in a folder), of the tokenizer, of its
-    chat template, the prompt files, and the rows."""
+    """Return the content of identity.json: digests of each model's weights (if they are in a folder), of the tokenizer, its chat
+    template, the prompt files and the rows."""
     sections = [name for name in ("policy", "value") if hasattr(config, name)]
     return {
         "models": {name: resumed.weights_identity(getattr(config, name).model_name) for name in sections},
@@ -441,7 +441,7 @@ def run_identity(
 
 
 def tokenizer_identity(tokenizer: TokenizerType) -> str | None:
-    """A number of what texts become: vocabulary, merges and special tokens; None where the tokenizer does not say."""
+    """Return a digest of vocabulary, merges and special tokens; None if the tokenizer does not give them."""
     named = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(backend, "to_str"):
@@ -455,8 +455,8 @@ def tokenizer_identity(tokenizer: TokenizerType) -> str | None:
 
 
 def rows_identity(dataset: object) -> Plain:
-    """{"rows": how many, "sha256": a number of up to 256 of them, evenly spread}; by task name for several data sets, None
-    for none and for one whose rows cannot be read by number."""
+    """Return {"rows": how many, "sha256": digest of up to 256 of them, evenly spread}, by task name for several data sets; None
+    without a data set and for one whose rows cannot be read by number."""
     if isinstance(dataset, Mapping):
         return {str(name): rows_identity(one) for name, one in dataset.items()}
     rows = getattr(dataset, "dataset", dataset)
@@ -471,12 +471,12 @@ def rows_identity(dataset: object) -> Plain:
 
 
 def _content(row: object) -> object:
-    """A row without its task's name, which follows from the name of its file."""
+    """Return a row without its task's name, which follows from the name of its file."""
     return {key: value for key, value in row.items() if key != "task_name"} if isinstance(row, Mapping) else row
 
 
 def _prompt_texts(dataset: object) -> Iterator[str]:
-    """What stands in the prompt files of a data set, and its system prompts."""
+    """Yield the texts of the prompt files of a data set, and its system prompts."""
     for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
         table = getattr(one, "task_data_processors", None)
         specs = [entry[0] for entry in table.values()] if isinstance(table, Mapping) else []
@@ -491,7 +491,7 @@ def _digest(value: object) -> str:
 
 
 def _canonical(value: object) -> Plain:
-    """Plain data; objects that have no value of their own in words count by their type."""
+    """Return plain data. Other objects count by their type."""
     if isinstance(value, Mapping):
         return {str(key): _canonical(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -42,7 +42,7 @@ class AdvantageEstimator(Protocol):
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
+        """Return advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
 
         `batch` has what an algorithm knows beside these. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
         `logprobs_policy` and `logprobs_reference` [B, S] or None. PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None.
@@ -59,7 +59,7 @@ Loss = LossFunction | Callable[..., object] | Mapping[str, object] | str | None
 
 
 def component_name(found: object) -> str:
-    """How messages call a function, a class or an object."""
+    """Name a function, a class or an object for messages."""
     return str(getattr(found, "__qualname__", None) or type(found).__qualname__)
 
 
@@ -175,7 +175,7 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 
 def make_loss(section: ClippedPGLossConfig) -> LossFunction:
-    """The loss of the section `loss_fn`. Raises LoadingError (a ValueError)."""
+    """Return the loss of the section `loss_fn`. Raise LoadingError (a ValueError)."""
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):
@@ -184,7 +184,7 @@ def make_loss(section: ClippedPGLossConfig) -> LossFunction:
 
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
-    """A loss that was given as it is; LoadingError (a ValueError) for what is none."""
+    """Return a loss that was given from Python. Raise LoadingError (a ValueError) for anything else."""
     if type(given) is ClippedPGLossFn:
         return given
     return OwnLoss(given, section)

@@ -20,12 +20,12 @@ class DynamicSamplingExhausted(ValueError):
 
 
 def raw_rewards(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Rewards [B] before shaping, where the batch has them: shaping must not make an unmixed group look mixed."""
+    """Return the rewards [B] before shaping, if the batch has them: shaping must not make an unmixed group look mixed."""
     return batch["unshaped_total_reward"] if "unshaped_total_reward" in batch else batch["total_reward"]
 
 
 def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """int64 [B]: groups of generations of one prompt numbered by first appearance, from `group_id`, else `idx`."""
+    """Return int64 [B]: groups of generations of one prompt, numbered by first appearance, from `group_id`, else `idx`."""
     ids = batch["group_id"] if "group_id" in batch else batch.get("idx")
     if ids is None:
         raise ValueError("dynamic sampling needs 'group_id' (or 'idx') in the batch, to know which rows share a prompt")
@@ -36,7 +36,7 @@ def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest reward of every group, among `voters` bool [B]; both 0 where a group has none."""
+    """Return the smallest and largest reward of every group, among `voters` bool [B]; both 0 where a group has none."""
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
     values = rewards.cpu()
@@ -49,7 +49,7 @@ def extremes(
 
 
 def unmasked_rows(rollouts: Mapping[str, torch.Tensor], overlong_filtering: bool) -> torch.Tensor:
-    """bool [B]: rows that will get a gradient, see `sample_mask`."""
+    """Return bool [B]: rows that will get a gradient, see `sample_mask`."""
     return sample_mask(rollouts, overlong_filtering) != 0
 
 
@@ -111,7 +111,7 @@ class GroupSampler:
 
     @classmethod
     def from_config(cls, loop: LoopConfig) -> Self:
-        """From section `grpo` or `ppo` of a configuration."""
+        """Make one from section `grpo` or `ppo`."""
         return cls(
             num_groups=loop.num_prompts_per_step,
             enabled=loop.use_dynamic_sampling,
@@ -136,15 +136,15 @@ class GroupSampler:
 
     @property
     def cached_groups(self) -> int:
-        """Groups that wait to be taken."""
+        """Count the groups that wait to be taken."""
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
     def add(self, rollouts: Rollouts, weight_version: int = 0) -> None:
-        """Takes in one batch of rollouts with `group_id`, `total_reward` and, when shaped, `unshaped_total_reward`.
+        """Take in one batch of rollouts with `group_id`, `total_reward` and, when shaped, `unshaped_total_reward`.
 
         Rows get `weight_version` int64 [B], the version of the policy that sampled them, unless they have it.
 
-        Raises ValueError for a reward that is not finite, and DynamicSamplingExhausted when this was the last batch
+        Raise ValueError for a reward that is not finite, and DynamicSamplingExhausted when this was the last batch
         allowed and the step is still short of groups.
         """
         rewards = raw_rewards(rollouts)
@@ -190,10 +190,10 @@ class GroupSampler:
         self._cache = Rollouts.from_batches(parts)
 
     def take(self, weight_version: int | None = None) -> Rollouts:
-        """The rollouts to train on, `group_id` numbered from 0; `metrics` then describes how they were come by.
+        """Return the rollouts to train on, `group_id` numbered from 0; `metrics` then describes how they were found.
 
         `weight_version` is the policy's current one: rows that an older one sampled count as `stale_samples`.
-        Raises RuntimeError unless `full`.
+        Raise RuntimeError unless `full`.
         """
         if not self.full:
             raise RuntimeError(
@@ -244,7 +244,7 @@ class GroupSampler:
         )
 
     def state_dict(self) -> SamplerState:
-        """Everything that the next call depends on: plain values, lists and tensors."""
+        """Return all that the next call depends on: plain values, lists and tensors."""
         return {
             "cache": None if self._cache is None else dict(self._cache.data),
             "batches": self._batches,
@@ -259,7 +259,7 @@ class GroupSampler:
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Goes on where `state_dict` was taken."""
+        """Continue from `state_dict`."""
         self._cache = None if state["cache"] is None else Rollouts(state["cache"])
         self._batches = state["batches"]
         self._counts = GroupCounts(**state["counts"])

@@ -73,7 +73,7 @@ class RunData:
 
 
 def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
-    """The tokenizer of the section `policy.tokenizer`; tiny-random has a character tokenizer of its own."""
+    """Return the tokenizer of the section `policy.tokenizer`; tiny-random has its own, of characters."""
     if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = choose_template(
@@ -85,7 +85,7 @@ def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
 
 
 def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
-    """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
+    """Load the data sets of the section `data`, and start the environments of `env` with their processes."""
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
     data = load_response_data(tokenizer, config.data, config.env, limit, actors)
@@ -95,8 +95,8 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
 def make_dataloader(
     data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
-    """The training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each.
-    `section` is the training loop's, which messages name."""
+    """Return the training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each.
+    Messages name `section`, that of the training loop."""
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         if 0 < len(rows) < batch_size:
@@ -115,7 +115,7 @@ def make_dataloader(
 
 
 def make_val_dataloader(dataset: AllTaskProcessedDataset | None, loop: LoopConfig) -> StatefulDataLoader | None:
-    """The validation loader in the data's own order; None without data."""
+    """Return the validation loader, in the order of the data; None without data."""
     if dataset is None:
         return None
     sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(dataset)) if size is not None]
@@ -131,8 +131,8 @@ def set_seed(seed: int) -> None:
 
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
-    """Steps of the whole run, as far as they are known before it: max_num_steps, or the batches of max_num_epochs where these are
-    fewer. Dynamic sampling may need several batches a step. Several loaders never end."""
+    """Count the steps of the whole run, as far as they are known before it: max_num_steps, or the batches of max_num_epochs if these
+    are fewer. Dynamic sampling may need several batches a step. Several loaders never end."""
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))
@@ -158,7 +158,7 @@ def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
 def make_generation(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
 ) -> GenerationInterface:
-    """Engines on the policy's weights, in workers of their own, or vLLM."""
+    """Return engines on the policy's weights, in separate workers, or vLLM."""
     if config.policy.generation.runs_vllm:
         return vllm_of(policy, config.policy, tokenizer, config.loop.seed)
     if cluster is None:
@@ -174,7 +174,7 @@ def make_policy(
     steps: int,
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:
-    """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name, for a run of so many steps.
+    """Return the policy with the weights and optimizer of the checkpoint, or those of policy.model_name, for a run of `steps` steps.
 
     The reference model is built only when the KL weight is not 0.
     """
@@ -226,7 +226,7 @@ def make_critic(
 
 
 def warm_start_weights(checkpoint: str) -> Path:
-    """The folder of the critic's weights in a checkpoint step_N; ValueError where there are none."""
+    """Return the folder of the critic's weights in a checkpoint step_N. Raise ValueError if there are none."""
     weights = Path(checkpoint).expanduser() / "value" / "weights"
     if not weights.is_dir():
         raise ValueError(
@@ -237,8 +237,8 @@ def warm_start_weights(checkpoint: str) -> Path:
 
 
 def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
-    """Logs below logger.log_dir: into the folder exp_NNN of this very run, cut back to the checkpoint's step, or into the next
-    new one. The folder is this run's until the logger's `finish`."""
+    """Return the logger of a folder below logger.log_dir: exp_NNN of this very run, cut back to the checkpoint's step, or the next
+    new one. The folder is locked until the logger's `finish`."""
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
     logger = None

@@ -21,7 +21,7 @@ Lengths = dict[str, list[int]]
 
 
 def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig, quiet: bool = False) -> BatchT:
-    """Shapes `total_reward` of the batch in place and returns it; the raw one stays as `unshaped_total_reward`.
+    """Shape `total_reward` of the batch in place and return it; the raw one stays as `unshaped_total_reward`.
 
     Prints what stop-properly did and which keys it leaves out, as NeMo RL does; not when `quiet` (the training loop says
     once, at its start, what `shaping_warning` gives, and logs `truncation_rate`).
@@ -46,7 +46,7 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig, quiet: bool = 
 
 
 def shaping_warning(cfg: RewardShapingConfig) -> str | None:
-    """What to tell the user when stop-properly leaves overlong keys without effect."""
+    """Return a warning when stop-properly leaves overlong keys without effect."""
     cfg = as_model(cfg, RewardShapingConfig)
     ignored = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is not None]
     if not cfg.enabled or cfg.compose or cfg.stop_properly_penalty_coef is None or not ignored:
@@ -99,7 +99,7 @@ def _overlong(batch: MutableMapping[str, Tensor], cfg: RewardShapingConfig) -> N
 
 
 def _response_lengths(batch: MutableMapping[str, Tensor]) -> list[int]:
-    """Tokens of each sample's first assistant message."""
+    """Count the tokens of each sample's first assistant message."""
     known = batch.get("response_token_lengths")
     if known is not None:
         return known.tolist() if isinstance(known, Tensor) else list(known)
@@ -112,7 +112,7 @@ def _response_lengths(batch: MutableMapping[str, Tensor]) -> list[int]:
 
 
 def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfig) -> BatchT:
-    """Rescales `total_reward` and every `reward/<name>` of the batch in place and returns it.
+    """Rescale `total_reward` and every `reward/<name>` of the batch in place and return it.
 
     r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Prints how many
     rewards were clamped. Equal source bounds give infinite or NaN rewards, as in NeMo RL; the configuration loader
@@ -139,7 +139,7 @@ def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfi
 def apply_length_penalty(
     rollouts: MutableMapping[str, torch.Tensor], config: LengthPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
-    """Changes `total_reward` [B] of the rollouts by length, group by group (`group_id`), and returns the metrics.
+    """Change `total_reward` [B] of the rollouts by length, group by group (`group_id`), and return the metrics.
 
     A group whose rewards are not all 0 or 1, or come in parts (`reward/<name>`), is left as it is. A reward is never
     taken below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before), `reward_delta_mean`,
@@ -182,7 +182,7 @@ def penalized(
     rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
     bands: Mapping[str, ProfileBandChannel] | None = None,
 ) -> list[float]:  # fmt: skip
-    """The rewards [G] of one group, each 0 or 1, after bonuses, penalties and bands; `lengths` by channel, [G] each.
+    """Return the rewards [G] of one group, each 0 or 1, after bonuses, penalties and bands; `lengths` by channel, [G] each.
 
     reward = max(0, reward + additions) x factor of each band, where only rewards above 0 are changed.
     """
@@ -199,7 +199,7 @@ def penalized(
 
 
 def band_factor(length: float, band: ProfileBandChannel) -> float:
-    """1 up to `a`, f from `b`, a line between."""
+    """Return 1 up to `a`, f from `b`, and a line between."""
     if length <= band.a:
         return 1.0
     if length >= band.b:
@@ -219,7 +219,7 @@ def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: Tokenizer
 
 
 def reasoning_and_answer(text: str) -> tuple[str, str]:
-    """What stands before `</think>` and what follows; an open `<think>` is all reasoning, a text without either all answer."""
+    """Split a text at `</think>`. After an open `<think>` all is reasoning; a text without either is all answer."""
     before, end, after = text.partition("</think>")
     if end:
         return before.removeprefix("<think>"), after
@@ -229,7 +229,7 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
 def _additions(
     right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
 ) -> list[float]:
-    """What length adds to each reward [G]; nothing where fewer than two are right."""
+    """Return what length adds to each reward [G]; nothing if fewer than two are right."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions
@@ -251,7 +251,7 @@ def _additions(
 
 
 def _centred_weights(lengths: list[int]) -> list[float]:
-    """1 for the shortest to 0 for the longest, less the mean; all 0 where lengths are equal."""
+    """Return 1 for the shortest to 0 for the longest, less the mean; all 0 if lengths are equal."""
     low, high = min(lengths), max(lengths)
     if low == high:
         return [0.0] * len(lengths)
@@ -261,7 +261,7 @@ def _centred_weights(lengths: list[int]) -> list[float]:
 
 
 def _outliers(rows: list[int], lengths: Sequence[int], threshold: float) -> list[int]:
-    """Rows whose length is far above the median by the modified z-score of Iglewicz and Hoaglin."""
+    """Return rows whose length is far above the median by the modified z-score of Iglewicz and Hoaglin."""
     values = [lengths[i] for i in rows]
     median = statistics.median(values)
     mad = statistics.median(abs(value - median) for value in values)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:
-    """`reward_scaling`, then `reward_shaping`."""
+    """Apply `reward_scaling`, then `reward_shaping`."""
     return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping, quiet=True)
 
 
@@ -34,7 +34,7 @@ class NothingToTrainOnError(RuntimeError):
 
 
 def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> None:
-    """Raises NothingToTrainOnError where every token is masked: an optimizer step would only shrink the weights."""
+    """Raise NothingToTrainOnError if every token is masked: an optimizer step would only shrink the weights."""
     if bool(batch.is_valid.any()):
         return
     cut = int(samples.truncated.sum())
@@ -45,7 +45,7 @@ def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> 
 
 
 def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[str, float]:
-    """Drops sequences by `seq_logprob_error_threshold`; nothing to measure where generation is the training forward."""
+    """Drop sequences by `seq_logprob_error_threshold`, if the batch was scored before training."""
     if "prev_logprobs" not in batch:
         return {}
     metrics = compute_and_apply_seq_logprob_error_masking(batch, batch.rewards, threshold)
@@ -106,7 +106,7 @@ def step_result(
 def compute_and_apply_seq_logprob_error_masking(
     train_data: MutableMapping[str, Tensor], rewards: Tensor, seq_logprob_error_threshold: float | None
 ) -> dict[str, float]:
-    """Metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each sequence;
+    """Return metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each sequence;
     with a threshold, sample_mask becomes 0 (in place) where e_b exceeds it.
 
     Returns max_, mean_ and min_seq_mult_prob_error over valid sequences, those with a trained token (0 if none), the same
@@ -156,14 +156,14 @@ class Critic:
         return {"value": self.model}
 
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
-        """`values` of the batch: of the state before each token."""
+        """Add `values` to the batch: of the state before each token."""
         with timer("value_inference"):
             self.model.prepare_for_inference()
             batch.values = self.model.get_values(batch, timer=timer)["values"]
             self.model.finish_inference()
 
     def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-        """One pass over the batch, towards its `returns`; the metrics `critic/*`."""
+        """Train one pass over the batch, towards its `returns`, and return the metrics `critic/*`."""
         with timer("value_training"):
             self.model.prepare_for_training()
             result = self.model.train(batch, self.loss_fn, timer=timer)
@@ -177,15 +177,14 @@ class NoCritic:
     models: dict[str, ValueInterface] = {}
 
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
-        """Nothing."""
+        pass
 
     def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-        """Nothing."""
         return {}
 
 
 def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
-    """The metrics of one `Value.train` call under `critic/`, and the explained variance of the returns R by the values V,
+    """Return the metrics of one `Value.train` call under `critic/`, and the explained variance of the returns R by the values V,
     both of the training forward:
 
         critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)

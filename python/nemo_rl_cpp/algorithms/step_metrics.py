@@ -66,7 +66,7 @@ def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
 
 
 def training_metrics(result: TrainingResult) -> dict[str, float]:
-    """The metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in NeMo RL.
+    """Return the metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in NeMo RL.
 
     `max_logprob_gap` and `logprob_mismatched_tokens` say how far generation's log-probabilities were from those of the
     first training forward: both 0 as long as the two are exactly the same computation on the same weights.
@@ -81,8 +81,8 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
 
 
 def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several passes over one batch, of each model: means, lowest of `_min`, highest of `_max`. Where a model makes
-    more than one pass, those of each model's last one are there too, under `last_epoch/`. A metric that only some passes have is
+    """Join the metrics of several passes over one batch, of each model: means, lowest of `_min`, highest of `_max`. If a model makes
+    more than one pass, add those of each model's last one under `last_epoch/`. A metric that only some passes have is
     taken from these."""
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:
@@ -109,7 +109,7 @@ def _means(epochs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
-    """What the step was trained on: rewards, lengths, advantages over trained tokens, and masked samples."""
+    """Return metrics of rewards, lengths, advantages over trained tokens, and masked samples."""
     advantages = batch.advantages[batch.is_valid]
     metrics = {
         "reward": float(batch.rewards.mean()),
@@ -130,7 +130,7 @@ def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
 
 
 def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
-    """In percent of the samples: baselines that are exactly 0, exactly 1, and neither."""
+    """Return the percentage of samples whose baseline is exactly 0, exactly 1, and neither."""
     zero = 100.0 * float((baseline == 0).float().mean())
     one = 100.0 * float((baseline == 1).float().mean())
     return {
@@ -141,7 +141,7 @@ def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
 
 
 def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object]]:
-    """The columns of train_data_step<N>.jsonl: one entry a sample."""
+    """Return the columns of train_data_step<N>.jsonl: one entry a sample."""
     lengths = batch.input_lengths.tolist()
     table: dict[str, list[object]] = {
         "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples.message_log],
@@ -165,7 +165,7 @@ def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object
 
 
 def truths(samples: Rollouts) -> dict[str, list[object]]:
-    """The column `ground_truth` of a rollout file: the right answers, where any prompt has one."""
+    """Return the column `ground_truth` of a rollout file: the right answers, if any prompt has one."""
     found = [(info or {}).get("ground_truth") for info in samples.get("extra_env_info") or ()]
     shown = [truth if truth is None or isinstance(truth, (str, int, float)) else str(truth) for truth in found]
     return {"ground_truth": shown} if any(truth is not None for truth in shown) else {}

@@ -46,29 +46,29 @@ class TrainState:
         return self.stop_reason is not None
 
     def advance(self, num_prompts: int = 0, num_valid_tokens: int = 0) -> None:
-        """One step is done: it used `num_prompts` prompts and trained on `num_valid_tokens` tokens."""
+        """Count a finished step, which used `num_prompts` prompts and trained on `num_valid_tokens` tokens."""
         self.total_steps += 1
         self.current_step += 1
         self.consumed_samples += num_prompts
         self.total_valid_tokens += int(num_valid_tokens)
 
     def next_epoch(self) -> None:
-        """The data loader has begun again."""
+        """Count an epoch: the data loader begins again."""
         self.current_epoch += 1
         self.current_step = 0
 
     def draw(self, num_prompts: int) -> int:
-        """Takes the next `num_prompts` draw ids and returns the first of them."""
+        """Take the next `num_prompts` draw ids and return the first of them."""
         first = self.draw_counter
         self.draw_counter += num_prompts
         return first
 
     def stop(self, reason: str) -> None:
-        """Ends the run at the next step boundary; the first reason stays."""
+        """End the run at the next step boundary; the first reason stays."""
         self.stop_reason = self.stop_reason or reason
 
     def note_metric(self, value: float, higher_is_better: bool = True) -> bool:
-        """Remembers the best value of the checkpoint metric; True when `value` is a new best. NaN never is."""
+        """Remember the best value of the checkpoint metric. Return True when `value` is a new best; NaN never is."""
         if value != value:
             return False
         best = self.best_metric
@@ -78,8 +78,8 @@ class TrainState:
         return False
 
     def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, object]:
-        """The content of training_info.json; `metric` (from `checkpointing.metric_of`) is added under its
-        full name. `val_reward` is left out before the first validation."""
+        """Return the content of training_info.json, with `metric` under its full name. It has no `val_reward` before the first
+        validation."""
         info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
         if info["val_reward"] is None:
             del info["val_reward"]
@@ -87,8 +87,8 @@ class TrainState:
 
     @classmethod
     def from_training_info(cls, info: dict[str, object] | None) -> Self:
-        """The saved state; a fresh one for None. Unknown names are dropped, missing ones keep their defaults, and a
-        run that had stopped may go on (its limits come from the configuration)."""
+        """Return the saved state, or a fresh one for None. Drop unknown names; missing ones keep their defaults. A run that had
+        stopped may continue (its limits come from the configuration)."""
         known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
         values = {name: value for name, value in (info or {}).items() if name in known}
         for name in ("val_reward", "best_metric"):

@@ -43,7 +43,7 @@ OWN_METRICS = (
 
 
 class Validator:
-    """Runs validations and says when they are due.
+    """Runs validations and tells when they are due.
 
     Every validation draws its samples from the stream `val` with the prompt's number in the data set as draw id: two
     validations of the same weights give the same answers, and a resumed run the same ones as an unbroken run.
@@ -62,24 +62,23 @@ class Validator:
         self._logger, self._num_samples_to_print = logger, num_samples_to_print
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
-        """The names of a validation's metrics, by those of a training step's rollouts; None where they cannot be known, because
-        other environments score it."""
+        """Return the names of a validation's metrics, by those of a training step's rollouts; None if other environments score it."""
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self._task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
     def due_at_start(self, step: int) -> bool:
-        """Before the first step of a new run."""
+        """Tell whether to validate before the first step of a new run."""
         return step == 0 and self._loop.val_at_start
 
     def due(self, step: int, is_last: bool) -> bool:
-        """After step number `step` (from 1)."""
+        """Tell whether to validate after step number `step` (from 1)."""
         if is_last and self._loop.val_at_end:
             return True
         period = self._loop.val_period
         return period > 0 and step % period == 0 and step >= self._loop.val_start_at
 
     def run(self, step: int) -> ValidationResult:
-        """Validates and writes val_data_step<step>.jsonl.
+        """Validate and write val_data_step<step>.jsonl.
 
         Metrics: `accuracy`, the mean raw reward, with `accuracy_ci95_low` and `accuracy_ci95_high` (Wilson, one trial a
         prompt; rewards in [0, 1] only); `avg_length`, mean tokens of a response; `num_samples`, prompts; `right_or_wrong`, 1 where every reward was 0
@@ -112,7 +111,7 @@ class Validator:
         return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
 
     def _prompts(self) -> Iterator[BatchedDataDict]:
-        """Exactly max_val_samples prompts, or as many as there are."""
+        """Yield exactly max_val_samples prompts, or as many as there are."""
         limit = self._loop.max_val_samples
         taken = 0
         for batch in self._loader:
@@ -147,7 +146,7 @@ class Validator:
 
 
 def mean_word(metrics: Mapping[str, object]) -> str:
-    """What the mean of a validation's rewards is called: accuracy where they are right or wrong, else reward."""
+    """Name the mean of a validation's rewards: accuracy if they are right or wrong, else reward."""
     return "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
 
 

@@ -22,7 +22,7 @@ HELP = """/help          these lines
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Talks until the input ends."""
+    """Talk until the input ends."""
     parser = command_parser("chat", "Talk to a model or to a checkpoint of a run.", _EXAMPLES)
     add_model_option(parser)
     parser.add_argument("--system", help="the system's message")
@@ -61,7 +61,7 @@ class Conversation:
         self._begin(arguments.system)
 
     def run(self, prompt: str) -> None:
-        """Reads lines until Ctrl-D or /exit."""
+        """Read lines until Ctrl-D or /exit."""
         while True:
             try:
                 line = input(prompt)
@@ -77,7 +77,7 @@ class Conversation:
             self.take(line)
 
     def take(self, line: str) -> None:
-        """One line: a command, or a message that is answered."""
+        """Take one line: a command, or a message to answer."""
         word, _, rest = line.strip().partition(" ")
         if not word:
             return
@@ -141,7 +141,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(written)})
 
     def _make_room(self) -> None:
-        """Forgets the oldest exchanges where the model's positions do not hold all of them and an answer."""
+        """Forget the oldest exchanges if the model's positions do not hold all of them and an answer."""
         limit, dropped = self._generator.max_length, 0
         start = 1 if self._system() is not None else 0
         while limit and len(self.messages) - start > 2:

@@ -165,7 +165,7 @@ def _gpu() -> list[Fact]:
 
 
 def _extras() -> list[Fact]:
-    """The packages of the extras that the installed package declares."""
+    """Return the packages of the extras that the installed package declares."""
     try:
         needs = metadata.requires("nemo-rl-cpp") or []
     except metadata.PackageNotFoundError:
@@ -194,7 +194,7 @@ def _extra(extra: str, packages: Sequence[str]) -> Fact:
 
 
 def _self_test(seconds: float) -> int:
-    """The number of things that are wrong."""
+    """Train twice, and return the number of things that are wrong."""
     cores = len(os.sched_getaffinity(0))
     print(
         f"self-test: three steps of grpo_tiny.yaml, {'first with one thread, then with all' if cores > 1 else 'with one thread'}"
@@ -224,7 +224,7 @@ def _self_test(seconds: float) -> int:
 
 
 def _out_of_time(name: str, seconds: float, is_first: bool) -> int:
-    """One thread is enough to know whether the arithmetic is right; that more are slow is only worth a look."""
+    """Print that the time is over, and return 1 for one thread, which is enough to know whether the arithmetic is right."""
     print(
         f"  {'✗' if is_first else '!'} {name}: no end within the {seconds:g} s of the whole test. Where the machine is busy, give it"
     )
@@ -235,7 +235,7 @@ def _out_of_time(name: str, seconds: float, is_first: bool) -> int:
 
 
 def train_tiny(threads: int, seconds: float) -> Exactness | str | None:
-    """Trains three steps in a process of its own; a text says what went wrong, None that there was not enough time."""
+    """Train three steps in another process. Return a text about what went wrong, and None if there was not enough time."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="nemo_rl_doctor") as folder:

@@ -15,8 +15,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the text as it comes; what it took goes to standard error. Returns the exit status: 1 after a mistake, which is
-    told in one sentence, 130 after Ctrl-C."""
+    """Print the text as it comes, and its length and speed to standard error."""
     parser = command_parser("generate", "Write text with a model or a checkpoint of a run.", _EXAMPLES)
     parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
     add_model_option(parser)
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _own_options(text: str) -> str:
-    """A sentence that names keys of a configuration, in the words of this command."""
+    """Put the options of this command into a sentence that names keys of a configuration."""
     text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace(
         "policy.model_name", "--model"
     )

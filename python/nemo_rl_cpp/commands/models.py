@@ -42,7 +42,7 @@ TASKS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table."""
+    """Print the table."""
     parser = command_parser(
         "models", "List the supported models with the memory that training and generation need on a CPU.", _EXAMPLES
     )
@@ -113,7 +113,7 @@ _loaded: dict[bool, GRPOMasterConfig | PPOMasterConfig] = {}
 
 
 def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> TrainMasterConfig:
-    """A run of this task: the shipped file's, with the model's sizes and the table's batch."""
+    """Return the configuration of a task: the shipped file's, with the model's sizes and the table's batch."""
     if task.critic not in _loaded:
         _loaded[task.critic] = (
             load_ppo_config("ppo_math_1B.yaml") if task.critic else load_grpo_config("grpo_math_1B.yaml")

@@ -10,7 +10,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until it is stopped."""
+    """Serve until it is stopped."""
     from nemo_rl_cpp.serving.command import add_arguments, run
 
     parser = command_parser("serve", "Serve a model or a checkpoint over HTTP, as OpenAI and vLLM do.", _EXAMPLES)

@@ -32,7 +32,7 @@ def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]
 def run_agent_rollouts(
     policy: ServedGeneration, batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment], greedy: bool = False
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
-    """A rollout for every row, by its environment's agent.
+    """Let the environment's agent make a rollout of every row.
 
     The message logs become what the engine was asked and answered; else the result is that of `run_multi_turn_rollout`. A
     rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls beside the longest conversation of a
@@ -71,7 +71,7 @@ def _tasks(policy: ServedGeneration, batch: DatumBatch, keys: list[str]) -> list
 
 
 def _messages(log: LLMMessageLogType, info: Mapping[str, object] | None) -> list[dict[str, str]]:
-    """The prompt as messages: as the data's row gives them, or the one text that was made of them."""
+    """Return the prompt as messages: those of the data's row, or the one text that was made of them."""
     given = (info or {}).get("messages")
     if isinstance(given, list):
         return [dict(message) for message in given]
@@ -127,7 +127,7 @@ def _attach(
 
 
 def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLogType:
-    """The messages of a conversation of calls, with the ids that went through the engine: nothing is tokenised again."""
+    """Return the messages of a conversation of calls, with the ids that went through the engine: nothing is tokenised again."""
     log: LLMMessageLogType = []
     before = 0
     for call in chain:

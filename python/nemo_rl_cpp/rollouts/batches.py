@@ -159,19 +159,19 @@ _MADE_BY = {
 
 
 def sampled_by_policy(message: Message) -> bool:
-    """GRPO trains the messages that the policy has sampled itself: they carry their log-probabilities."""
+    """Tell whether the policy has sampled the message: then it has log-probabilities. GRPO trains these."""
     return message["role"] == "assistant" and "generation_logprobs" in message
 
 
 def spoken_by_assistant(message: Message) -> bool:
-    """PPO trains every message of the assistant."""
+    """Tell whether the message is the assistant's. PPO trains these."""
     return message["role"] == "assistant"
 
 
 def add_token_loss_masks(
     message_logs: list[LLMMessageLogType], is_trained: Callable[[Message], bool] = sampled_by_policy
 ) -> None:
-    """Adds to every message, in place, `token_loss_mask` (1 on the tokens that are trained, else 0; like `token_ids`),
+    """Add to every message, in place, `token_loss_mask` (1 on the tokens that are trained, else 0; like `token_ids`),
     and `generation_logprobs` of zeros where there are none."""
     messages = [message for log in message_logs for message in log]
     lengths = [message["token_ids"].numel() for message in messages]
@@ -191,8 +191,8 @@ def build_train_batch(
     overlong_filtering: bool = False,
     is_trained: Callable[[Message], bool] = sampled_by_policy,
 ) -> TrainBatch:
-    """The rows of `samples` (rolled out, with rewards) as one ragged batch; its padded views have a width S that is a multiple of
-    `divisible_by`.
+    """Return the rows of `samples` (rolled out, with rewards) as one ragged batch; its padded views have a width S that is a multiple
+    of `divisible_by`.
 
     `sample_mask` is the data's `loss_multiplier`; 0 for samples that the environment flags by `mask_sample`, and with
     `overlong_filtering` for truncated ones. `group_id`, `weight_version` and the parts of the reward as far as the samples
@@ -231,7 +231,7 @@ def build_train_batch(
 
 
 def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Tensor:
-    """float32 [B]: the weight of each sample in the loss."""
+    """Return float32 [B]: the weight of each sample in the loss."""
     mask = torch.as_tensor(samples["loss_multiplier"]).float().clone()
     if overlong_filtering:
         mask[torch.as_tensor(samples["truncated"], dtype=torch.bool)] = 0.0
@@ -260,7 +260,7 @@ class LogprobNeeds(NamedTuple):
 
     @classmethod
     def of(cls, loss: ClippedPGLossConfig, loop: LoopConfig) -> Self:
-        """By the sections `loss_fn` (KL in the loss or in the reward) and `grpo` or `ppo`."""
+        """Read the sections `loss_fn` (KL in the loss or in the reward) and `grpo` or `ppo`."""
         reference = loss.reference_policy_kl_penalty != 0
         return cls(
             reference,
@@ -273,7 +273,7 @@ class LogprobNeeds(NamedTuple):
 def add_logprobs(
     policy: PolicyInterface, batch: TrainBatch, needs: LogprobNeeds, weight_version: int
 ) -> dict[str, float]:
-    """Adds `prev_logprobs` and `reference_policy_logprobs` [T] as far as they are needed.
+    """Add `prev_logprobs` and `reference_policy_logprobs` [T] as far as they are needed.
 
     `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see
     `Policy.skips_prev_logprobs`), and every trained message that an estimator reads was generated. Samples generated under older weights (`weight_version` is not the current one) keep the

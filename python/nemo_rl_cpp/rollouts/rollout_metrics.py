@@ -34,7 +34,7 @@ class SampleStats:
 
 
 def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
-    """NeMo RL's rollout metrics; rates are shares of the samples."""
+    """Return NeMo RL's rollout metrics; rates are shares of the samples."""
     n = len(samples)
     if n == 0:
         raise ValueError("no rollout was made: the batch of prompts is empty")
@@ -58,9 +58,9 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
 
 
 def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
-    """What the environments counted since the last call (`pop_metrics`).
+    """Return what the environments counted since the last call (`pop_metrics`).
 
-    Under plain names for one environment; for several, `task/name`, and `verifier_timeouts` also as their sum.
+    One environment gives plain names; several give `task/name`, and `verifier_timeouts` also as their sum.
     """
     environments: dict[int, tuple[str, Environment]] = {}
     for task, environment in task_to_env.items():
@@ -84,7 +84,7 @@ COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_call
 
 
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """The metrics of several rounds, each with its number of samples, as of one.
+    """Join the metrics of several rounds, each with its number of samples.
 
     Highest and lowest values stay such, totals and counts of verifiers and agents add up, `accuracy_of_X` is weighted by the samples
     that were X, everything else, rates above all, by all samples. A name that a round lacks is taken from the others.
@@ -113,7 +113,7 @@ def _is_count(last: str) -> bool:
 
 
 def join_of(name: str) -> Callable[[list[float]], float] | None:
-    """How values of a metric are joined, by its name: `max_*` and `*/max`, `min_*` and `*/min`, `total_*` and `*/total`; None: by
+    """Return how values of a metric are joined, by its name: `max_*` and `*/max`, `min_*` and `*/min`, `total_*` and `*/total`; None: by
     their mean, as rates are (`max_turns_reached_rate`)."""
     last = name.rsplit("/", 1)[-1]
     kind = last.split("_", 1)[0]

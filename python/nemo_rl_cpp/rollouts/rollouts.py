@@ -42,7 +42,7 @@ def generate_responses(
     policy_generation: GenerationInterface, generation_input_data: PaddedPrompts, batch: DatumBatch, tokenizer: TokenizerType,
     input_lengths: torch.Tensor, include_logprobs: bool = True, greedy: bool = False,
 ) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
-    """Generates once for every row and appends the assistant's messages to `batch["message_log"]`, in place.
+    """Generate once for every row and append the assistant's messages to `batch["message_log"]`, in place.
 
     A message holds the text without special tokens, `token_ids`, and with `include_logprobs` `generation_logprobs`.
     `batch["truncated"]` [B] says which responses ran out of room, where the engine reports it.
@@ -57,7 +57,7 @@ def generate_responses(
 def attach_responses(
     outputs: Answer, batch: DatumBatch, tokenizer: TokenizerType, input_lengths: torch.Tensor, include_logprobs: bool = True
 ) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
-    """Appends what an engine generated to the message logs; see `generate_responses`."""
+    """Append what an engine generated to the message logs; see `generate_responses`."""
     responses = Responses.of(outputs, input_lengths)
     generated = responses.rows(responses.token_ids)
     for log, ids in zip(batch["message_log"], generated, strict=True):
@@ -75,7 +75,7 @@ def attach_responses(
 def calculate_rewards(
     batch: DatumBatch, task_to_env: Mapping[str, Environment], begun: Sequence[tuple[list[int], object]] = ()
 ) -> EnvironmentReturn:
-    """Lets every row's environment (by `task_name`) answer, all environments at the same time; rows keep their order.
+    """Let every row's environment (by `task_name`) answer, all environments at the same time; rows keep their order.
 
     Environments see only `role` and `content` of the messages, and `extra_env_info`. Rewards are float32 [B], or a
     dictionary of them when the environments give components. `begun`: rows whose answers are on their way already, with
@@ -106,7 +106,7 @@ def calculate_rewards(
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
-    """The environments' answers as one, in the rows' own order."""
+    """Merge the environments' answers, in the order of the rows."""
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
@@ -155,7 +155,7 @@ class Observed(NamedTuple):
 
 
 def tokenize_observations(observations: Sequence[Mapping[str, str]], tokenizer: TokenizerType) -> list[torch.Tensor]:
-    """The int64 token ids of each environment's message, tokenised as it is (no chat template)."""
+    """Return the int64 token ids of each environment's message, without a chat template."""
     texts = [observation["content"] for observation in observations]
     rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [*torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64).split([*map(len, rows)])]
@@ -168,7 +168,7 @@ def append_observation(
     used_tokens: int,
     max_seq_len: int,
 ) -> Observed:
-    """Appends the environment's message, whose token ids are `ids`, as far as `max_seq_len` allows.
+    """Append the environment's message, whose token ids are `ids`, as far as `max_seq_len` allows.
 
     An observation that reaches `max_seq_len`, even one that just fits, overflows: the conversation cannot go on.
 
@@ -211,7 +211,7 @@ class EarlyScoring:
         return any(task in self._environments for task in self._active["task_name"])
 
     def finished(self, rows: list[int], token_ids: list[list[int]]) -> None:
-        """Takes responses that have ended; called by the engine between two of its steps."""
+        """Take responses that have ended. The engine calls this between two of its steps."""
         for row, ids in zip(rows, token_ids, strict=True):
             task = self._active["task_name"][row]
             if task in self._environments:
@@ -234,12 +234,12 @@ class EarlyScoring:
 
 
 def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
-    """What environments see of a conversation: roles and texts."""
+    """Return the part of a conversation that environments see: roles and texts."""
     return [{"role": message["role"], "content": message["content"]} for message in message_log]
 
 
 def last_ids(message_log: LLMMessageLogType) -> list[int]:
-    """The last token ids of a conversation, on which the text of what follows depends."""
+    """Return the last token ids of a conversation, on which the text of what follows depends."""
     return torch.cat([message["token_ids"] for message in message_log])[-_ENOUGH_IDS:].tolist()
 
 
@@ -272,7 +272,7 @@ class Conversations:
         self.masked: dict[int, bool] = {}
 
     def begin(self) -> Turn:
-        """The conversations still going, and their tokens as the engine takes them."""
+        """Return the conversations that continue, and their tokens as the engine takes them."""
         keys = ["message_log", "task_name", *PASSED_TO_GENERATION]
         known = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch})
         active = known.select_indices(self.active)
@@ -288,7 +288,7 @@ class Conversations:
         return Turn(active, inputs)
 
     def respond(self, turn: Turn, outputs: Answer) -> None:
-        """Appends the responses."""
+        """Append the responses."""
         _, generated, _ = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
         cut = turn.active["truncated"].tolist() if "truncated" in turn.active else [False] * len(generated)
         for row, ids, truncated in zip(self.active, generated, cut):
@@ -297,7 +297,7 @@ class Conversations:
             self.stats[row].truncated |= truncated
 
     def observe(self, turn: Turn, answer: EnvironmentReturn) -> None:
-        """Adds rewards and observations, and keeps those that go on."""
+        """Add rewards and observations, and keep the conversations that continue."""
         self._add_rewards(answer.rewards)
         terminated = answer.terminateds.bool().tolist()
         going_on = []
@@ -320,7 +320,7 @@ class Conversations:
         self.active = going_on
 
     def _mask(self, row: int, metadata: object) -> None:
-        """Takes down what the environment says of leaving the conversation out; its last word counts."""
+        """Note whether the environment masks the conversation; its last answer counts."""
         if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
             return
         if metadata["mask_sample"] not in (True, False):
@@ -340,8 +340,8 @@ class Conversations:
             total[self.active] += values
 
     def finish(self) -> DatumBatch:
-        """The batch with `total_reward`, `reward/<component>`, `truncated`, the last `stop_strings`, and `mask_sample`
-        bool [B] where an environment speaks of it; marks what ran out of turns."""
+        """Return the batch with `total_reward`, `reward/<component>`, `truncated`, the last `stop_strings`, and `mask_sample`
+        bool [B] if an environment gives it. Mark what ran out of turns."""
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info
@@ -358,7 +358,7 @@ class Conversations:
 def repeat_prompts(
     batch: DatumBatch, num_generations: int, first_draw_id: int = 0, stream: str = "train"
 ) -> DatumBatch:
-    """Every prompt `num_generations` times, side by side, with what tells the copies apart.
+    """Repeat every prompt `num_generations` times, one after the other, with columns that tell the copies apart.
 
     Adds int64 [B * num_generations]: `group_id` (which prompt of this batch), `draw_ids` (`first_draw_id` + group_id:
     it counts prompts over the whole run) and `sample_index` (which of the copies); and `stream`, a list.
@@ -382,7 +382,7 @@ def run_multi_turn_rollout(
     policy_generation: GenerationInterface, input_batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment],
     max_seq_len: int, max_rollout_turns: int = 999999, greedy: bool = False,
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
-    """Rolls every conversation of the batch out to its end, or for `max_rollout_turns` turns.
+    """Continue every conversation of the batch to its end, or for `max_rollout_turns` turns.
 
     Messages are appended to the rows' message logs in place. The result has, besides the input's keys,
     `total_reward` float32 [B] (summed over turns; components under `reward/<name>`) and `truncated` bool [B]: a
@@ -428,14 +428,14 @@ class PromptSource:
         self._finished_epochs = 0
 
     def next(self) -> BatchedDataDict:
-        """The next prompts, each G times. Keys beyond the loader's: see `repeat_prompts`; `group_id` is the draw id."""
+        """Return the next prompts, each G times. Keys beyond the loader's: see `repeat_prompts`; `group_id` is the draw id."""
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
         repeated["group_id"] = repeated["draw_ids"].clone()  # unique over the run, also when groups outlive their step
         return repeated
 
     def pop_finished_epochs(self) -> int:
-        """Epochs that ended since the last call."""
+        """Count the epochs that ended since the last call."""
         epochs, self._finished_epochs = self._finished_epochs, 0
         return epochs
 

@@ -53,7 +53,7 @@ from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.distributed.cluster import Cluster
+from nemo_rl_cpp.distributed.cluster import Cluster, shut_down
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
 from nemo_rl_cpp.evals.eval import evaluate_policy
@@ -234,8 +234,8 @@ def build_run(
 ) -> TrainingRun:
     """Make everything that a configuration describes, ready to `train`: data, environments, policy, critic, engine, logs.
 
-    Lock checkpointing.checkpoint_dir until the run's end and continue from the newest whole checkpoint there, as
-    checkpointing.resume says. However the configuration was made, it is checked as a file would be.
+    Check the configuration as a file would be checked, lock checkpointing.checkpoint_dir until the run's end, and continue from the
+    newest whole checkpoint there, as checkpointing.resume says.
 
     Args:
         data: gives data sets and environments of (configuration, tokenizer); by default what the configuration says.
@@ -264,8 +264,7 @@ def build_run(
             check_vllm(config.policy, config.cluster.device)  # before a model is loaded
         check_trackers(config.logger)
         cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
-        for each in filter(None, (cluster, engine_cluster)):
-            resources.callback(each.shutdown)
+        resources.callback(shut_down, engine_cluster, cluster)
         listener = listener_of(config.policy)
         if listener is not None:
             resources.callback(listener.close)
@@ -278,11 +277,6 @@ def build_run(
         loss_fn, advantages = make_loss(config.loss_fn), algorithm.make_advantages(config)
         logger = make_logger(config, state)
         resources.callback(logger.finish)
-        if warning := shaping_warning(loop.reward_shaping):
-            print(warning, flush=True)
-        for model in (policy, *critic.models.values()):
-            model.keep_bad_batches(Path(logger.log_dir) / "replay")
-        checkpoints.facts["run"] = logger.run_id
         if config.policy.generation.expose_http_server:
             generation = serve_policy(policy, generation, config.policy, lambda: state.step, loop.seed, listener)
             resources.callback(end_engine, generation)
@@ -320,6 +314,11 @@ def connect_hooks(run: TrainingRun) -> None:
         run.checkpoints, config, run.policy, run.critic, run.collector, validation and validation.validator,
         run.environments.train, log.logger, run.timer, terminal, run.card,
     )  # fmt: skip
+    if warning := shaping_warning(config.loop.reward_shaping):
+        print(warning, flush=True)
+    for model in run.models.values():
+        model.keep_bad_batches(run.log_dir / "replay")
+    run.checkpoints.facts["run"] = log.logger.run_id
     run.stop.saves = run.checkpoints.enabled
     run.callbacks.run = run
     run.timer.subscribe(terminal.progress)

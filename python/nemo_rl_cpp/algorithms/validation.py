@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,40 +43,42 @@ OWN_METRICS = (
 """what every validation may give, whatever its environments give besides"""
 
 
+@dataclass
 class Validator:
     """Runs validations and tells when they are due.
 
     Every validation draws its samples from the stream `val` with the prompt's number in the data set as draw id: two
     validations of the same weights give the same answers, and a resumed run the same ones as an unbroken run.
+
+    Attributes:
+        task_to_env: what scores the answers, by task.
+        loop: the section `grpo` or `ppo`.
     """
 
-    def __init__(
-        self, generation: GenerationInterface, loader: StatefulDataLoader, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment],
-        loop: LoopConfig, policy: PolicyConfig, logger: Logger | None = None,
-        num_samples_to_print: int = 0,
-    ) -> None:  # fmt: skip
-        """`loop` is the section `grpo` or `ppo`, `policy` the section of that name."""
-        self._generation, self._loader, self._tokenizer, self._task_to_env = generation, loader, tokenizer, task_to_env
-        self._loop, self._num_generations = loop, loop.val_num_generations_per_prompt
-        self._max_seq_len = policy.max_total_sequence_length
-        self._greedy = policy.generation.val_temperature == 0
-        self._logger, self._num_samples_to_print = logger, num_samples_to_print
+    generation: GenerationInterface
+    loader: StatefulDataLoader
+    tokenizer: TokenizerType
+    task_to_env: Mapping[str, Environment]
+    loop: LoopConfig
+    policy: PolicyConfig
+    logger: Logger | None = None
+    num_samples_to_print: int = 0
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
         """Return the names of a validation's metrics, by those of a training step's rollouts; None if other environments score it."""
-        mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self._task_to_env, task_to_env))
+        mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
     def due_at_start(self, step: int) -> bool:
         """Tell whether to validate before the first step of a new run."""
-        return step == 0 and self._loop.val_at_start
+        return step == 0 and self.loop.val_at_start
 
     def due(self, step: int, is_last: bool) -> bool:
         """Tell whether to validate after step number `step` (from 1)."""
-        if is_last and self._loop.val_at_end:
+        if is_last and self.loop.val_at_end:
             return True
-        period = self._loop.val_period
-        return period > 0 and step % period == 0 and step >= self._loop.val_start_at
+        period = self.loop.val_period
+        return period > 0 and step % period == 0 and step >= self.loop.val_start_at
 
     def run(self, step: int) -> ValidationResult:
         """Validate and write val_data_step<step>.jsonl.
@@ -90,35 +93,35 @@ class Validator:
         rewards: list[float] = []
         right: list[object] = []
         rounds = []
-        with generating(self._generation):
+        with generating(self.generation):
             for prompts in self._prompts():
                 rollouts, metrics = run_multi_turn_rollout(
-                    self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len,
-                    self._loop.max_rollout_turns, greedy=self._greedy,
+                    self.generation, prompts, self.tokenizer, self.task_to_env, self.policy.max_total_sequence_length,
+                    self.loop.max_rollout_turns, greedy=self.policy.generation.val_temperature == 0,
                 )  # fmt: skip
                 rounds.append((rollouts.size, metrics))
                 rewards += rollouts["total_reward"].tolist()
                 logs += [[{key: m[key] for key in ("role", "content")} for m in log] for log in rollouts["message_log"]]
                 right += truths(rollouts).get("ground_truth", [None] * rollouts.size)
         metrics = self._metrics(rewards, combine_rollout_metrics(rounds))
-        if self._logger is not None:
+        if self.logger is not None:
             table: dict[str, object] = {"content": logs, "rewards": rewards}
             if any(truth is not None for truth in right):
                 table["ground_truth"] = right
-            self._logger.log_batched_dict_as_jsonl(table, f"val_data_step{step}.jsonl")
-        if self._num_samples_to_print:
-            print_message_log_samples(logs, rewards, self._num_samples_to_print, step)
+            self.logger.log_batched_dict_as_jsonl(table, f"val_data_step{step}.jsonl")
+        if self.num_samples_to_print:
+            print_message_log_samples(logs, rewards, self.num_samples_to_print, step)
         return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
 
     def _prompts(self) -> Iterator[BatchedDataDict]:
         """Yield exactly max_val_samples prompts, or as many as there are."""
-        limit = self._loop.max_val_samples
+        limit = self.loop.max_val_samples
         taken = 0
-        for batch in self._loader:
+        for batch in self.loader:
             if limit is not None and taken + batch.size > limit:
                 batch = batch.select_indices(torch.arange(limit - taken))
             if batch.size:
-                yield repeat_prompts(batch, self._num_generations, taken, stream="val")
+                yield repeat_prompts(batch, self.loop.val_num_generations_per_prompt, taken, stream="val")
             taken += batch.size
             if limit is not None and taken >= limit:
                 break
@@ -126,9 +129,10 @@ class Validator:
     def _metrics(self, rewards: list[float], rollout_metrics: Metrics) -> Metrics:
         if not rewards:
             raise ValueError(
-                f"the validation data set gave no prompts: check data.validation and {self._loop.section_name}.max_val_samples"
+                f"the validation data set gave no prompts: check data.validation and {self.loop.section_name}.max_val_samples"
             )
-        per_prompt = [rewards[i : i + self._num_generations] for i in range(0, len(rewards), self._num_generations)]
+        each = self.loop.val_num_generations_per_prompt
+        per_prompt = [rewards[i : i + each] for i in range(0, len(rewards), each)]
         accuracy = math.fsum(rewards) / len(rewards)
         metrics = {
             **rollout_metrics,
@@ -140,7 +144,7 @@ class Validator:
         if all(0.0 <= reward <= 1.0 for reward in rewards):
             interval = wilson_interval(accuracy, len(per_prompt))
             metrics |= {"accuracy_ci95_low": interval.low, "accuracy_ci95_high": interval.high}
-        if self._num_generations > 1:
+        if each > 1:
             metrics["pass_k"] = sum(max(group) > 0 for group in per_prompt) / len(per_prompt)
         return metrics
 

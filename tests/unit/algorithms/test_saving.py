@@ -154,7 +154,7 @@ def test_a_validation_by_other_environments_is_waited_for(tmp_path):
         "checkpointing.save_period=9",
     )
     run.environments.train["second"] = next(iter(run.environments.train.values()))
-    run.validation.validator._task_to_env = {"t": run.environments.train["t"]}
+    run.validation.validator.task_to_env = {"t": run.environments.train["t"]}
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'"):
         train(run)
     assert run.state.step == 2

@@ -216,11 +216,9 @@ class ProcessWorkers(Workers):
         return [worker.pid for worker in self._workers]
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """See `Workers.call`."""
         return self._workers[rank].call(target, method, payload, listener)
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
-        """See `Workers.wait`."""
         patience, looked_at = Patience(calls), time.monotonic()
         while not all(call.done() for call in calls) and not patience.is_over():
             with self._changed:
@@ -245,7 +243,6 @@ class ProcessWorkers(Workers):
         return values_of(calls, self)
 
     def kill(self) -> None:
-        """See `Workers.kill`."""
         for worker in self._workers:
             worker.kill()
         self._store = None

@@ -141,13 +141,11 @@ class ActorWorker:
         return answer(make)
 
     def join(self, options: dict, silent: bool) -> Answer:
-        """See `WorkerObjects.join`."""
         if options["rank"] > 0 or silent:
             sys.stdout = open(os.devnull, "w")  # rank 0 prints what all ranks would print
         return self._objects.join(**options)
 
     def call(self, target: int, method: str, payload: bytes) -> Answer:
-        """See `WorkerObjects.call`."""
         return self._objects.call(target, method, payload)
 
 
@@ -255,7 +253,6 @@ class RayWorkers(Workers):
         return call
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
-        """See `Workers.wait`."""
         patience, beats = Patience(calls), _Beats(self._store, [call.rank for call in calls])
         while (waiting := [call for call in calls if not call.done()]) and not patience.is_over():
             self._ray.wait([self._calls[call] for call in waiting], num_returns=len(waiting), timeout=_SLICE)
@@ -281,7 +278,6 @@ class RayWorkers(Workers):
         return WorkerLostError(f"{call.who}{pid} {how}; it was doing: {call.what}")
 
     def kill(self) -> None:
-        """See `Workers.kill`."""
         ray, self._calls = self._ray, {}
         if not ray.is_initialized() or not self._holds_ray:
             return

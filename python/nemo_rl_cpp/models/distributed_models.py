@@ -151,13 +151,11 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def get_logprobs(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """As `Policy.get_logprobs`."""
         return self._gather("get_logprobs", "logprobs", data, micro_batch_size)
 
     def get_reference_policy_logprobs(
         self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """As `Policy.get_reference_policy_logprobs`."""
         return self._gather("get_reference_policy_logprobs", "reference_logprobs", data, micro_batch_size)
 
     def train(
@@ -204,14 +202,12 @@ class DistributedValue(DistributedModel, ValueInterface):
     def get_values(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """As `Value.get_values`."""
         return self._gather("get_values", "values", data, micro_batch_size)
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """As `Value.train`."""
         parts = self.group.call_all("train_part", plain_batch(data), loss_fn, eval_mode, gbs, mbs)
         return Updates.of_ranks(self.group.first_of_groups(parts)).report()
 
@@ -219,13 +215,13 @@ class DistributedValue(DistributedModel, ValueInterface):
 def plain_batch(data: Batch) -> RaggedBatch:
     """Return the batch as it travels: tensors, numbers and texts, one a sample or one for all. Messages and environments' notes stay here."""
     batch = RaggedBatch.of(data)
-    samples = {name: value for name, value in batch.samples.items() if _travels(value)}
-    return RaggedBatch(batch.offsets, dict(batch.tokens), samples, pad_token_id=batch.pad_token_id, width=batch.width)
-
-
-def _travels(value: object) -> bool:
     plain = (Tensor, str, int, float, NoneType)
-    return isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
+    samples = {
+        name: value
+        for name, value in batch.samples.items()
+        if isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
+    }
+    return RaggedBatch(batch.offsets, dict(batch.tokens), samples, pad_token_id=batch.pad_token_id, width=batch.width)
 
 
 def absolute(path: object) -> object:

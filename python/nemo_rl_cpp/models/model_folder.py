@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
@@ -20,7 +20,7 @@ _SAID: set[str] = set()
 
 
 def note_as_said(remark: str) -> str:
-    """Remembers a remark that goes to the user by another way, so that loading the model does not repeat it."""
+    """Remember a remark that goes to the user by another way, so that loading the model does not repeat it."""
     _SAID.add(remark)
     return remark
 
@@ -28,14 +28,6 @@ def note_as_said(remark: str) -> str:
 def was_said(remark: str) -> bool:
     """Whether a remark has gone to the user."""
     return remark in _SAID
-
-
-class FolderFields(TypedDict, total=False):
-    """What a `ModelFolder` is told beside its config.json."""
-
-    seed: int
-    value_head: bool
-    max_length: int | None
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ def open_model_folder(
     return folder
 
 
-def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: Unpack[FolderFields]) -> ModelFolder:
+def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
     """The small model that starts random; `fields` are those of `ModelFolder`."""
     try:
         return ModelFolder(hf_config.canonical_config(hf_config.TINY_CONFIG, overrides), None, **fields)
@@ -146,9 +138,7 @@ def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: Unpack[F
         raise ModelFolderError(f"{TINY_RANDOM} with hf_config_overrides: {error}") from None
 
 
-def read_model_folder(
-    path: Path, overrides: Mapping[str, Plain] | None = None, **fields: Unpack[FolderFields]
-) -> ModelFolder:
+def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
     """The model of a folder on this machine; nothing is printed. `fields` are those of `ModelFolder`.
 
     A head beside tied weights that is not the embedding counts, and the two are untied, as vLLM does it (transformers 5 keeps both,

@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from os.path import isfile
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
@@ -28,19 +28,6 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4,
           "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}  # fmt: skip
 _READ = ("F64", "F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
-
-
-class ShapedTensor(Protocol):
-    """A tensor, or what is known of one: its dtype is a torch.dtype, or a text as safetensors writes it."""
-
-    @property
-    def dtype(self) -> object: ...
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
-TensorT = TypeVar("TensorT", bound=ShapedTensor)
 
 
 class RawTensor(NamedTuple):
@@ -226,8 +213,8 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
 def fill_parameters(
     folder: Path,
     shapes: Mapping[str, Sequence[int]],
-    tensors: Iterable[tuple[str, TensorT]],
-    put: Callable[[str, TensorT], None],
+    tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
+    put: Callable[[str, RawTensor | TensorEntry], None],
 ) -> None:
     """Call put(name, tensor) for every parameter of `shapes` that `tensors` (of `folder`) hold.
 

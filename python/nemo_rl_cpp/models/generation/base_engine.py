@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,23 +53,6 @@ class GenerationRequest(NamedTuple):
     stops: list[tuple[str, ...]]
 
 
-class EngineOptions(TypedDict, total=False):
-    """What an engine is told beside its section of the configuration.
-
-    end_token_ids: where responses end without `stop_token_ids` (`data.boundaries`); None: at the tokenizer's end tokens.
-    max_model_len: longest sequence, prompt and response together; None: `vllm_cfg.max_model_len`, or no limit.
-    seed: part of the key of every random draw.
-    digest: gives a digest of the weights that the engine reads.
-    memory_share: the part of this machine's free memory that this engine may count on.
-    """
-
-    end_token_ids: Sequence[int] | None
-    max_model_len: int | None
-    seed: int
-    digest: Callable[[], str] | None
-    memory_share: float
-
-
 class BaseEngine(GenerationInterface):
     """An engine, but for how it answers: by default its weights are in place and it holds nothing between two calls.
 
@@ -79,7 +62,11 @@ class BaseEngine(GenerationInterface):
     Args:
         config: section `policy.generation`; a mapping is read as one.
         tokenizer: gives the pad token and the bytes on which stop strings are matched.
-        options: see `EngineOptions`.
+        end_token_ids: where responses end without `stop_token_ids` (`data.boundaries`); None: at the tokenizer's end tokens.
+        max_model_len: longest sequence, prompt and response together; None: `vllm_cfg.max_model_len`, or no limit.
+        seed: part of the key of every random draw.
+        digest: gives a digest of the weights that the engine reads.
+        memory_share: the part of this machine's free memory that this engine may count on.
 
     Raises ValueError for unknown keys and for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop strings, ...).
     """
@@ -92,17 +79,21 @@ class BaseEngine(GenerationInterface):
         self,
         config: GenerationConfig | Mapping[str, object],
         tokenizer: TokenizerType,
-        **options: Unpack[EngineOptions],
+        *,
+        end_token_ids: Sequence[int] | None = None,
+        max_model_len: int | None = None,
+        seed: int = 42,
+        digest: Callable[[], str] | None = None,
+        memory_share: float = 1.0,
     ) -> None:
         self.config = config = as_model(config, GenerationConfig, "policy.generation")
         self.tokenizer = tokenizer
-        self.seed = int(options.get("seed", 42)) & 0xFFFFFFFF
-        self.max_model_len = options.get("max_model_len") or config.vllm_cfg.max_model_len or 0
-        ends = config.stop_token_ids
-        if ends is None and (ends := options.get("end_token_ids")) is None:
-            ends = end_token_ids_of_tokenizer(tokenizer)
+        self.seed = int(seed) & 0xFFFFFFFF
+        self.max_model_len = max_model_len or config.vllm_cfg.max_model_len or 0
+        if (ends := config.stop_token_ids) is None:
+            ends = end_token_ids_of_tokenizer(tokenizer) if end_token_ids is None else end_token_ids
         self._stop_token_ids = [int(token) for token in ends]
-        self._digest, self._memory_share = options.get("digest"), options.get("memory_share", 1.0)
+        self._digest, self._memory_share = digest, memory_share
         self._next_draw_id = 0
 
     # ---- token ids in, token ids out

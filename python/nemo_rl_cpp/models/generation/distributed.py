@@ -150,11 +150,9 @@ class DistributedGeneration(GenerationInterface):
         return self.group.call_all("ask_engine", self._number, method, *args)
 
     def prepare_for_generation(self) -> bool:
-        """As `NativeGeneration`'s."""
         return all(self._ask("prepare_for_generation"))
 
     def finish_generation(self) -> bool:
-        """As `NativeGeneration`'s."""
         return all(self._ask("finish_generation"))
 
     def invalidate_kv_cache(self) -> bool:
@@ -226,7 +224,6 @@ class EngineWorker(EngineHost):
         self._receiver: C.RefitReceiver | None = None
 
     def weight_digest(self) -> str:
-        """As `Policy.weight_digest`."""
         return f"{self.model.digest():016x}"
 
     def create_generation(self, config: GenerationConfig | None = None, **options: object) -> NativeGeneration:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, BaseEngine, EngineOptions, GenerationRequest
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, BaseEngine, GenerationRequest
 from nemo_rl_cpp.models.generation.interfaces import Finished, Responses
 from nemo_rl_cpp.models.hf.library import accepts, quietly
 
@@ -36,7 +35,7 @@ class HfGeneration(BaseEngine):
         module: nn.Module,
         config: GenerationConfig | Mapping[str, object],
         tokenizer: TokenizerType,
-        **options: Unpack[EngineOptions],
+        **options: object,
     ) -> None:
         super().__init__(config, tokenizer, **options)
         self.module = module
@@ -92,7 +91,7 @@ class HfGeneration(BaseEngine):
         """The responses of `rows`, all at the same time."""
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(work.prompts[row].tolist()), len(distinct)) for row in rows]
-        decoder: Decoder = decoder_of(self.module)
+        decoder = decoder_of(self.module)
         logits = decoder.begin([torch.tensor(prompt) for prompt in distinct], torch.tensor(index))
         alive, places = list(rows), torch.arange(len(rows))  # what is not ended, and its row of the decoder's batch
         while True:
@@ -162,22 +161,8 @@ class _Work(Answers):
         return any(stop in text for stop in self.stop_texts[row])
 
 
-class Decoder(Protocol):
-    """A batch of texts that grow by a token at a time."""
-
-    def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
-        """Row r continues prompts[index[r]]. The logits [B, V] of the first new tokens."""
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Appends `tokens` [B]; the logits [B, V] of those that follow. A row with -1 has ended: it stays as it is, and its logits
-        mean nothing."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Forgets all but these rows, which are then 0, 1, ..."""
-
-
-def decoder_of(module: nn.Module) -> Decoder:
-    """With a cache where transformers keeps keys and values of attention alone; states of other kinds (Mamba and the like) see
+def decoder_of(module: nn.Module) -> CachedDecoder | WholeTextDecoder:
+    """Choose a decoder: with a cache where transformers keeps keys and values of attention alone; states of other kinds (Mamba and the like) see
     padding, so that such texts are computed anew for each token."""
     return CachedDecoder(module) if _cache(module) is not None else WholeTextDecoder(module)
 
@@ -213,7 +198,8 @@ def _cache(module: nn.Module) -> object | None:
 
 
 class CachedDecoder:
-    """Prompts are padded on the left and computed once each; then each step computes one token a row."""
+    """A batch of texts that grow by a token at a time. Prompts are padded on the left and computed once each; then each step computes one
+    token a row."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._cache = module, _cache(module)
@@ -221,6 +207,7 @@ class CachedDecoder:
         self._positions = accepts(module, "position_ids") is not None
 
     def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
+        """Let row r continue prompts[index[r]]. Return the logits [B, V] of the first new tokens."""
         device = _device(self._module)
         width = max(len(prompt) for prompt in prompts)
         ids = torch.stack([nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]).to(device)
@@ -233,6 +220,7 @@ class CachedDecoder:
         return logits[index]
 
     def step(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` [B], and return the logits [B, V] of those that follow. A row with -1 has ended, and its logits mean nothing."""
         tokens = tokens.to(self._mask.device)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         logits = self._forward(tokens.clamp(min=0)[:, None], self._next[:, None])
@@ -240,6 +228,7 @@ class CachedDecoder:
         return logits
 
     def keep(self, rows: Tensor) -> None:
+        """Forget all but these rows, which are then 0, 1, ..."""
         rows = rows.to(self._mask.device)
         self._cache.batch_select_indices(rows)
         self._mask, self._next = self._mask[rows], self._next[rows]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, EngineOptions, GenerationRequest
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, GenerationRequest
 from nemo_rl_cpp.models.generation.interfaces import Finished, Responses
 from nemo_rl_cpp.models.model_folder import ModelFolder
 
@@ -48,7 +48,7 @@ class NativeGeneration(BaseEngine):
         runner: C.ModelRunner,
         config: GenerationConfig | Mapping[str, object],
         tokenizer: TokenizerType,
-        **options: Unpack[EngineOptions],
+        **options: object,
     ) -> None:
         super().__init__(config, tokenizer, **options)
         self._runner = runner

@@ -57,7 +57,8 @@ class CheckpointManager:
     """
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
-        """Take the section `checkpointing`. In a mapping a missing `metric_name` or `keep_top_k` is null, and a missing `save_period` 1."""
+        """Take the section `checkpointing`. In a mapping a missing `metric_name` or `keep_top_k` is null, and a
+        missing `save_period` 1."""
         if isinstance(config, Mapping):
             config = {"checkpoint_dir": "", "metric_name": None, "save_period": 1, "keep_top_k": None} | config
         config = as_model(config, CheckpointingConfig, "checkpointing")
@@ -98,7 +99,8 @@ class CheckpointManager:
     def saving(
         self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Iterator[Path]:
-        """Yield `tmp_step_N` with training_info.json and config.yaml, to be filled; seal and publish it when the block ends without an
+        """Yield `tmp_step_N` with training_info.json and config.yaml, to be filled; seal and publish it when the block
+        ends without an
         exception (an older `step_N` makes way through `old_step_N`), and remove checkpoints that no rule keeps.
 
         Raise FolderInUseError (a RuntimeError) if another process is at work in the same checkpoint_dir.
@@ -140,7 +142,8 @@ class CheckpointManager:
     def claim(self) -> None:
         """Keep every other run out of the folder until `shutdown`, or until this process ends.
 
-        Raise FolderInUseError (a ValueError) with the process, host and time of a run in it, and FolderError if the folder cannot be
+        Raise FolderInUseError (a ValueError) with the process, host and time of a run in it, and FolderError if the
+        folder cannot be
         made or written. Do nothing when checkpointing is off.
         """
         if self.enabled:
@@ -173,7 +176,8 @@ class CheckpointManager:
         return None
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
-        """Raise ResumeError if `checkpointing.resume` does not go with `latest`, the newest whole checkpoint, or if there are checkpoints
+        """Raise ResumeError if `checkpointing.resume` does not go with `latest`, the newest whole checkpoint, or if
+        there are checkpoints
         but none is whole."""
         if latest is not None and self.config.resume == "never":
             raise ResumeError(

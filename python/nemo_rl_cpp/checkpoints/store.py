@@ -152,7 +152,8 @@ class CheckpointStore:
         return aside
 
     def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
-        """Recover one folder. `folders` lists tmp before old, so an old_step_N goes back only when no newer one could be published."""
+        """Recover one folder. `folders` lists tmp before old, so an old_step_N goes back only when no newer one could
+        be published."""
         target = path.with_name(f"step_{step}")
         if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
             self.publish(path)

@@ -17,7 +17,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, object]], pad_value_dict: dict[str, int | float] | None = None
     ) -> Self:
-        """Joins batches row after row; keys come out sorted.
+        """Join batches row after row; keys come out sorted.
 
         Lists are concatenated; 1-D tensors too; tensors of two and more dimensions are padded on the right of
         dimension 1 to the longest with `pad_value_dict[key]` (0 if not given). Batches without any key are skipped, and
@@ -39,7 +39,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return joined
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Every row `num_repeats` times, copies side by side; list items are deep copies of their own."""
+        """Repeat every row `num_repeats` times, copies side by side; list items are deep copies of their own."""
         repeated = type(self)()
         for key, value in self.data.items():
             if torch.is_tensor(value):
@@ -53,7 +53,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return repeated
 
     def select_indices(self, indices: list[int] | torch.Tensor) -> Self:
-        """The rows at `indices` (a list, an integer tensor, or a bool tensor [B] as a mask), in that order."""
+        """Return the rows at `indices` (a list, an integer tensor, or a bool tensor [B] as a mask), in that order."""
         index = torch.as_tensor(indices)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
         selected = type(self)()
@@ -62,7 +62,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return selected
 
     def slice(self, start: int, end: int) -> Self:
-        """Rows [start, end); tensors share storage with this batch.
+        """Return the rows [start, end); tensors share storage with this batch.
 
         Raises ValueError when `end` lies beyond a tensor's rows.
         """
@@ -101,5 +101,5 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
 
 def rows_of(value: torch.Tensor | Sequence[object]) -> int:
-    """Rows of one value of a batch."""
+    """Count the rows of one value of a batch."""
     return value.shape[0] if torch.is_tensor(value) else len(value)

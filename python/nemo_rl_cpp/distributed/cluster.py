@@ -162,7 +162,8 @@ class WorkerGroup:
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
-        """Return the values of a call that all workers make together. A failure names the rank, and no rank is left waiting for it."""
+        """Return the values of a call that all workers make together. A failure names the rank, and no rank is left
+        waiting for it."""
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:

@@ -1,7 +1,9 @@
 """Ranks that `torchrun` or `srun` has started, as their environment variables say, and how they reach rank 0.
 
-Rank 0 is the run: it drives, and has a worker of its own. The others are workers: they meet at torch's store (MASTER_ADDR, MASTER_PORT),
-find there where rank 0 listens, connect and answer its calls, which are pickles. Nothing is unpickled before both ends have proved that
+Rank 0 is the run: it drives, and has a worker of its own. The others are workers: they meet at torch's store
+(MASTER_ADDR, MASTER_PORT),
+find there where rank 0 listens, connect and answer its calls, which are pickles. Nothing is unpickled before both ends
+have proved that
 they know a secret: NEMO_RL_LAUNCH_TOKEN, or a random one that rank 0 leaves in the store.
 """
 
@@ -47,7 +49,8 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launch of this process; None if nobody launched several. Raise ValueError for variables that contradict each other."""
+    """Return the launch of this process; None if nobody launched several. Raise ValueError for variables that
+    contradict each other."""
     variables = launcher_variables(environment)
     if variables is None:
         return None
@@ -74,7 +77,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raise ConfigError if the file asks for another number of workers than were launched, for restarts, which are the launcher's, for
+    """Raise ConfigError if the file asks for another number of workers than were launched, for restarts, which are the
+    launcher's, for
     `engines` on workers that train nothing, or for an executor with which every rank would be a run."""
     if cluster.executor not in ("processes", "auto"):
         text = (
@@ -103,7 +107,8 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
 
 
 def serving(load: Callable[..., C]) -> Callable[..., C]:
-    """Wrap `load` of a configuration; in a launched process of rank 1 or higher it does not return: the process is a worker then."""
+    """Wrap `load` of a configuration; in a launched process of rank 1 or higher it does not return: the process is a
+    worker then."""
 
     def load_and_serve(*arguments: object) -> C:
         config = load(*arguments)
@@ -177,7 +182,8 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 
 
 def as_connection(reached: socket.socket) -> Connection:
-    """Make a connection of a socket, which notices that the other machine is gone. Until `_wait_at_most(connection, 0)` nothing on it
+    """Make a connection of a socket, which notices that the other machine is gone. Until `_wait_at_most(connection,
+    0)` nothing on it
     takes longer than a handshake may, so a silent stranger holds nobody up."""
     reached.setblocking(True)
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

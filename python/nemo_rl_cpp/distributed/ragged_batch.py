@@ -37,7 +37,8 @@ class RaggedBatch:
 
     @classmethod
     def of(cls, data: "Batch") -> Self:
-        """A batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. A tensor of another name belongs to tokens
+        """Make a batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. A tensor of another name
+        belongs to tokens
         where its second dimension is S. Tensors are brought to the CPU. A RaggedBatch is given back as it is.
 
         Raises ValueError where shape and lengths do not fit.
@@ -60,7 +61,7 @@ class RaggedBatch:
         return made
 
     def copy(self) -> Self:
-        """With the same tensors, and names of its own."""
+        """Return a batch with the same tensors, whose names can be changed separately."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, tokens=dict(self.tokens), samples=dict(self.samples))
         return made
@@ -93,19 +94,20 @@ class RaggedBatch:
         return self.offsets[:-1].contiguous()
 
     def by_token(self, of_samples: Tensor) -> Tensor:
-        """[B] -> [T]: each token has its sample's value."""
+        """Spread [B] to [T]: each token has its sample's value."""
         return of_samples[self.sample_of_token]
 
     def by_sample(self, of_tokens: Tensor) -> Tensor:
-        """[T] -> [B]: the sum over each sample's tokens."""
+        """Sum [T] over each sample's tokens: [B]."""
         return of_tokens.new_zeros(self.size).index_add_(0, self.sample_of_token, of_tokens)
 
     def rows(self, of_tokens: Tensor) -> Sequence[Tensor]:
-        """The [T, ...] of each sample, as views."""
+        """Return the [T, ...] of each sample, as views."""
         return of_tokens.split(self.lengths.tolist())
 
     def of_samples(self, value: object, rows: list[int]) -> object:
-        """Of these samples: of a tensor [B, ...] or a list with an item a sample; what belongs to the whole batch is given back."""
+        """Select these samples of a tensor [B, ...] or of a list with an item a sample; return what belongs to the
+        whole batch unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) == self.size:
             return value[torch.tensor(rows, dtype=torch.int64)]
         if isinstance(value, list) and len(value) == self.size:
@@ -120,13 +122,14 @@ class RaggedBatch:
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:
-        """[T, ...] -> [B, S, ...]."""
+        """Pad [T, ...] to [B, S, ...]."""
         out = of_tokens.new_full((self.size, self.width, *of_tokens.shape[1:]), fill)
         out[self._inside] = of_tokens
         return out
 
     def ragged(self, value: Tensor) -> Tensor:
-        """[B, S, ...] -> [T, ...]; what is behind the end of a sample is dropped, and S may be that of the longest sample. [T] is
+        """Take [T, ...] from [B, S, ...]; what is behind the end of a sample is dropped, and S may be that of the
+        longest sample. [T] is
         given back as it is; one value a sample, [B] or [B, 1], goes to each of its tokens."""
         if value.dim() >= 2 and len(value) == self.size and value.shape[1] >= int(self.lengths.max()):
             width = min(value.shape[1], self.width)
@@ -141,7 +144,7 @@ class RaggedBatch:
         )
 
     def places(self, samples: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Of these samples, padded to `width`: (int64 [b, width] which of the T tokens stands there, bool [b, width] whether
+        """Return, of these samples padded to `width`, (int64 [b, width] which of the T tokens stands there, bool [b, width] whether
         one does; where none does, the first is 0)."""
         column = torch.arange(width)[None]
         inside = column < self.lengths[samples][:, None]
@@ -199,5 +202,5 @@ Batch = Mapping[str, object] | RaggedBatch
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """int64 [B + 1] from lengths [B]: where each sample begins, and where the last one ends."""
+    """Return int64 [B + 1] from lengths [B]: where each sample begins, and where the last one ends."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])

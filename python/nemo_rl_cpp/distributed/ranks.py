@@ -122,7 +122,8 @@ class Ranks:
     def blocks(
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
     ) -> list[list[int]]:
-        """Return this rank's blocks of a global batch, the samples [begin, end), of `count` in all; None: one block a rank. The blocks do
+        """Return this rank's blocks of a global batch, the samples [begin, end), of `count` in all; None: one block a
+        rank. The blocks do
         not depend on the number of ranks, so neither do sums along the tree of blocks (csrc/distributed/gradient_sums.h).
         `in_turns`: ranks take them in turns, one each at a time; else neighbouring blocks are one rank's.
 
@@ -139,7 +140,8 @@ class Ranks:
         return _blocks_of(_dealt(data, begin, end, count), self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
-        """As `blocks` with one block a rank, but samples with a backward pass (not `idle`, bool [B]) are shared equally: some move from the rank
+        """As `blocks` with one block a rank, but samples with a backward pass (not `idle`, bool [B]) are shared
+        equally: some move from the rank
         that generated them to another. Returns this rank's samples, and the moves of all ranks."""
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
@@ -150,7 +152,7 @@ class Ranks:
         return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
-        """[T] of which each rank has its own samples' part, and 0 elsewhere -> the whole, on every rank."""
+        """Sum [T], of which each rank has its own samples' part and 0 elsewhere, to the whole on every rank."""
         if self.communicator is None:
             return of_tokens
         parts = of_tokens.new_empty(self.size, *of_tokens.shape)
@@ -162,7 +164,8 @@ class Ranks:
         return _sum(self.communicator, value)
 
     def fail_together(self, error: Exception | None) -> None:
-        """Raise `error` if there is one, and OtherRankFailedError if another rank has one: none waits for a rank that has stopped."""
+        """Raise `error` if there is one, and OtherRankFailedError if another rank has one: none waits for a rank that
+        has stopped."""
         world = self.world or self.communicator
         failed = _sum(world, 0.0 if error is None else 1.0)
         if error is not None:
@@ -200,9 +203,11 @@ def _sum(ranks: Communicator | None, value: float) -> float:
 def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Deal the samples [begin, end) into `parts` lists, each ascending, of about equally many tokens, or equal sums of `weights` [B].
+    """Deal the samples [begin, end) into `parts` lists, each ascending, of about equally many tokens, or equal sums of
+    `weights` [B].
 
-    Consecutive samples of one group (`group_id`, of prompts `draw_ids`) stay together, so that they share their prompt, unless there are fewer groups than parts.
+    Consecutive samples of one group (`group_id`, of prompts `draw_ids`) stay together, so that they share their
+    prompt, unless there are fewer groups than parts.
     The longest unit goes first, each to the part with the fewest tokens so far, of equal ones to the first.
     """
     if parts == 1:
@@ -255,12 +260,13 @@ class Move(NamedTuple):
 
 
 def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
-    """Moves after which the busiest rank has less to do.
+    """Find moves after which the busiest rank has less to do.
 
     Args:
         units: for each rank the samples that stay together, and what they cost.
 
-    From the busiest rank to the idlest one goes the unit that leaves the smaller maximum of both, the first of equal ones, as long as that
+    From the busiest rank to the idlest one goes the unit that leaves the smaller maximum of both, the first of equal
+    ones, as long as that
     gains something. The result depends on the arguments alone, so every rank finds the same one.
     """
     left = [list(own) for own in units]
@@ -290,7 +296,8 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
 def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
-    """Return the rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt has one answer a row
+    """Return the rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt
+    has one answer a row
     and the rows stay as they are, in global batches of so many."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
@@ -301,7 +308,7 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """The blocks of one rank, of which each has equally many."""
+    """Return the blocks of one rank; each rank has equally many."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 
@@ -314,7 +321,8 @@ def connect(
     Args:
         deadline: seconds within which every call between ranks ends.
         address: where the others reach this process; None: at `host`, on one machine.
-        backend: "gloo": tensors on the CPU. "nccl": those on this rank's GPU too, which becomes torch's current device. Of the GPUs that
+        backend: "gloo": tensors on the CPU. "nccl": those on this rank's GPU too, which becomes torch's current
+        device. Of the GPUs that
             this process sees it is number `rank`, counted round.
 
     Raises ValueError for "nccl" if there is no GPU; what NCCL cannot do is a C.CommunicatorError.
@@ -385,7 +393,8 @@ def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: 
 
 
 def _own_gpu(rank: int) -> torch.device:
-    """Choose a GPU: workers of one machine see all its GPUs and take them in the order of their ranks; an actor of Ray sees its own alone."""
+    """Choose a GPU: workers of one machine see all its GPUs and take them in the order of their ranks; an actor of Ray
+    sees its own alone."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(

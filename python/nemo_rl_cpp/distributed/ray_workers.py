@@ -1,4 +1,5 @@
-"""Workers as Ray actors, on one machine or on many: one actor a device, in a placement group. Ray is imported only where it is asked for,
+"""Workers as Ray actors, on one machine or on many: one actor a device, in a placement group. Ray is imported only
+where it is asked for,
 started where none runs, and ended by the last who holds it."""
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _held = {"holders": 0, "ours": False}
 
 
 def ray_module() -> ModuleType:
-    """Import Ray. Under `uv run` it would start workers by `uv run` too, in copies of the project; here they share this environment."""
+    """Import Ray. Under `uv run` it would start workers by `uv run` too, in copies of the project; here they share
+    this environment."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
     try:
         import ray

@@ -68,7 +68,8 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
 
 
 def own_copy(path: Path) -> None:
-    """Copy a file that has another name too (a link made by `cp -al` or `ln -s`), so that changing it in place writes nothing outside the
+    """Copy a file that has another name too (a link made by `cp -al` or `ln -s`), so that changing it in place writes
+    nothing outside the
     run's folder. Raise OSError for what is no ordinary file: a fifo would wait for ever."""
     if not os.path.lexists(path):
         return
@@ -158,7 +159,8 @@ def manifest_facts(root: Path) -> dict[str, Plain]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of an ordinary file. Raise OSError for anything else (a fifo would wait for ever), and for one that no memory holds."""
+    """Return the text of an ordinary file. Raise OSError for anything else (a fifo would wait for ever), and for one
+    that no memory holds."""
     with open(_regular(path), encoding="utf-8") as file:
         if os.fstat(file.fileno()).st_size > _LONGEST_TEXT:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))

@@ -73,7 +73,8 @@ class FolderLock:
 
 
 def holder_of(folder: Path) -> dict[str, Plain] | None:
-    """Return who holds the lock of a folder, as far as the lock file tells (`pid`, `host`, `since`); None if nobody does, or if that
+    """Return who holds the lock of a folder, as far as the lock file tells (`pid`, `host`, `since`); None if nobody
+    does, or if that
     cannot be told. Make no file."""
     from filelock import FileLock, Timeout
 

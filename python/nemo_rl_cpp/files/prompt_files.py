@@ -10,7 +10,7 @@ class MissingFileError(FileNotFoundError, ValueError):
 
 
 def _places(path: str | Path) -> list[Path]:
-    """Where a file may be: as given, then in the source tree, then in the installed package, which carries the prompts of
+    """List where a file may be: as given, then in the source tree, then in the installed package, which carries the prompts of
     `examples/prompts/`; they are found there by that path or by their name."""
     given = Path(path).expanduser()
     if given.is_absolute():
@@ -23,12 +23,12 @@ def _places(path: str | Path) -> list[Path]:
 
 
 def find_prompt(path: str | Path) -> Path | None:
-    """The file that a configuration means; None where there is none."""
+    """Return the file that a configuration means; None if there is none."""
     return next((place for place in _places(path) if place.is_file()), None)
 
 
 def find_file(path: str | Path, key: str) -> Path:
-    """The file that a configuration means.
+    """Return the file that a configuration means.
 
     Raises MissingFileError (a FileNotFoundError and a ValueError) that names `key` and every place that was tried.
     """

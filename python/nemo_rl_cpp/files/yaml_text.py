@@ -13,7 +13,7 @@ _RESERVED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "none"
 
 
 def dump_yaml(value: Plain) -> str:
-    """YAML text of dicts, lists, strings, numbers, booleans and None. Floats always carry a dot, so that a YAML 1.1
+    """Write YAML text of dicts, lists, strings, numbers, booleans and None. Floats always carry a dot, so that a YAML 1.1
     reader does not take `1e-06` for a string."""
     if isinstance(value, (dict, list)) and value:
         return "\n".join(_lines(value, 0)) + "\n"

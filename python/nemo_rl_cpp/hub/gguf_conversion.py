@@ -1,4 +1,5 @@
-"""Turns a GGUF file of a Llama-like model into a Hugging Face folder. (transformers has a converter, whose import takes 4 s and which the
+"""Turns a GGUF file of a Llama-like model into a Hugging Face folder. (transformers has a converter, whose import
+takes 4 s and which the
 extra `smollm2` would have to install.)
 
 GGUF keeps weights in blocks of few bits and orders the rows of the query and key projections for a rotary embedding of
@@ -60,12 +61,12 @@ def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
 
 
 def _short(value: float) -> float:
-    """The decimal number that was meant: GGUF stores float32, so 1e-5 comes as 9.99999974e-06."""
+    """Return the decimal number that was meant: GGUF stores float32, so 1e-5 comes as 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
-    """config.json of the model. ValueError for an architecture other than Llama."""
+    """Return config.json of the model. Raise ValueError for an architecture other than Llama."""
     architecture = _value(reader, "general.architecture")
     if architecture != "llama":
         raise ValueError(f"the GGUF file holds a {architecture!r} model; only 'llama' is converted")
@@ -93,7 +94,7 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection [heads * head_dim, D] from neighbouring-pair to half-and-half rotary order:
+    """Reorder the rows of a query or key projection [heads * head_dim, D] from neighbouring-pair to half-and-half rotary order:
     within a head, row 2i goes to i and row 2i + 1 to head_dim / 2 + i."""
     rows, columns = weight.shape
     half = rows // heads // 2
@@ -101,7 +102,7 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name of a GGUF tensor; ValueError for one that a Llama does not have."""
+    """Return Hugging Face's name of a GGUF tensor. Raise ValueError for one that a Llama does not have."""
     if name in _TOP:
         return _TOP[name]
     parts = name.split(".")
@@ -111,7 +112,7 @@ def hf_name(name: str) -> str:
 
 
 def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> None:
-    """model.safetensors in float32: four-bit blocks have values that bfloat16 cannot hold."""
+    """Write model.safetensors in float32: four-bit blocks have values that bfloat16 cannot hold."""
     import gguf
     from safetensors.numpy import save_file
 
@@ -130,7 +131,7 @@ def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> N
 
 
 def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """The byte-level BPE tokenizer and the texts of its control tokens."""
+    """Make the byte-level BPE tokenizer; return it with the texts of its control tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     kind, pre = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
@@ -159,7 +160,7 @@ def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
 
 
 def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json (with the chat template), special_tokens_map.json."""
+    """Write tokenizer.json, tokenizer_config.json (with the chat template), special_tokens_map.json."""
     backend, control = _tokenizer(reader)
     tokens = _value(reader, "tokenizer.ggml.tokens")
 
@@ -185,7 +186,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
 
 
 def write_folder(gguf_file: Path, folder: Path) -> None:
-    """The whole Hugging Face folder of a GGUF file, into an existing empty folder."""
+    """Write the whole Hugging Face folder of a GGUF file into an existing empty folder."""
     reader = open_gguf(gguf_file)
     config = model_config(reader)
     write_tokenizer(reader, folder)

@@ -182,7 +182,8 @@ def nearest_model(name: str) -> str | None:
 
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
-    """Return the call's result, or raise TimeoutError: looking up a host has no timeout, so it runs in a thread that is left behind."""
+    """Return the call's result, or raise TimeoutError: looking up a host has no timeout, so it runs in a thread that
+    is left behind."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -200,7 +201,8 @@ def hub_endpoint() -> str:
 
 
 def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
-    """Return whether the hub answers. Raise SourceError if it answers that there is no such repository, or that access must be asked for."""
+    """Return whether the hub answers. Raise SourceError if it answers that there is no such repository, or that access
+    must be asked for."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -405,7 +407,8 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def find_policy_weights(name: str) -> str:
-    """Return the policy's weights if `name` is a checkpoint of a run (`step_N`) or the folder of its checkpoints, of which the newest whole
+    """Return the policy's weights if `name` is a checkpoint of a run (`step_N`) or the folder of its checkpoints, of
+    which the newest whole
     one counts; else `name`."""
     folder = _expanded(name)
     steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []

@@ -19,7 +19,7 @@ from nemo_rl_cpp.distributed.ranks import Ranks, connect
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost, for_workers
-from nemo_rl_cpp.models.generation.interfaces import Moved, RefitRendezvous
+from nemo_rl_cpp.models.generation.interfaces import RefitRendezvous, RefitResult
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, ValueInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
 from nemo_rl_cpp.models.policy.train_step import Loss
@@ -38,10 +38,10 @@ class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 
-    def broadcast_weights_for_collective(self, version: int) -> Moved:
+    def broadcast_weights_for_collective(self, version: int) -> RefitResult:
         """Send the present weights to the engines."""
         done = self._publisher.publish(list(self.state_dict().items()), version)
-        return Moved(done.bytes, done.seconds, self.weight_digest(), done.sent)
+        return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 
 def _built(model: type[Policy] | type[Value], options: dict[str, object], tensor_size: int, ranks: Ranks) -> Policy | Value:  # fmt: skip
@@ -182,7 +182,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 
     def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:
-        """Let rank 0 send its weights to them, which they take by their `update_weights_from_collective`. The call gives a `Moved`."""
+        """Let rank 0 send its weights to them, which they take by their `update_weights_from_collective`. The call
+        gives a `RefitResult`."""
         return [self.group.run_single_worker_single_data("broadcast_weights_for_collective", 0, version)]
 
     def performance(self) -> dict[str, float]:
@@ -213,7 +214,8 @@ class DistributedValue(DistributedModel, ValueInterface):
 
 
 def plain_batch(data: Batch) -> RaggedBatch:
-    """Return the batch as it travels: tensors, numbers and texts, one a sample or one for all. Messages and environments' notes stay here."""
+    """Return the batch as it travels: tensors, numbers and texts, one a sample or one for all. Messages and
+    environments' notes stay here."""
     batch = RaggedBatch.of(data)
     plain = (Tensor, str, int, float, NoneType)
     samples = {

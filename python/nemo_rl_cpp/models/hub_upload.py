@@ -29,7 +29,8 @@ def push_to_hub(
 ) -> str:
     """Upload a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its card; return the address.
 
-    The model's files go: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA (`adapter/`). A repository
+    The model's files go: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA
+    (`adapter/`). A repository
     that does not exist is made, private unless `private` is False; one that exists keeps its visibility. `token` None: that of
     `hf auth login` or HF_TOKEN. `client` replaces `huggingface_hub.HfApi`.
 

@@ -1,4 +1,5 @@
-"""What the training loop asks of a policy and of a value model, wherever they run; the contract of generation is beside them, as the
+"""What the training loop asks of a policy and of a value model, wherever they run; the contract of generation is
+beside them, as the
 GRPO guide has it."""
 
 from collections.abc import Mapping
@@ -43,25 +44,25 @@ class TrainedModelInterface(Protocol):
         """Of the next optimizer step."""
 
     def prepare_for_training(self) -> None:
-        """Called before `train`."""
+        """Prepare for `train`."""
 
     def finish_training(self) -> None:
-        """Called after `train`."""
+        """Give back what only `train` needs."""
 
     def save_checkpoint(
         self, weights_path: Path, optimizer_path: Path | None = None, *, checkpointing_cfg: object = None
     ) -> None:
-        """Makes `weights_path` a Hugging Face folder with the tokenizer, and `optimizer_path` a folder of what a bit-identical
+        """Make `weights_path` a Hugging Face folder with the tokenizer, and `optimizer_path` a folder of what a bit-identical
         resume needs besides. Neither folder exists before the call."""
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
+        """Return the bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
 
     def non_finite_parameters(self) -> list[str]:
-        """Names of the parameters that hold an infinity or NaN; empty for a healthy model."""
+        """Return the names of the parameters that hold an infinity or NaN; empty for a healthy model."""
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
+        """Write a batch that makes a loss or gradient non-finite into `folder` before the error is raised."""
 
 
 class PolicyInterface(TrainedModelInterface, Protocol):
@@ -78,46 +79,47 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         score a batch before it is trained on."""
 
     def prepare_for_lp_inference(self) -> None:
-        """Called before `get_logprobs` and `get_reference_policy_logprobs` of a step."""
+        """Prepare for `get_logprobs` and `get_reference_policy_logprobs` of a step."""
 
     def get_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
-        """{"logprobs": float32 [T] or [B, S]}: the log-probability of each token given those before it, under the present
+        """Return {"logprobs": float32 [T] or [B, S]}: the log-probability of each token given those before it, under the present
         weights and generation's temperature and filters; 0 where nothing is trained and at first tokens."""
 
     def get_reference_policy_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
-        """{"reference_logprobs": float32 [T] or [B, S]}: as `get_logprobs`, under the frozen first weights and without filters."""
+        """Return {"reference_logprobs": float32 [T] or [B, S]}: as `get_logprobs`, under the frozen first weights and
+        without filters."""
 
     def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
-        """One pass over the batch, one optimizer step a global batch.
+        """Pass over the batch once, with one optimizer step a global batch.
 
         Returns {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch,
         "prev_logprobs": float32 [T] or [B, S] of the weights before the first update}. After the call the engine's weights are old.
         """
 
     def weight_digest(self) -> str:
-        """Text that is equal for equal weights, by which generation and training are compared."""
+        """Return a text that is equal for equal weights, by which generation and training are compared."""
 
     def create_generation(self, generation_config: GenerationConfig, *, seed: int) -> GenerationInterface:
-        """An engine that answers with this policy's weights."""
+        """Make an engine that answers with this policy's weights."""
 
     def performance(self) -> dict[str, float]:
-        """Numbers of how the last step ran, logged as `performance/<name>`; empty where there are none."""
+        """Return numbers of how the last step ran, logged as `performance/<name>`; empty where there are none."""
 
 
 class ValueInterface(TrainedModelInterface, Protocol):
     """A value model in training. Batches are those of `PolicyInterface`."""
 
     def prepare_for_inference(self) -> None:
-        """Called before `get_values`."""
+        """Prepare for `get_values`."""
 
     def get_values(self, data: Mapping[str, object], timer: Timer | None = None) -> Mapping[str, object]:
-        """{"values": float32 [T] or [B, S]}: of the state before each token; 0 where nothing is trained."""
+        """Return {"values": float32 [T] or [B, S]}: of the state before each token; 0 where nothing is trained."""
 
     def finish_inference(self) -> None:
-        """Called after `get_values`."""
+        """Give back what only `get_values` needs."""
 
     def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
-        """One pass over the batch towards its `returns`, one optimizer step a global batch.
+        """Pass over the batch once towards its `returns`, with one optimizer step a global batch.
 
         Returns {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch}.
         """

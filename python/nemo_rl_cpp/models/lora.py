@@ -34,7 +34,7 @@ _STREAM = 2**32  # above every seed: other draws than those of a model that star
 
 
 def remove_adapter(weights: Path) -> None:
-    """Removes what `Lora.save` of an earlier run wrote into a folder that now gets weights without adapters."""
+    """Remove what `Lora.save` of an earlier run wrote into a folder that now gets weights without adapters."""
     folder = weights / ADAPTER
     if (folder / BASE_FILE).is_file():  # else it is not ours
         for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE):
@@ -69,7 +69,8 @@ class Lora:
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
-        """Those of a section of the configuration; None where all weights are trained. ValueError where no matrix of the model is
+        """Return the adapters of a section of the configuration; None if all weights are trained. Raise ValueError if
+        no matrix of the model is
         meant."""
         wanted = config.lora
         if wanted is None:
@@ -96,13 +97,13 @@ class Lora:
         return [f"{module}.weight" for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
-        """How the adapters of the model `native` lie in its slices, and in the whole."""
+        """Lay out the adapters of the model `native` in its slices, and in the whole."""
         count = ranks.tensor_size
         layouts = [C.ParameterLayout(native, self.dim, self.targets, rank, count) for rank in range(count)]
         return Slices(ranks, layouts, C.ParameterLayout(native, self.dim, self.targets))
 
     def begin(self, model: C.DecoderModel, seed: int, weights_path: str | Path | None, *, is_whole: bool) -> None:
-        """Puts adapters on a frozen model that has its weights: those of a checkpoint, or new ones, with A drawn from the seed and
+        """Put adapters on a frozen model that has its weights: those of a checkpoint, or new ones, with A drawn from the seed and
         B = 0, so that the weights stay what they are."""
         if is_whole:  # every number of slices has another digest
             self.base_digest = f"{model.digest():016x}"
@@ -127,7 +128,7 @@ class Lora:
     # ---- the folder
 
     def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
-        """Writes the adapter as PEFT does, into the folder of the merged weights; `masters` in the layout of the whole model."""
+        """Write the adapter as PEFT does, into the folder of the merged weights; `masters` in the layout of the whole model."""
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -139,7 +140,7 @@ class Lora:
         (folder / BASE_FILE).write_text(json.dumps({"digest": self.base_digest}) + "\n")
 
     def peft_config(self) -> dict[str, Plain]:
-        """adapter_config.json."""
+        """Return adapter_config.json."""
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.value_head else "CAUSAL_LM",
@@ -155,13 +156,13 @@ class Lora:
         }
 
     def _short_modules(self) -> list[str]:
-        """q_proj where every layer's is meant; else whole names."""
+        """Return q_proj where every layer's is meant; else whole names."""
         modules = set(self.modules)
         short = [name for name in MATRICES if all(module_of(layer, name) in modules for layer in range(self.layers))]
         return short if len(short) * self.layers == len(modules) else list(self.modules)
 
     def _load(self, weights: Path, model: C.DecoderModel) -> None:
-        """Reads what `save` wrote. ValueError where there is none, or another one, or one of another base model."""
+        """Read what `save` wrote. Raise ValueError if there is none, or another one, or one of another base model."""
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(

@@ -55,13 +55,13 @@ class ModelFolder:
         return hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
 
     def check_weights(self) -> None:
-        """Raises what building and filling the model would raise, by the files' headers alone."""
+        """Raise what building and filling the model would raise, by the files' headers alone."""
         native = self.native()
         if self.path is not None:
             check_parameters(self.path, hf_config.parameter_shapes(native))
 
     def check_slices(self, count: int, key: str) -> None:
-        """Raises ModelFolderError where tensor parallelism cannot cut the model into `count` slices, as `key` says."""
+        """Raise ModelFolderError if tensor parallelism cannot cut the model into `count` slices, as `key` says."""
         native = self.native()
         shared = {
             "attention heads": native["num_heads"], "key/value heads (num_key_value_heads)": native["num_kv_heads"],
@@ -87,7 +87,7 @@ class ModelFolder:
             )
 
     def fill(self, model: C.DecoderModel) -> None:
-        """Loads or draws the weights of a native `DecoderModel`."""
+        """Load or draw the weights of a native `DecoderModel`."""
         from nemo_rl_cpp.models.weights import initialize_weights, load_weights
 
         if self.path is None:
@@ -96,7 +96,7 @@ class ModelFolder:
             load_weights(model, self.path)
 
     def print_remarks(self) -> None:
-        """Prints each remark to stderr, once in a process."""
+        """Print each remark to stderr, once in a process."""
         for remark in self.remarks:
             if remark not in _SAID:
                 print(f"warning: {note_as_said(remark)}", file=sys.stderr, flush=True)
@@ -106,7 +106,7 @@ def open_model_folder(
     name: str, overrides: Mapping[str, Plain] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
     length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
 ) -> ModelFolder:  # fmt: skip
-    """`policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name that
+    """Open `policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name that
     `hub.sources.resolve_model` finds. Its remarks are printed.
 
     Args:
@@ -131,7 +131,7 @@ def open_model_folder(
 
 
 def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """The small model that starts random; `fields` are those of `ModelFolder`."""
+    """Return the small model that starts random; `fields` are those of `ModelFolder`."""
     try:
         return ModelFolder(hf_config.canonical_config(hf_config.TINY_CONFIG, overrides), None, **fields)
     except ModelFolderError as error:
@@ -139,7 +139,7 @@ def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) 
 
 
 def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """The model of a folder on this machine; nothing is printed. `fields` are those of `ModelFolder`.
+    """Read the model of a folder on this machine, and print nothing. `fields` are those of `ModelFolder`.
 
     A head beside tied weights that is not the embedding counts, and the two are untied, as vLLM does it (transformers 5 keeps both,
     too). A critic has no such head.

@@ -164,7 +164,8 @@ class TrainedModel(NoOffload):
         return f"{self.model.digest():016x}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use. Of a model in slices: copies
+        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use. Of a
+        model in slices: copies
         of the whole tensors in the first process of its group, which all call this; nothing in the others."""
         whole = self.slices.gather(self.model.compute, "the weights")
         return {} if whole is None else named_whole(self.slices.whole, whole)
@@ -204,7 +205,8 @@ class TrainedModel(NoOffload):
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
 
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
-        """Surround a turn over this rank's micro-batches, for a model whose passes are those of all ranks together: no native one is."""
+        """Surround a turn over this rank's micro-batches, for a model whose passes are those of all ranks together: no
+        native one is."""
         return nullcontext()
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
@@ -255,7 +257,8 @@ class TrainedModel(NoOffload):
     def _step(
         self, data: RaggedBatch, rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., object]
     ) -> float:
-        """Make the optimizer step on the gathered gradients of these rows; return their norm before clipping. `run(data, begin, end)`
+        """Make the optimizer step on the gathered gradients of these rows; return their norm before clipping.
+        `run(data, begin, end)`
         makes the gradients of some rows again, by this process alone, to find where one is not finite."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
@@ -277,7 +280,8 @@ class TrainedModel(NoOffload):
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
-        """Write the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` meets the error again; return the error with the path."""
+        """Write the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` meets the error again; return
+        the error with the path."""
         if self.replay_dir is None or self.ranks.tensor_rank > 0:  # which would write the same batch
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
@@ -296,8 +300,10 @@ class TrainedModel(NoOffload):
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
         checkpointing_cfg: object = None,
     ) -> None:  # fmt: skip
-        """Make `weights_path` a Hugging Face folder (weights, config, generation config, tokenizer), and write into `optimizer_path` what
-        a bit-identical resume needs too: moments, master weights, schedule. Raise NonFiniteError, and write nothing, if a parameter is
+        """Make `weights_path` a Hugging Face folder (weights, config, generation config, tokenizer), and write into
+        `optimizer_path` what
+        a bit-identical resume needs too: moments, master weights, schedule. Raise NonFiniteError, and write nothing,
+        if a parameter is
         infinite or NaN."""
         error, bad = None, self.non_finite_parameters()
         if bad:

@@ -86,7 +86,8 @@ def _shards(folder: Path, index: Path) -> list[Path]:
 
 
 def _inside(folder: Path, name: str, named_by: str) -> Path:
-    """Return the file of that name. Raise ModelFolderError if that is no file inside the folder. The hub's cache keeps the contents of
+    """Return the file of that name. Raise ModelFolderError if that is no file inside the folder. The hub's cache keeps
+    the contents of
     its `snapshots` in a folder `blobs` next to them, and these count as inside."""
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
@@ -266,7 +267,7 @@ def fill_parameters(
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Base-model checkpoints lack the `model.` prefix."""
+    """Add the prefix `model.`, which checkpoints of base models lack."""
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 
 

@@ -1,4 +1,5 @@
-"""Weights of a native model: by name, in the slices of tensor parallelism, and between it and a Hugging Face folder (safetensors, one file or sharded)."""
+"""Weights of a native model: by name, in the slices of tensor parallelism, and between it and a Hugging Face folder
+(safetensors, one file or sharded)."""
 
 import json
 import math
@@ -30,7 +31,7 @@ FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
 
 
 def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
-    """What a process has of a parameter [spec.whole], as a view."""
+    """Return a process's part of a parameter [spec.whole], as a view."""
     if spec.split < 0:
         return whole
     return whole.narrow(spec.split, spec.begin, spec.shape[spec.split])
@@ -50,7 +51,7 @@ class Slices:
 
     @classmethod
     def of(cls, native: dict[str, Plain], ranks: Ranks) -> Self:
-        """Of the whole model `native`, see `ModelFolder.native`."""
+        """Lay out the slices of the whole model `native`, see `ModelFolder.native`."""
         count = ranks.tensor_size
         return cls(ranks, [C.ParameterLayout(native, rank, count) for rank in range(count)], C.ParameterLayout(native))
 
@@ -60,7 +61,7 @@ class Slices:
         return self.layouts[self.ranks.tensor_rank]
 
     def take(self, whole: Tensor) -> Tensor:
-        """A flat buffer in the layout of this process from one in that of the whole model."""
+        """Cut a flat buffer in the layout of this process from one in that of the whole model."""
         if self.ranks.tensor_size == 1:
             return whole
         flat = whole.new_zeros(self.own.total)
@@ -69,7 +70,7 @@ class Slices:
         return flat
 
     def gather(self, flat: Tensor | None, what: str) -> Tensor | None:
-        """The flat buffer of the whole model from the flat buffers of all slices, on the first of them; None on the others, and
+        """Gather the flat buffer of the whole model from those of all slices, on the first of them; None on the others, and
         where this process takes no part (`flat` is None)."""
         if self.ranks.tensor_size == 1 or flat is None:
             return flat
@@ -92,17 +93,17 @@ def _view(flat: Tensor, spec: C.ParameterSpec) -> Tensor:
 
 
 def named_whole(layout: C.ParameterLayout, flat: Tensor) -> dict[str, Tensor]:
-    """Every parameter by its Hugging Face name, as a view of a flat buffer in this layout."""
+    """Return every parameter by its Hugging Face name, as a view of a flat buffer in this layout."""
     return {spec.name: _view(flat, spec) for spec in layout.specs}
 
 
 def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every parameter of `layout` (name, shape, offset) as a view of the flat buffer, under its Hugging Face name."""
+    """Return every parameter of `layout` (name, shape, offset) as a view of the flat buffer, under its Hugging Face name."""
     return {name: flat[offset : offset + math.prod(shape)].view(shape) for name, shape, offset in layout}
 
 
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
-    """Fills a native `DecoderModel`, or its slice, from the folder's safetensors files.
+    """Fill a native `DecoderModel`, or its slice, from the folder's safetensors files.
 
     A causal checkpoint may be read into a value model: its head is left out and the scalar head starts at zero (so that
     the first values are 0). Weights in another dtype are converted.
@@ -129,7 +130,7 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
 
 
 def _tensor(raw: RawTensor) -> torch.Tensor:
-    """A view of the mapped bytes."""
+    """Return a view of the mapped bytes."""
     return torch.frombuffer(raw.data, dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
 
 
@@ -175,7 +176,7 @@ def save_weights(
 
 
 def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> None:
-    """A fresh random model: normal matrices, unit norms, zero biases; the same weights for the same seed.
+    """Draw a fresh random model: normal matrices, unit norms, zero biases; the same weights for the same seed.
 
     An untied language-model head starts at a tenth of the others' spread, so that the first policy is nearly uniform:
     reinforcement learning from scratch needs to explore.

@@ -13,7 +13,7 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerCall, wait_together
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration
-from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES, GenerationInterface, Moved, RefitRendezvous
+from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES, GenerationInterface, RefitRendezvous
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.trained_model import TrainedModel
@@ -24,13 +24,13 @@ class WeightSynchronizer(Protocol):
     `sync_weights`."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
-        """Brings the present weights over, where the engine's are old; metrics of the transfer, logged with the step."""
+        """Bring the present weights over, if the engine's are old; return metrics of the transfer, logged with the step."""
 
     def mark_stale(self) -> None:
-        """The policy has been trained: the engine's weights are old."""
+        """Note that the policy has been trained, so that the engine's weights are old."""
 
     def verify_before_training(self) -> None:
-        """RuntimeError when the weights are not those under which the rollouts were generated."""
+        """Raise RuntimeError if the weights are not those under which the rollouts were generated."""
 
 
 RefitMetrics = dict[str, float | str | None]
@@ -51,11 +51,11 @@ class CheckedWeights(WeightSynchronizer):
         self._stale = True
 
     def mark_stale(self) -> None:
-        """The policy has been trained."""
+        """Note that the policy has been trained."""
         self._stale = True
 
     def verify_before_training(self) -> None:
-        """RuntimeError when the weights are not those under which the rollouts were generated."""
+        """Raise RuntimeError if the weights are not those under which the rollouts were generated."""
         if not self._check or self._stale:
             return
         now = self._policy.weight_digest()
@@ -70,9 +70,9 @@ class SharedWeights(CheckedWeights):
     """Weights that policy and engine both read from one storage: nothing is copied, only checked."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
-        """`refit/bytes` (0: nothing moved) and `weights/digest`, the same for both roles.
+        """Return `refit/bytes` (0: nothing moved) and `weights/digest`, the same for both roles.
 
-        RuntimeError when the engine would generate with other weights than those in training.
+        Raise RuntimeError if the engine would generate with other weights than those in training.
         """
         if self._stale:
             self._generation.invalidate_kv_cache()
@@ -101,10 +101,11 @@ class SentWeights(CheckedWeights, abc.ABC):
         self._metrics: RefitMetrics = {}
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
-        """The metrics of the last refit: `refit/bytes`, `refit/seconds` (digests included), `refit/gb_per_s`, `refit/version` and
+        """Return the metrics of the last refit: `refit/bytes`, `refit/seconds` (digests included), `refit/gb_per_s`,
+        `refit/version` and
         `weights/digest`, the policy's own.
 
-        RuntimeError when an engine has other weights than the policy afterwards.
+        Raise RuntimeError if an engine has other weights than the policy afterwards.
         """
         if self._stale:
             with timer("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
@@ -114,13 +115,14 @@ class SentWeights(CheckedWeights, abc.ABC):
 
     @abc.abstractmethod
     def _refit(self) -> None:
-        """Sends the present weights; sets `_metrics`, and `_digest` to that of the policy."""
+        """Send the present weights; set `_metrics`, and `_digest` to that of the policy."""
 
 
 class SharedMemoryWeights(SentWeights):
     """Weights that are copied into memory which this process and another one of this machine map (vLLM, which has another torch).
 
-    The trainer takes a digest of its own weights, the engine of what it finds in the memory. Where they differ, or where a parameter
+    The trainer takes a digest of its own weights, the engine of what it finds in the memory. Where they differ, or
+    where a parameter
     of the engine's got nothing, the run stops. `refit/digest`, of what arrived, is logged beside the metrics of `SentWeights`.
     """
 
@@ -138,7 +140,8 @@ class SharedMemoryWeights(SentWeights):
 
 
 class CollectiveWeights(SentWeights):
-    """Weights that travel from the policy's workers to the engines': rank 0 of the trainers sends them to all, in C++ (`csrc/refit/`).
+    """Weights that travel from the policy's workers to the engines': rank 0 of the trainers sends them to all, in C++
+    (`csrc/refit/`).
 
     The two groups meet at the first `sync_weights`. A refit that an engine refuses, or in which a worker is lost, is an error, and
     no engine has taken the new weights then. Engines generate and policies train independently of one another; only
@@ -150,28 +153,33 @@ class CollectiveWeights(SentWeights):
     _generation: DedicatedGeneration
     _store: object = None  # where the groups meet; None until they have
 
-    def init_communicator(self) -> None:
-        """Lets trainers and engines meet. Nothing to do when they have."""
-        if self._store is not None:
-            return
+    def _meet(self) -> None:
         gigabytes, cluster = self._policy.config.refit_buffer_size_gb, self._policy.cluster
         self._store = rendezvous_store(cluster.workers.host, cluster.deadline)
         meeting = RefitRendezvous(
-            host=cluster.workers.host, port=self._store.port, size=1 + self._generation.cluster.world_size(), deadline=cluster.deadline,
+            host=cluster.workers.host,
+            port=self._store.port,
+            size=1 + self._generation.cluster.world_size(),
+            deadline=cluster.deadline,
             bucket_bytes=DEFAULT_BUCKET_BYTES if gigabytes is None else max(int(gigabytes * 1e9), 1),
             delta=self._policy.config.refit == "delta",
-        )  # fmt: skip
+        )
         self._together(self._policy.init_collective(meeting), self._generation.init_collective(meeting))
 
     def _refit(self) -> None:
-        self.init_communicator()
+        if self._store is None:
+            self._meet()
         version, began = self._version(), time.perf_counter()
         ours, theirs = self._together(
             self._policy.broadcast_weights_for_collective(version),
             self._generation.update_weights_from_collective(version),
         )
         seconds, digest = time.perf_counter() - began, ours[0].digest
-        self._compare(digest, theirs)
+        for number, engine in enumerate(theirs):
+            if self._check and engine.digest != digest:
+                raise RuntimeError(
+                    f"the weights of engine worker {number} are not the policy's: digest {engine.digest} against {digest}"
+                )
         self._generation.weight_version, self._digest = version, digest
         self._generation.invalidate_kv_cache()
         moved = sum(engine.bytes for engine in theirs)
@@ -179,13 +187,6 @@ class CollectiveWeights(SentWeights):
             "refit/bytes": moved, "refit/sent_bytes": sum(engine.sent for engine in theirs), "refit/seconds": seconds,
             "refit/gb_per_s": moved / seconds / 1e9, "refit/version": version, "weights/digest": digest,
         }  # fmt: skip
-
-    def _compare(self, ours: str, engines: Sequence[Moved]) -> None:
-        for number, engine in enumerate(engines):
-            if self._check and engine.digest != ours:
-                raise RuntimeError(
-                    f"the weights of engine worker {number} are not the policy's: digest {engine.digest} against {ours}"
-                )
 
     def _together(self, trainers: Sequence[WorkerCall], engines: Sequence[WorkerCall]) -> list[list]:
         ours, theirs = self._policy.cluster.workers, self._generation.cluster.workers
@@ -196,11 +197,13 @@ def create_weight_synchronizer(
     policy: PolicyInterface, generation: GenerationInterface, generation_backend: str, colocated: bool,
     version: Callable[[], int] = lambda: 0,
 ) -> WeightSynchronizer:  # fmt: skip
-    """The synchronizer for an engine of `generation_backend`: on the policy's own weights where `colocated`, else with weights of
-    its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A `VllmGeneration` always has weights
+    """Make the synchronizer for an engine of `generation_backend`: on the policy's own weights where `colocated`, else
+    with weights of
+    its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A `VllmGeneration`
+    always has weights
     of its own.
 
-    ValueError for what no synchronizer can bring together.
+    Raise ValueError for what no synchronizer can bring together.
     """
     if isinstance(generation, VllmGeneration):
         return SharedMemoryWeights(policy, generation, version)

@@ -17,7 +17,7 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.metrics.memory import available_bytes
-from nemo_rl_cpp.models.generation.interfaces import Answer, Finished, GenerationInterface, Prompts, Responses
+from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, OnFinished, Prompts, Responses
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
 """Streams of random draws, by their number in csrc/common/random.h."""
@@ -56,7 +56,8 @@ class GenerationRequest(NamedTuple):
 class BaseEngine(GenerationInterface):
     """An engine, but for how it answers: by default its weights are in place and it holds nothing between two calls.
 
-    What a row yields depends on its prompt, its sampling settings and its random key (seed, stream, draw id, sample) alone. The token
+    What a row yields depends on its prompt, its sampling settings and its random key (seed, stream, draw id, sample)
+    alone. The token
     or the text that ends a response stays part of it, so that what is trained on is what was sampled.
 
     Args:
@@ -68,7 +69,8 @@ class BaseEngine(GenerationInterface):
         digest: gives a digest of the weights that the engine reads.
         memory_share: the part of this machine's free memory that this engine may count on.
 
-    Raises ValueError for unknown keys and for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop strings, ...).
+    Raises ValueError for unknown keys and for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop
+    strings, ...).
     """
 
     reports_finished = True
@@ -98,8 +100,9 @@ class BaseEngine(GenerationInterface):
 
     # ---- token ids in, token ids out
 
-    def generate(self, data: Prompts, greedy: bool = False, on_finished: Finished | None = None) -> Answer:
-        """Return a response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of `GenerationDatumSpec`: a
+    def generate(self, data: Prompts, greedy: bool = False, on_finished: OnFinished | None = None) -> Answer:
+        """Return a response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of
+        `GenerationDatumSpec`: a
         `GenerationOutputSpec`.
 
         `greedy` takes the likeliest token each time and reports log-probabilities at temperature 1 without a filter.
@@ -127,7 +130,7 @@ class BaseEngine(GenerationInterface):
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     @abstractmethod
-    def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
+    def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
         """Return the responses to all rows."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
@@ -169,7 +172,8 @@ class BaseEngine(GenerationInterface):
     # ---- settings
 
     def sampling(self, greedy: bool, stream: str) -> Sampling:
-        """Return how tokens of this stream are drawn. Greedy decoding reports log-probabilities at temperature 1 without a filter."""
+        """Return how tokens of this stream are drawn. Greedy decoding reports log-probabilities at temperature 1
+        without a filter."""
 
         def setting(name: str, default: float) -> float:
             validation = getattr(self.config, f"val_{name}") if stream == "val" else None
@@ -227,7 +231,7 @@ class BaseEngine(GenerationInterface):
         return max(int(free * self._memory_share) // 2, 1)
 
 
-class Answers:
+class ResponseBuffer:
     """Responses in the making. A row that is never asked for has no room: its response is empty and truncated.
 
     Args:
@@ -235,7 +239,7 @@ class Answers:
         on_finished: told of rows that ended while others run.
     """
 
-    def __init__(self, count: int, on_finished: Finished | None) -> None:
+    def __init__(self, count: int, on_finished: OnFinished | None) -> None:
         self.on_finished = on_finished
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.logprobs: list[list[float]] = [[] for _ in range(count)]

@@ -1,4 +1,5 @@
-"""Generation in several processes: each engine answers its share of the prompts, from its own trainer's weights, or, on workers that train
+"""Generation in several processes: each engine answers its share of the prompts, from its own trainer's weights, or,
+on workers that train
 nothing, from a copy of the weights that a refit brings.
 
 A response does not depend on which engine gives it: its draws follow from its prompt's number and its own (`draw_ids`,
@@ -25,8 +26,8 @@ from nemo_rl_cpp.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
-    Moved,
     RefitRendezvous,
+    RefitResult,
     Responses,
 )
 from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
@@ -79,7 +80,8 @@ class DistributedGeneration(GenerationInterface):
         config: the section `policy.generation`; None: the policy's own.
         options: for `Policy.create_generation`.
         tokenizer: whose pad token stands in padded results.
-        blocks: (gradient_blocks, train_global_batch_size, whether ranks take the blocks in turns) of the policy, so that its ranks train
+        blocks: (gradient_blocks, train_global_batch_size, whether ranks take the blocks in turns) of the policy, so
+        that its ranks train
             on what they generated; None: no training follows.
     """
 
@@ -100,7 +102,8 @@ class DistributedGeneration(GenerationInterface):
         self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False,
         on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
     ) -> Responses | BatchedDataDict[GenerationOutputSpec]:  # fmt: skip
-        """Generate as `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal ones to one engine. The
+        """Generate as `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal
+        ones to one engine. The
         processes that have slices of one model answer the same prompts, step by step together."""
         batch = data if isinstance(data, RaggedBatch) else RaggedBatch.of(data)
         batch = self._with_draws(batch)
@@ -250,16 +253,18 @@ class EngineWorker(EngineHost):
         weights = named_views(self.model.layout, self.model.compute)
         self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
 
-    def update_weights_from_collective(self, version: int) -> Moved:
-        """Take the weights that rank 0 of the trainers sends. If they are not as expected, raise C.RefitRefused and keep the old ones."""
+    def update_weights_from_collective(self, version: int) -> RefitResult:
+        """Take the weights that rank 0 of the trainers sends. If they are not as expected, raise C.RefitRefused and
+        keep the old ones."""
         done = self._receiver.receive(version)
         self.model.masters_changed()  # what was made of the old ones
         self.weight_version = version
-        return Moved(done.bytes, done.seconds, self.weight_digest(), done.sent)
+        return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 
 class DedicatedGeneration(DistributedGeneration):
-    """`NativeGeneration` on the workers of a cluster that trains nothing. Nothing here waits for the trainers: a `generate` in one thread runs
+    """`NativeGeneration` on the workers of a cluster that trains nothing. Nothing here waits for the trainers: a
+    `generate` in one thread runs
     while the policy trains in another. A worker answers its calls in their order, so a refit falls between two calls of `generate`.
 
     Prompts go to the engines in about equal numbers of expected tokens: those of the prompt, which is computed once for its
@@ -301,7 +306,7 @@ class DedicatedGeneration(DistributedGeneration):
         return self.group.run_all_workers_single_data("init_collective", meeting)
 
     def update_weights_from_collective(self, version: int) -> list[WorkerCall]:
-        """Let all engines take the weights that rank 0 of the trainers sends. Each gives a `Moved`."""
+        """Let all engines take the weights that rank 0 of the trainers sends. Each gives a `RefitResult`."""
         return self.group.run_all_workers_single_data("update_weights_from_collective", version)
 
     def shutdown(self) -> bool:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, BaseEngine, GenerationRequest
-from nemo_rl_cpp.models.generation.interfaces import Finished, Responses
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, GenerationRequest, ResponseBuffer
+from nemo_rl_cpp.models.generation.interfaces import OnFinished, Responses
 from nemo_rl_cpp.models.hf.library import accepts, quietly
 
 _SHRINK = 4  # a batch gives the room of ended rows back once they are a quarter of it
@@ -26,7 +26,8 @@ class HfGeneration(BaseEngine):
 
     Args:
         module: the trainer's; it is read in place.
-        config, tokenizer, options: as of `BaseEngine`. Read are max_new_tokens, temperature, top_p, top_k, val_temperature, val_top_p,
+        config, tokenizer, options: as of `BaseEngine`. Read are max_new_tokens, temperature, top_p, top_k,
+        val_temperature, val_top_p,
             val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
     """
 
@@ -43,7 +44,7 @@ class HfGeneration(BaseEngine):
         self._bytes_per_token: float | None = None
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
 
-    def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
+    def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
         if any("" in row for row in asked.stops):
             raise ValueError("stop_strings: an empty text is in every text; leave it out")
         rule = self.sampling_rule(asked.greedy, asked.stream)
@@ -55,7 +56,8 @@ class HfGeneration(BaseEngine):
         return work.responses()
 
     def _batches(self, work: _Work) -> list[list[int]]:
-        """Rows that are generated at the same time: neighbours, so that those of one prompt meet; no more than max_batch_size, than the
+        """Group the rows that are generated at the same time: neighbours, so that those of one prompt meet; no more
+        than max_batch_size, than the
         memory for keys and values holds, and, of several different prompts, than prefill_chunk_tokens lets be computed at once."""
         at_once = self.config.max_batch_size or len(work.prompts)
         chunk = self.config.prefill_chunk_tokens
@@ -80,7 +82,7 @@ class HfGeneration(BaseEngine):
         return batches
 
     def _cache_tokens(self) -> float:
-        """How many tokens' keys and values may lie in memory."""
+        """Return how many tokens' keys and values fit into memory."""
         if self._bytes_per_token is None:
             self._bytes_per_token = bytes_per_token(self.module)
         if not self._bytes_per_token:
@@ -88,7 +90,7 @@ class HfGeneration(BaseEngine):
         return self.cache_bytes(next(self.module.parameters()).device) / self._bytes_per_token
 
     def _answer(self, work: _Work, rows: list[int]) -> None:
-        """The responses of `rows`, all at the same time."""
+        """Generate the responses of `rows`, all at the same time."""
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(work.prompts[row].tolist()), len(distinct)) for row in rows]
         decoder = decoder_of(self.module)
@@ -112,7 +114,7 @@ class HfGeneration(BaseEngine):
             logits = decoder.step(next_tokens)
 
     def _draw(self, work: _Work, rows: list[int], logits: Tensor) -> list[int]:
-        """The next token of each row; its log-probability goes into `work`."""
+        """Draw the next token of each row; its log-probability goes into `work`."""
         uniform = torch.tensor([work.uniform(row) for row in rows], dtype=torch.float64)
         tokens, logprobs, _ = C.sample_rows(logits.float().cpu().contiguous(), uniform, work.rule)
         tokens = tokens.tolist()
@@ -125,13 +127,13 @@ class HfGeneration(BaseEngine):
         return tokens
 
 
-class _Work(Answers):
+class _Work(ResponseBuffer):
     """What one `generate` call was asked for, and what has been generated."""
 
     token_bytes: list[bytes]
 
     def __init__(
-        self, asked: GenerationRequest, room: list[int], on_finished: Finished | None, seed: int, rule: C.SamplingRule, ends: list[int]
+        self, asked: GenerationRequest, room: list[int], on_finished: OnFinished | None, seed: int, rule: C.SamplingRule, ends: list[int]
     ) -> None:  # fmt: skip
         super().__init__(asked.batch.size, on_finished)
         self.prompts = [row.to(torch.int64) for row in asked.batch.rows(asked.batch.tokens["input_ids"])]
@@ -141,11 +143,11 @@ class _Work(Answers):
         self._tails = [b""] * len(self.prompts)
 
     def length(self, row: int) -> int:
-        """Tokens of prompt and response so far: the position of the next one."""
+        """Count the tokens of prompt and response so far, which is the position of the next one."""
         return len(self.prompts[row]) + len(self.tokens[row])
 
     def uniform(self, row: int) -> float:
-        """The number in [0, 1) that decides about the next token of a row; of its own key alone."""
+        """Return the number in [0, 1) that decides about the next token of a row; it follows from the row's key alone."""
         return C.random_uniform(self.seed, self.stream, self.draws[row], self.samples[row], self.length(row))
 
     def append(self, row: int, token: int) -> bool:
@@ -162,13 +164,14 @@ class _Work(Answers):
 
 
 def decoder_of(module: nn.Module) -> CachedDecoder | WholeTextDecoder:
-    """Choose a decoder: with a cache where transformers keeps keys and values of attention alone; states of other kinds (Mamba and the like) see
+    """Choose a decoder: with a cache where transformers keeps keys and values of attention alone; states of other
+    kinds (Mamba and the like) see
     padding, so that such texts are computed anew for each token."""
     return CachedDecoder(module) if _cache(module) is not None else WholeTextDecoder(module)
 
 
 def bytes_per_token(module: nn.Module) -> float:
-    """What one token of one row takes in the cache; 0 without a cache."""
+    """Return the bytes of one token of one row in the cache; 0 without a cache."""
     cache, name = _cache(module), accepts(module, "cache", "past_key_values")
     if cache is None:
         return 0.0
@@ -183,7 +186,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _cache(module: nn.Module) -> object | None:
-    """An empty cache for this module; None where it has none, or one with other states than keys and values."""
+    """Make an empty cache for this module; None if it has none, or one with other states than keys and values."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -198,7 +201,8 @@ def _cache(module: nn.Module) -> object | None:
 
 
 class CachedDecoder:
-    """A batch of texts that grow by a token at a time. Prompts are padded on the left and computed once each; then each step computes one
+    """A batch of texts that grow by a token at a time. Prompts are padded on the left and computed once each; then
+    each step computes one
     token a row."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -220,7 +224,8 @@ class CachedDecoder:
         return logits[index]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append `tokens` [B], and return the logits [B, V] of those that follow. A row with -1 has ended, and its logits mean nothing."""
+        """Append `tokens` [B], and return the logits [B, V] of those that follow. A row with -1 has ended, and its
+        logits mean nothing."""
         tokens = tokens.to(self._mask.device)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         logits = self._forward(tokens.clamp(min=0)[:, None], self._next[:, None])

@@ -1,4 +1,5 @@
-"""The contract between rollouts and a generation engine: token ids in, token ids out; and what trainer and engines say of a refit."""
+"""The contract between rollouts and a generation engine: token ids in, token ids out; and what trainer and engines say
+of a refit."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class Responses:
         offsets: int64 [B + 1]: response b is token_ids[offsets[b] : offsets[b + 1]].
         logprobs: float32 [N] of every sampled token under the distribution it was drawn from; None where the engine has none.
         truncated: bool [B] whether a response ended for want of room; None where the engine does not say so.
-        weight_version: of the weights that generated them, as `sync_weights` gave it to an engine with weights of its own; else None.
+        weight_version: of the weights that generated them, as `sync_weights` gave it to an engine with weights of its
+        own; else None.
     """
 
     token_ids: torch.Tensor
@@ -76,7 +78,7 @@ class Responses:
 
     @classmethod
     def of(cls, outputs: Responses | Mapping[str, torch.Tensor], prompt_lengths: torch.Tensor) -> Responses:
-        """From a `GenerationOutputSpec`, whose rows begin with prompts of `prompt_lengths` [B]."""
+        """Make responses from a `GenerationOutputSpec`, whose rows begin with prompts of `prompt_lengths` [B]."""
         if isinstance(outputs, Responses):
             return outputs
         ids, begins = outputs["output_ids"].cpu(), torch.as_tensor(prompt_lengths).cpu()
@@ -93,11 +95,11 @@ class Responses:
         return self.offsets.diff()
 
     def rows(self, of_tokens: torch.Tensor) -> list[torch.Tensor]:
-        """The part of each response, as views."""
+        """Return the part of each response, as views."""
         return list(of_tokens.split(self.lengths.tolist()))
 
     def padded(self, prompts: RaggedBatch, pad_token_id: int | None) -> BatchedDataDict[GenerationOutputSpec]:
-        """As a `GenerationOutputSpec` with the prompts that were answered."""
+        """Return a `GenerationOutputSpec` with the prompts that were answered."""
         total = prompts.lengths + self.lengths
         position = torch.arange(int(total.max()))
         is_prompt = position < prompts.lengths.unsqueeze(1)
@@ -119,7 +121,7 @@ Prompts = RaggedBatch | PaddedPrompts
 """What an engine takes; a RaggedBatch, as a mapping, has the names of `GenerationDatumSpec`, too."""
 Answer = Responses | BatchedDataDict[GenerationOutputSpec]
 """What an engine gives: `Responses` for a RaggedBatch, or padded."""
-Finished = Callable[[list[int], list[list[int]]], None]
+OnFinished = Callable[[list[int], list[list[int]]], None]
 """Is told of responses as they end: their rows, and the token ids of each."""
 
 
@@ -128,33 +130,33 @@ class GenerationInterface(Protocol):
     the rest of the batch."""
 
     reports_finished: bool = False
-    """Whether `generate` takes `on_finished` (`Finished`)."""
+    """Whether `generate` takes `on_finished` (`OnFinished`)."""
     owns_process: bool
     """Whether the engine has a process that its `shutdown` ends; the end of a run calls it then."""
 
     def prepare_for_generation(self) -> bool:
-        """Called before `generate`: makes room and wakes up what generation needs."""
+        """Make room for generation. Called before `generate`."""
 
-    def generate(self, data: Prompts, greedy: bool = False, **beside: Finished) -> Answer:
-        """A response for every prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
+    def generate(self, data: Prompts, greedy: bool = False, **beside: OnFinished) -> Answer:
+        """Return a response for every prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
 
         The loop gives a RaggedBatch, which as a mapping is a `GenerationDatumSpec`; an engine may answer either way.
         `beside` is `on_finished` for engines that say `reports_finished`, and empty for all others.
         """
 
     def finish_generation(self) -> bool:
-        """Called after the last `generate` of a step: gives back what only generation needs."""
+        """Give back what only generation needs. Called after the last `generate` of a step."""
 
     def invalidate_kv_cache(self) -> bool:
-        """Forgets cached keys and values, since the weights are new; whether there was such a cache."""
+        """Forget cached keys and values, since the weights are new; return whether there was such a cache."""
 
     def weight_digest(self) -> str:
-        """The digest of the weights that the engine reads, comparable with `PolicyInterface.weight_digest`."""
+        """Return the digest of the weights that the engine reads, comparable with `PolicyInterface.weight_digest`."""
 
 
 @contextmanager
 def generating(generation: GenerationInterface) -> Iterator[None]:
-    """`prepare_for_generation` on entering and `finish_generation` on leaving, also where an error or Ctrl-C leaves: an engine
+    """Call `prepare_for_generation` on entering and `finish_generation` on leaving, also after an error or Ctrl-C: an engine
     takes no requests and holds no cache then."""
     generation.prepare_for_generation()
     with finished_on_error(generation):
@@ -164,7 +166,7 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
 
 @contextmanager
 def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
-    """`finish_generation` where an error or Ctrl-C leaves; where none does, the caller finishes.
+    """Call `finish_generation` after an error or Ctrl-C; without one, the caller does.
 
     An error of `finish_generation` does not hide the first one, but is a note of it. After Ctrl-C, which may end the program
     within seconds, it goes on in a thread of its own where it needs longer than a second.
@@ -189,13 +191,14 @@ def _finish_after(generation: GenerationInterface, error: BaseException) -> None
 
 
 def end_engine(generation: GenerationInterface | None) -> None:
-    """Ends the process of an engine that has one of its own."""
+    """End the process of an engine, if it has one."""
     if getattr(generation, "owns_process", False):
         generation.shutdown()
 
 
 DEFAULT_BUCKET_BYTES = 8_000_000
-"""Of `policy.refit_buffer_size_gb: null`. A bucket that stays in the cache is copied and digested faster (tests/benchmarks/bench_refit.py)."""
+"""Of `policy.refit_buffer_size_gb: null`. A bucket that stays in the cache is copied and digested faster
+(tests/benchmarks/bench_refit.py)."""
 
 
 class RefitRendezvous(NamedTuple):
@@ -217,7 +220,7 @@ class RefitRendezvous(NamedTuple):
     delta: bool = False
 
 
-class Moved(NamedTuple):
+class RefitResult(NamedTuple):
     """What a refit came to for one process: bytes of weights, seconds, the digest of the weights that it has afterwards, and the
     bytes of the messages that carried them."""
 

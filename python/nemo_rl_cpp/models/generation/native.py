@@ -15,7 +15,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, GenerationRequest
-from nemo_rl_cpp.models.generation.interfaces import Finished, Responses
+from nemo_rl_cpp.models.generation.interfaces import OnFinished, Responses
 from nemo_rl_cpp.models.model_folder import ModelFolder
 
 _UNLIMITED_SLOTS = 1 << 20
@@ -24,7 +24,8 @@ _UNLIMITED_SLOTS = 1 << 20
 def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str, object]) -> C.NativeModelRunner:
     """Make the engine's way into a `C.DecoderModel`, whose weights it reads in place.
 
-    On a CUDA device it launches decode steps as CUDA graphs unless `config.vllm_cfg.enforce_eager`; on the CPU, as `config.packed_weights`
+    On a CUDA device it launches decode steps as CUDA graphs unless `config.vllm_cfg.enforce_eager`; on the CPU, as
+    `config.packed_weights`
     says, steps of few texts read bfloat16 weights in twelve bits each. Either way the results are the same.
     """
     config = as_model(config, GenerationConfig, "policy.generation")
@@ -39,7 +40,8 @@ class NativeGeneration(BaseEngine):
 
     Args:
         runner: the model; `native_runner(model, config)` reads the trainer's weights in place.
-        config, tokenizer, options: as of `BaseEngine`. Read are max_new_tokens, temperature, top_p, top_k, val_temperature, val_top_p,
+        config, tokenizer, options: as of `BaseEngine`. Read are max_new_tokens, temperature, top_p, top_k,
+        val_temperature, val_top_p,
             val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
     """
 
@@ -64,7 +66,7 @@ class NativeGeneration(BaseEngine):
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
         self._limit_cache()
 
-    def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
+    def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
         prompts = _distinct_prompts(asked.batch)
         self._runner.keep_activations(asked.stream == "train")
         requests = self._requests(asked, prompts.index)
@@ -100,7 +102,8 @@ class NativeGeneration(BaseEngine):
     shutdown = finish_generation
 
     def plan_with_peers(self, least: Callable[[int], int]) -> None:
-        """Give the caches of engines with slices of one model one size, since they must plan the same steps. `least` gives the least
+        """Give the caches of engines with slices of one model one size, since they must plan the same steps. `least`
+        gives the least
         of a number over all of them, who make the same calls."""
         self._agree = least
         self._limit_cache()

@@ -1,4 +1,5 @@
-"""A module's parameters as the native model has them, in flat buffers: whole in one process, or shared out among the ranks by torch's FSDP2."""
+"""A module's parameters as the native model has them, in flat buffers: whole in one process, or shared out among the
+ranks by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class FlatLayout:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, list[int], int]]) -> FlatLayout:
-        """Of (name, shape, first row), one behind the other; the first row is -1 where a parameter is whole."""
+        """Lay out (name, shape, first row) one behind the other; the first row is -1 where a parameter is whole."""
         specs, offset = [], 0
         for name, shape, begin in parameters:
             specs.append(FlatSpec(name, shape, offset) if begin < 0 else FlatSpec(name, shape, offset, 0, begin))
@@ -109,7 +110,8 @@ class FlatModel:
                 self._trained[-1][1] = offset + size
 
     def pieces(self) -> list[Piece]:
-        """All that the optimizer changes: parameters that are frozen, by their architecture or a user's code, are not decayed either."""
+        """List all that the optimizer changes: parameters that are frozen, by their architecture or a user's code, are
+        not decayed either."""
         alone = self.masters is self.compute
         return [
             Piece(begin, end, self.masters[begin:end], None if alone else self.compute[begin:end])
@@ -121,17 +123,17 @@ class FlatModel:
         return str(self.compute.device)
 
     def masters_changed(self) -> None:
-        """The masters have been written: the weights follow."""
+        """Round the weights from the masters, which were written."""
         if self.masters is not None and self.masters is not self.compute:
             self.compute.copy_(self.masters)
 
     def digest(self) -> int:
-        """64 bits of BLAKE2b over the bytes of the weights that products read."""
+        """Return 64 bits of BLAKE2b over the bytes of the weights that products read."""
         raw = self.compute.detach().cpu().view(torch.uint8).numpy()
         return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """From now on a backward pass adds the gradient of each parameter to its place in `buffer()` [n], float32."""
+        """Let each backward pass add the gradient of each parameter to its place in `buffer()` [n], float32."""
 
         def adder(offset: int, size: int) -> Callable[[Tensor], None]:
             def add(parameter: Tensor) -> None:
@@ -146,15 +148,16 @@ class FlatModel:
             parameter.register_post_accumulate_grad_hook(adder(offset, parameter.numel()))
 
     def gathered(self) -> AbstractContextManager[None]:
-        """For generation: the weights are whole here at all times."""
+        """Do nothing: the weights are whole here at all times."""
         return nullcontext()
 
     def release_workspace(self) -> None:
-        """Nothing to give back: torch frees what a pass needed."""
+        """Do nothing: torch frees what a pass needed."""
 
 
 class ShardedModel:
-    """What `FlatModel` is in one process. Each rank keeps some rows of every parameter, in float32; a pass gathers the weights of a layer
+    """What `FlatModel` is in one process. Each rank keeps some rows of every parameter, in float32; a pass gathers the
+    weights of a layer
     in the precision of the run, and its backward gives each rank the sums of its rows' gradients over all ranks.
 
     Every pass is one of all ranks together, but for those within `gathered`.
@@ -186,7 +189,7 @@ class ShardedModel:
     # ---- the rows of this rank
 
     def _local(self) -> list[Tensor]:
-        """Flat views of the weights that are kept here, in the order of the layout."""
+        """Return flat views of the weights that are kept here, in the order of the layout."""
         with torch.no_grad():
             return [parameter.to_local().view(-1) for parameter in self._parameters]
 
@@ -201,7 +204,7 @@ class ShardedModel:
         return torch.cat(self._local()).to(self._dtype)
 
     def write(self, masters: Tensor) -> None:
-        """Puts [n] in the place of the weights."""
+        """Write [n] in the place of the weights."""
         self.reshard()
         for piece, (_, _, offset) in zip(self._local(), self.layout):
             piece.copy_(masters[offset : offset + piece.numel()])
@@ -216,7 +219,7 @@ class ShardedModel:
         ]
 
     def masters_changed(self) -> None:
-        """Nothing to do: a pass rounds them as it gathers them."""
+        """Do nothing: a pass rounds them as it gathers them."""
 
     @property
     def grads(self) -> Tensor:
@@ -232,7 +235,7 @@ class ShardedModel:
             )
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """Nothing to do: FSDP2 adds them up itself."""
+        """Do nothing: FSDP2 adds them up itself."""
 
     # ---- the whole model
 
@@ -247,7 +250,7 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it the weights are whole in this process, and passes without a gradient need no other rank. All ranks enter together."""
+        """Hold the weights whole in this process; passes without a gradient need no other rank. All ranks enter together."""
         self.forget()
         self.module.set_reshard_after_forward(False)
         for unit in self._units:
@@ -260,20 +263,21 @@ class ShardedModel:
             self.forget()
 
     def reshard(self) -> None:
-        """Lets gathered weights go: they are old once a rank has changed its rows."""
+        """Let gathered weights go: they are old once a rank has changed its rows."""
         for unit in self._units:
             unit.reshard()
 
     def forget(self) -> None:
-        """Lets gathered weights, gradients and what passes have left go."""
+        """Let gathered weights, gradients and what passes have left go."""
         self.module.reset_iter_state()
 
     def release_workspace(self) -> None:
-        """Nothing to give back: torch frees what a pass needed."""
+        """Do nothing: torch frees what a pass needed."""
 
 
 def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
-    """What FSDP2 leaves on a rank: of d rows as many as the others, rounded up, so that the last ones may have fewer or none."""
+    """Lay out what FSDP2 leaves on a rank: of d rows as many as the others, rounded up, so that the last ones may have
+    fewer or none."""
     parts = []
     for spec in whole.specs:
         if not spec.shape:
@@ -287,7 +291,7 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Module]:
-    """Applies FSDP2 to each layer and to the rest; the modules that are gathered as one."""
+    """Apply FSDP2 to each layer and to the rest; return the modules that are gathered as one."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     base = module.backbone if isinstance(module, ValueNet) else module

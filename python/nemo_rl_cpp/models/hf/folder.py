@@ -1,4 +1,5 @@
-"""Where a transformers model comes from: a Hugging Face folder, or `tiny-random` with a `model_type` of its own; and whether a checkpoint is of it."""
+"""Where a transformers model comes from: a Hugging Face folder, or `tiny-random` with a `model_type` of its own; and
+whether a checkpoint is of it."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class HfFolder:
         return next((value for n in _LENGTHS if isinstance(value := getattr(self.config, n, None), int)), None)
 
     def build(self, weights: Path | None = None) -> nn.Module:
-        """The module in float32, with the weights of `weights`, else those of `path`, else random ones.
+        """Build the module in float32, with the weights of `weights`, else those of `path`, else random ones.
 
         Raises ModelFolderError where weights are missing, left over or of another shape; transformers would draw them anew.
         """
@@ -121,7 +122,7 @@ class HfFolder:
 
 
 def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, value_head: bool = False) -> HfFolder:
-    """`policy.model_name` or `value.model_name` for transformers. What a user should know is printed once.
+    """Open `policy.model_name` or `value.model_name` for transformers. Print once what a user should know.
 
     Raises ModelFolderError: no such model, an architecture that transformers does not know, or sequences that are too long for it.
     """
@@ -147,7 +148,7 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
 def open_frozen(
     name: str, precision: str, *, device: str, longest: int | None = None, settings: HfConfig | None = None
 ) -> tuple[HfFolder, nn.Module]:
-    """A model that only generates, by `generation.model_name`, and its module in this precision.
+    """Open a model that only generates, by `generation.model_name`, and return its module in this precision, too.
 
     Raises ModelFolderError, also where sequences of `longest` tokens (`generation.vllm_cfg.max_model_len`) are too long for it.
     """
@@ -176,7 +177,7 @@ def _remarks(raw: Mapping[str, Plain], key: str, name: str) -> Iterator[str]:
 
 
 def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The sizes of the native tiny model for any model_type."""
+    """Return the sizes of the native tiny model for any model_type."""
     sizes = {name: TINY_CONFIG[name] for name in _TINY_SIZES} | {"model_type": "llama"} | _TINY_TOKENS | overrides
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
@@ -185,7 +186,8 @@ def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
-    """transformers' own form of a config.json, `key` of which the configuration names. Raises ModelFolderError where it cannot be read."""
+    """Make transformers' form of a config.json, which `key` of the configuration names. Raise ModelFolderError if it
+    cannot be read."""
     library, kind = transformers(), raw.get("model_type")
     try:
         with quietly():
@@ -224,7 +226,8 @@ _NOT_OF_THE_MODEL = {
 
 
 def hf_refusals(weights: Path, model: TrainedModelConfig, section: str) -> Iterator[tuple[str, str]]:
-    """(key, why) for each number of the architecture that is another one in the configuration than in the checkpoint: transformers reads
+    """Yield (key, why) for each number of the architecture that is another one in the configuration than in the
+    checkpoint: transformers reads
     both, so that it fills what they leave out, and names that older files have (`rope_theta`, `rope_scaling`) become its own."""
     try:
         now = open_hf_folder(model, section).config
@@ -249,7 +252,7 @@ _NAMES = {
 
 
 def _numbers(config: PreTrainedConfig) -> dict[str, Plain]:
-    """By dotted names, without those that say nothing of what is computed."""
+    """Return the numbers by dotted names, without those that say nothing of what is computed."""
     return dict(_flat(json.loads(config.to_json_string(use_diff=False)), ""))
 
 

@@ -23,7 +23,7 @@ class MissingTransformersError(ValueError):
 
 
 def missing_text() -> str | None:
-    """One sentence where transformers cannot be found, without importing it; None where it can."""
+    """Return one sentence if transformers cannot be found, without importing it; None if it can."""
     if importlib.util.find_spec("transformers") is not None:
         return None
     return f"transformers is not installed: {INSTALL}"
@@ -31,7 +31,7 @@ def missing_text() -> str | None:
 
 @lru_cache(maxsize=1)
 def transformers() -> ModuleType:
-    """The library, without its progress bars. Raises MissingTransformersError, which says how to install it."""
+    """Import the library. Raise MissingTransformersError, which tells how to install it."""
     if (text := missing_text()) is not None:
         raise MissingTransformersError(f"backend hf: {text}")
     import transformers
@@ -45,7 +45,7 @@ def transformers() -> ModuleType:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' progress bars and notices: what a user should know, this package says itself."""
+    """Silence transformers' progress bars and notices: what a user should know, this package says itself."""
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -60,6 +60,6 @@ def quietly() -> Iterator[None]:
 
 
 def accepts(module: nn.Module, *names: str) -> str | None:
-    """The first of `names` that is a parameter of the module's forward; None where none is."""
+    """Return the first of `names` that is a parameter of the module's forward; None if none is."""
     known = inspect.signature(module.forward).parameters
     return next((name for name in names if name in known), None)

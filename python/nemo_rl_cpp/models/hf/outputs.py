@@ -1,4 +1,5 @@
-"""What a module of transformers takes of a batch, and what it says of each wanted token: its log-probability, or the value of the state
+"""What a module of transformers takes of a batch, and what it says of each wanted token: its log-probability, or the
+value of the state
 before it, by a critic's head."""
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class ValueNet(nn.Module):
 
     @classmethod
     def of(cls, backbone: nn.Module, folder: Path | None) -> Self:
-        """With the head of `folder`, where it has one with one label. ModelFolderError where its width is another."""
+        """Make a critic with the head of `folder`, if it has one with one label. Raise ModelFolderError if its width is another."""
         made = cls(backbone)
         for name, raw in () if folder is None else raw_tensors(weight_files(folder)):
             if name != SCORE:
@@ -56,7 +57,7 @@ class ValueNet(nn.Module):
         return self.backbone.get_input_embeddings()
 
     def forward(self, row: Tensor, column: Tensor, **inputs: object) -> Tensor:
-        """One pass over the backbone's `inputs` of b rows; [W, 1], the values at the places (row, column), W of each."""
+        """Pass the backbone's `inputs` of b rows; return [W, 1], the values at the places (row, column), W of each."""
         hidden = self.backbone(**inputs).last_hidden_state
         return self.score(hidden[row, column])
 
@@ -84,7 +85,7 @@ class ModelRows:
 
     @classmethod
     def of(cls, batch: RowBatch, rows: list[int], *, packed: bool) -> Self:
-        """Of the samples `rows`, each of which wants a token."""
+        """Make the input of the samples `rows`, each of which wants a token."""
         ids, starts = batch.data.tokens["input_ids"].to(torch.int64), batch.data.starts[torch.tensor(rows)]
         wanted = [batch.wanted_of(row).nonzero().flatten() for row in rows]
         lengths = torch.tensor([int(w[-1]) for w in wanted])
@@ -110,12 +111,12 @@ class ModelRows:
 
     @classmethod
     def smallest(cls) -> Self:
-        """The shortest pass that wants a token: two tokens of one sample."""
+        """Make the shortest pass that wants a token: two tokens of one sample."""
         ids, zero = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         return cls(ids, torch.arange(2)[None], zero, zero, zero, zero)
 
     def to(self, device: str) -> Self:
-        """The parts that a module reads, on its device."""
+        """Move the parts that a module reads to its device."""
         if device == "cpu":
             return self
         moved = (t.to(device) for t in (self.input_ids, self.position_ids, self.row, self.column, self.targets))
@@ -143,7 +144,8 @@ class Outputs:
 def outputs_of(
     module: nn.Module, rows: ModelRows, scoring: Scoring, *, unfiltered: bool, chunk: int | None = None
 ) -> Outputs:
-    """One forward pass. Float32 logits exist of `chunk` tokens at a time, forward and backward; None: of as many as 64 MB hold."""
+    """Make one forward pass. Float32 logits exist of `chunk` tokens at a time, forward and backward; None: of as many
+    as 64 MB hold."""
     if isinstance(module, ValueNet):
         values = module(rows.row, rows.column, **_inputs(module.backbone, rows))
         return Outputs(values.squeeze(-1).float())
@@ -157,7 +159,8 @@ def outputs_of(
 
 
 def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
-    """[b, C, V] in the module's precision, and the column [W] of each wanted token there. The head is computed for the columns that
+    """Return [b, C, V] in the module's precision, and the column [W] of each wanted token there. The head is computed
+    for the columns that
     are wanted by some row, where the architecture can leave the others out."""
     inputs = _inputs(module, rows)
     if accepts(module, "logits_to_keep") is None:
@@ -180,12 +183,14 @@ class _Places(NamedTuple):
 
 
 class _InChunks(torch.autograd.Function):
-    """Log-probabilities of some places of logits, some at a time. For the backward pass nothing but the logits is kept: each chunk is
+    """Log-probabilities of some places of logits, some at a time. For the backward pass nothing but the logits is
+    kept: each chunk is
     computed again there, so that besides the logits only their gradient is as large as they are."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
-        """(scored [W], unfiltered [W], removed [W]); the second is empty where it is not wanted or is the first, the third without filters."""
+        """Return (scored [W], unfiltered [W], removed [W]); the second is empty where it is not wanted or is the
+        first, the third without filters."""
         scoring = places.scoring
         made = [
             _of_places(logits[row, column], targets, scoring, places.unfiltered)
@@ -221,7 +226,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bool) -> Outputs:
-    """Of logits [w, V] the log-probabilities of `targets` [w]."""
+    """Return the log-probabilities of `targets` [w] by logits [w, V]."""
     logits = logits.float()
     if scoring.temperature != 1:
         logits = logits / scoring.temperature
@@ -236,7 +241,8 @@ def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bo
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
-    """Without a mask: transformers finds packed samples by their positions, and padding on the right needs none."""
+    """Make a module's arguments. There is no mask: transformers finds packed samples by their positions, and padding
+    on the right needs none."""
     inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
     if accepts(module, "position_ids") is not None:
         inputs["position_ids"] = rows.position_ids
@@ -244,7 +250,7 @@ def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
 
 
 def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Bool [W, V]: what top-k and then top-p keep, by the rule of csrc/kernels/sampling.h.
+    """Return bool [W, V]: what top-k and then top-p keep, by the rule of csrc/kernels/sampling.h.
 
     Top-k keeps all that are as large as the k-th. Top-p sorts what is left ascending by (logit, token), and keeps a token where the
     probability up to and with it is above 1 - top_p; the last one always.

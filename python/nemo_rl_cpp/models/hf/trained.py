@@ -1,4 +1,5 @@
-"""Policy and critic on transformers (`policy.backend: hf`, `value.backend: hf`): any model that AutoModelForCausalLM or AutoModel loads."""
+"""Policy and critic on transformers (`policy.backend: hf`, `value.backend: hf`): any model that AutoModelForCausalLM
+or AutoModel loads."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ _SHARD = "5GB"
 
 
 def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
-    """Weights in the module's precision under the names of the architecture's checkpoints, and config.json.
+    """Write weights in the module's precision under the names of the architecture's checkpoints, and config.json.
 
     A critic is saved as transformers' `...ForSequenceClassification` with one label where the architecture has that class, as the
     native critic is: its layers under the prefix that language models of the architecture use, and `score.weight`.
@@ -171,7 +172,8 @@ class HfTrainedModel(TrainedModel):
         return trainer.together()
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict`, which on a model that is shared out among ranks all of them call: whole tensors on the first, nothing elsewhere."""
+        """Return `state_dict`, which on a model that is shared out among ranks all of them call: whole tensors on the
+        first, nothing elsewhere."""
         return self.state_dict()
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
@@ -192,7 +194,8 @@ class HfTrainedModel(TrainedModel):
 
     @property
     def other_names_in_checkpoints(self) -> str | None:
-        """What differs, where the weights have other names in this architecture's checkpoints than in its module: experts, above all."""
+        """What differs, where the weights have other names in this architecture's checkpoints than in its module:
+        experts, above all."""
         here = {name: torch.empty(shape, device="meta") for name, shape, _ in self.model.layout}
         there = names_in_checkpoints(self.model.module, here)
         if not (moved := sorted(there - here.keys())):
@@ -200,7 +203,7 @@ class HfTrainedModel(TrainedModel):
         return f"a {self.folder.config.model_type} has {moved[0]} and {len(moved) - 1} others in its checkpoints"
 
     def saved_config(self) -> dict[str, Plain]:
-        """config.json of a checkpoint."""
+        """Return config.json of a checkpoint."""
         module = self.model.module
         made = json.loads(module.config.to_json_string(use_diff=False))
         return {**made, "architectures": [type(module).__name__]}
@@ -209,7 +212,7 @@ class HfTrainedModel(TrainedModel):
         save_module(self.model.module, weights_path, whole if isinstance(self.model, ShardedModel) else None)
 
     def shutdown(self) -> bool:
-        """The module goes with the last reference to it."""
+        """Free cached GPU memory; the module goes with the last reference to it."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
         return True
@@ -231,7 +234,7 @@ class HfPolicy(HfTrainedModel, Policy):
         """Do nothing: generation keeps no activations."""
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Nothing: generation keeps no activations."""
+        """Do nothing: generation keeps no activations."""
 
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
@@ -244,7 +247,7 @@ class HfPolicy(HfTrainedModel, Policy):
         return HfGeneration(self.model.module, config, self.tokenizer, digest=self.weight_digest, **options)
 
     def performance(self) -> dict[str, float]:
-        """`zero_gradient_share` of the last `train`."""
+        """Return `zero_gradient_share` of the last `train`."""
         return {"zero_gradient_share": self.zero_gradient_share}
 
 

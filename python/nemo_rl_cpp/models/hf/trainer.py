@@ -1,4 +1,5 @@
-"""Gradients and optimizer steps of a module of transformers, as csrc/trainer/trainer.h offers them of a native model, by one process or by ranks."""
+"""Gradients and optimizer steps of a module of transformers, as csrc/trainer/trainer.h offers them of a native model,
+by one process or by ranks."""
 
 import math
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ class HfTrainer:
     def forward(
         self, batch: RowBatch, rows: list[int], temperature: float, share_prefix: bool, keep: bool, checkpoint: bool, out: Tensor, **more: object
     ) -> None:  # fmt: skip
-        """Writes what the model says of each wanted token of these samples into `out` [T]; -inf for a token that a filter removes.
+        """Write what the model says of each wanted token of these samples into `out` [T]; -inf for a token that a filter removes.
 
         Args:
             keep: a `backward` will follow.
@@ -77,7 +78,7 @@ class HfTrainer:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        """A forward pass; with `keep` its tape is kept for `backward`."""
+        """Make a forward pass; with `keep` its tape is kept for `backward`."""
         self._kept = None  # the tape of a micro-batch without a gradient, which no `backward` has taken
         self._checkpoint(checkpoint and keep)
         with quietly(), torch.set_grad_enabled(keep):
@@ -111,11 +112,11 @@ class HfTrainer:
             layer.gradient_checkpointing = layer.training = wanted
 
     def takes_token_loss(self, temperature: float, top_p: float, top_k: int) -> bool:
-        """False: the loss is asked for the gradient of whole micro-batches."""
+        """Return False: the loss is asked for the gradient of whole micro-batches."""
         return False
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None) -> None:
-        """Adds the gradients of the last `forward`, whose outputs have the gradients `d_out` [T] and `d_unfiltered` [T]."""
+        """Add the gradients of the last `forward`, whose outputs have the gradients `d_out` [T] and `d_unfiltered` [T]."""
         outputs, picked = self._kept
         self._kept = None
         device = outputs.scored.device
@@ -129,7 +130,7 @@ class HfTrainer:
         torch.autograd.backward(roots, gradients)
 
     def zero_grad(self) -> None:
-        """Begins a new sum of gradients."""
+        """Begin a new sum of gradients."""
         self._kept = None
         self.grads.zero_()
 
@@ -169,7 +170,7 @@ class HfTrainer:
     def step(
         self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, max_grad_norm: float
     ) -> OptimizerStep:
-        """One step of AdamW on the gradients, clipped as torch.nn.utils.clip_grad_norm_ does where `max_grad_norm` is above 0.
+        """Make one step of AdamW on the gradients, clipped as torch.nn.utils.clip_grad_norm_ does where `max_grad_norm` is above 0.
         The arithmetic is that of the native trainer, torch.optim.AdamW's."""
         grads = self.grads
         norm = math.sqrt(self._squares(grads))
@@ -186,11 +187,11 @@ class HfTrainer:
         return OptimizerStep(norm, True)
 
     def _squares(self, grads: Tensor) -> float:
-        """Their sum, over the whole model."""
+        """Sum the squares over the whole model."""
         return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
 
     def together(self) -> AbstractContextManager[None]:
-        """A turn over this process's micro-batches: nobody waits for it here."""
+        """Surround a turn over this process's micro-batches: nobody waits for it here."""
         return nullcontext()
 
 
@@ -209,8 +210,10 @@ class NextCollective(IntEnum):
 class ShardedTrainer(HfTrainer):
     """As `HfTrainer`, whose model is a `ShardedModel`.
 
-    A pass gathers weights of all ranks, and ranks have different numbers of micro-batches, some of which have no gradient. So a rank says
-    before each pass what it wants, and takes part in what others want: in a forward pass with two tokens of its own that nobody reads, in a
+    A pass gathers weights of all ranks, and ranks have different numbers of micro-batches, some of which have no
+    gradient. So a rank says
+    before each pass what it wants, and takes part in what others want: in a forward pass with two tokens of its own
+    that nobody reads, in a
     backward pass with a gradient of 0.
     """
 
@@ -222,7 +225,8 @@ class ShardedTrainer(HfTrainer):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around a turn over this rank's micro-batches. It ends when all ranks are through with theirs, or by an error on each of them
+        """Surround a turn over this rank's micro-batches. It ends when all ranks are through with theirs, or by an
+        error on each of them
         where one has failed."""
         try:
             yield
@@ -234,13 +238,13 @@ class ShardedTrainer(HfTrainer):
             raise
 
     def _say(self, wish: NextCollective) -> list[int]:
-        """What all ranks want."""
+        """Tell what this rank wants, and return what all ranks want."""
         every = torch.empty(self._ranks.size, 1, dtype=torch.int64)
         self._ranks.communicator.all_gather(every, torch.tensor([int(wish)]), phase="agreeing on the next pass")
         return every.flatten().tolist()
 
     def _agree(self, wish: NextCollective) -> None:
-        """Takes part in what comes before `wish`, until it is what all others take part in."""
+        """Take part in what comes before `wish`, until it is what all others take part in."""
         while True:
             first = NextCollective(max(self._say(wish)))
             if first == NextCollective.FAIL:
@@ -265,7 +269,7 @@ class ShardedTrainer(HfTrainer):
         super().backward(d_out, d_unfiltered)
 
     def zero_grad(self) -> None:
-        """Begins a new sum of gradients."""
+        """Begin a new sum of gradients."""
         self._kept = None
         self.model.forget()
 

@@ -1,4 +1,5 @@
-"""Rows of a global batch as micro-batches, packed into bins of a token budget by `sequence_packing.algorithm` or by dynamic batching."""
+"""Rows of a global batch as micro-batches, packed into bins of a token budget by `sequence_packing.algorithm` or by
+dynamic batching."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ Bins = list[list[int]]
 
 
 def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
-    """First fit in an order that is the same for each number of costs."""
+    """Pack by first fit in an order that is the same for each number of costs."""
     order = list(range(len(costs)))
     random.Random(0).shuffle(order)  # of its own, so that a resumed run packs as the whole one did
     return C.pack_first_fit(costs, order, capacity)
 
 
 def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str) -> Bins:
-    """Rows by bin, bins in the order of their first rows.
+    """Pack rows into bins, in the order of their first rows.
 
     Every one of `rows` (ascending) wants a token. Neighbouring rows with one prompt stay together, where the budget allows it,
     because the prompt is then computed once. A row that is longer than the budget stands alone.
@@ -35,7 +36,7 @@ def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefi
 
 
 def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
-    """Rows of similar lengths together: shortest first, a row joins while rows x longest length stays within `max_tokens`.
+    """Put rows of similar lengths together: shortest first, a row joins while rows x longest length stays within `max_tokens`.
 
     A length counts rounded up to a multiple of `multiple`, at most `width`. A row that is longer than the budget stands alone.
     """
@@ -78,20 +79,20 @@ class RowBatch(C.RowBatch):
         self.data, self.wanted = data, wanted
 
     def wanted_of(self, row: int) -> Tensor:
-        """Bool [its length]: the wanted tokens of a sample."""
+        """Return bool [its length]: the wanted tokens of a sample."""
         start = int(self.data.starts[row])
         return self.wanted[start : start + int(self.data.lengths[row])]
 
 
 def group_ids(data: RaggedBatch) -> Tensor:
-    """int64 [B], -1 without `group_id`: such samples share with none."""
+    """Return int64 [B], -1 without `group_id`: such samples share with none."""
     groups = data.samples.get("group_id")
     groups = torch.full((data.size,), -1) if groups is None else torch.as_tensor(groups)
     return groups.to(torch.int64).contiguous()
 
 
 def wanted_tokens(data: RaggedBatch) -> Tensor:
-    """Bool [T]: trained tokens of samples that count; every token but the first of a sample where no mask is given."""
+    """Return bool [T]: trained tokens of samples that count; every token but the first of a sample if no mask is given."""
     wanted = torch.ones(data.num_tokens, dtype=torch.bool)
     if "token_mask" in data.tokens:
         wanted &= data.tokens["token_mask"] != 0
@@ -104,7 +105,8 @@ def wanted_tokens(data: RaggedBatch) -> Tensor:
 def plan(
     data: RaggedBatch, wanted: Tensor, rows: Iterable[int], batching: MicroBatching, apart: Tensor | None = None
 ) -> tuple[RowBatch, list[list[int]]]:
-    """The native batch and the micro-batches of `rows`, ascending samples; those without a wanted token are left out, and those
+    """Return the native batch and the micro-batches of `rows`, ascending samples; those without a wanted token are
+    left out, and those
     of `apart` (bool [B]) come last, in micro-batches of their own."""
     batch = RowBatch(data, wanted)
     used = (data.by_sample(wanted.int()) > 0).tolist()
@@ -115,7 +117,7 @@ def plan(
 
 
 def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bins:
-    """The micro-batches of `rows`, ascending rows of which each wants a token."""
+    """Cut `rows`, ascending rows of which each wants a token, into micro-batches."""
     if not batching.max_tokens:
         count = batching.max_samples or max(len(rows), 1)
         return [rows[begin : begin + count] for begin in range(0, len(rows), count)]
@@ -151,18 +153,18 @@ class MicroBatch:
         return MicroBatch(rows, width, *data.places(index, width))
 
     def padded(self, of_tokens: Tensor) -> Tensor:
-        """[T, ...] of the batch -> [b, width, ...], 0 behind the end of a sample."""
+        """Pad [T, ...] of the batch to [b, width, ...], 0 behind the end of a sample."""
         picked = of_tokens[self.places]
         picked[~self.inside] = 0
         return picked
 
     def write(self, padded: Tensor, into: Tensor, first_column: int = 0) -> None:
-        """Puts [b, width - first_column] where it belongs in [T]."""
+        """Write [b, width - first_column] to its places in [T]."""
         inside = self.inside[:, first_column:]
         into[self.places[:, first_column:][inside]] = padded[inside].to(into.dtype)
 
     def data(self, batch: RaggedBatch) -> dict[str, object]:
-        """All that the batch says of these samples, by NeMo RL's names; masks are float."""
+        """Return all data of these samples, by NeMo RL's names; masks are float."""
         index = torch.tensor(self.rows)
         data: dict[str, object] = {name: self.padded(value) for name, value in batch.tokens.items()}
         data["input_lengths"] = batch.lengths[index].int()

@@ -21,7 +21,7 @@ class _StandInOptimizer(torch.optim.Optimizer):
         self.param_groups = [{"params": [], "lr": lr}]
 
     def step(self, closure: object = None) -> None:
-        """Nothing: the update itself is the native core's."""
+        """Do nothing: the update itself is the native core's."""
 
 
 class TorchLearningRate:
@@ -72,7 +72,7 @@ class TorchLearningRate:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Goes on where `state` was taken. Where it was taken of another schedule or learning rate, this one takes as many
+        """Continue where `state` was taken. If it was taken of another schedule or learning rate, this one takes as many
         steps as that one had taken: a changed configuration counts from the next step on."""
         if not self._is_mine(state):
             for _ in range(steps_of(state)):
@@ -96,7 +96,7 @@ class TorchLearningRate:
 
 
 def steps_of(state: dict[str, object]) -> int:
-    """How many steps the schedule had taken whose `state_dict` this is."""
+    """Return how many steps the schedule had taken whose `state_dict` this is."""
     return int(state["steps"] if "steps" in state else state["scheduler"]["last_epoch"])
 
 
@@ -154,7 +154,7 @@ LearningRateSchedule = TorchLearningRate | MegatronLearningRate
 
 
 def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) -> LearningRateSchedule:
-    """From a `policy` or `value` section: its effective optimizer and scheduler."""
+    """Make the schedule of a `policy` or `value` section."""
     optimizer, schedule = config.effective_optimizer(), config.effective_scheduler()
     if isinstance(schedule, MegatronSchedule):
         return MegatronLearningRate(schedule, total_steps)
@@ -162,7 +162,7 @@ def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) 
 
 
 def _plain(value: object) -> object:
-    """Scheduler state as JSON: plain numbers, lists and dictionaries (attributes that are code are left out)."""
+    """Return a scheduler's state as JSON: plain numbers, lists and dictionaries, without attributes that are code."""
     if isinstance(value, dict):
         return {
             k: _plain(v)

@@ -57,7 +57,8 @@ class ServerClient:
             return _event(response.read(_LARGEST_ANSWER)) or {}
 
     def stream(self, what: str, path: str, body: object) -> Iterator[dict]:
-        """Yield the events of an answer, until the server tells that there are no more. Leaving it early closes the connection, and vLLM gives
+        """Yield the events of an answer, until the server tells that there are no more. Leaving it early closes the
+        connection, and vLLM gives
         the request up. Raises as `call`; VllmError for an event that is an error."""
         with self._asked(what, "POST", path, body) as response:
             while True:

@@ -1,4 +1,5 @@
-"""vLLM's server: the options that a run needs, the server that a run starts and ends, and whether one that is there can generate for it."""
+"""vLLM's server: the options that a run needs, the server that a run starts and ends, and whether one that is there
+can generate for it."""
 
 import ast
 import contextlib
@@ -92,7 +93,8 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield options as vLLM's command line has them: `--no-x` for false, several words for a list, JSON for a mapping, none for null."""
+    """Yield options as vLLM's command line has them: `--no-x` for false, several words for a list, JSON for a mapping,
+    none for null."""
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -201,7 +203,8 @@ class StartedServer:
                 raise WorkerLostError(f"vLLM did not start within {seconds:g} s ({key}){self.what_happened(wait=0.0)}")
 
     def what_happened(self, wait: float = GRACE_SECONDS) -> str:
-        """Return how the server ended, if it does within `wait` seconds, and the end of its output: the rest of an error's sentence."""
+        """Return how the server ended, if it does within `wait` seconds, and the end of its output: the rest of an
+        error's sentence."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=wait)
         code, how = self._process.returncode, ""

@@ -14,8 +14,8 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.models.generation.base_engine import STREAMS, Answers, BaseEngine, GenerationRequest
-from nemo_rl_cpp.models.generation.interfaces import Finished, Moved, Responses
+from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, GenerationRequest, ResponseBuffer
+from nemo_rl_cpp.models.generation.interfaces import OnFinished, RefitResult, Responses
 from nemo_rl_cpp.models.generation.vllm.client import ServerClient, VllmError
 from nemo_rl_cpp.models.generation.vllm.server import (
     GENERATE,
@@ -68,11 +68,15 @@ class Response:
 class VllmGeneration(BaseEngine):
     """NeMo RL's generation interface on a vLLM server: `policy.generation.vllm_cfg.server_url`, or one that `vllm_cfg.python` runs.
 
-    A server that somebody else has started stays when the run ends, with the last weights, and others may use it, too: their requests
-    end before each refit. vLLM generates nothing before the first `update_weights`. Requests go to vLLM's route of token ids as streams,
-    so that every token is a sign of life, and a response that a stop string has ended is given up there. A sample is drawn by vLLM with
+    A server that somebody else has started stays when the run ends, with the last weights, and others may use it, too:
+    their requests
+    end before each refit. vLLM generates nothing before the first `update_weights`. Requests go to vLLM's route of
+    token ids as streams,
+    so that every token is a sign of life, and a response that a stop string has ended is given up there. A sample is
+    drawn by vLLM with
     a seed made from (seed, stream, draw id, sample, length of the prompt), so that a run that is repeated asks for the same. vLLM's
-    log-probabilities are not those of training to the bit. `generate` raises, besides what `BaseEngine.generate` does, VllmError before
+    log-probabilities are not those of training to the bit. `generate` raises, besides what `BaseEngine.generate` does,
+    VllmError before
     the first refit, and WorkerLostError when the server has ended, or has made no token for vllm_cfg.timeout_s.
 
     Args:
@@ -136,7 +140,7 @@ class VllmGeneration(BaseEngine):
 
     # ---- token ids in, token ids out
 
-    def _respond(self, asked: GenerationRequest, on_finished: Finished | None) -> Responses:
+    def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
         prompts, room = [row.tolist() for row in asked.batch.rows(asked.batch.tokens["input_ids"])], self._room(asked)
         draws, samples = asked.draws.tolist(), asked.samples.tolist()
         token_bytes = self._token_bytes if any(asked.stops) else []
@@ -147,7 +151,7 @@ class VllmGeneration(BaseEngine):
                 key = pack("<IIqqq", self.seed, STREAMS[asked.stream], draws[row], samples[row], len(prompt))
                 seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
                 requests.append(Response(row, prompt, room[row], seed, asked.stops[row], token_bytes))
-        answers = Answers(asked.batch.size, on_finished)
+        answers = ResponseBuffer(asked.batch.size, on_finished)
         if requests:
             self._answer(requests, self._sampling_arguments(asked), answers)
         responses = answers.responses(self.weight_version)
@@ -155,7 +159,7 @@ class VllmGeneration(BaseEngine):
             raise RuntimeError("vLLM gave a log-probability that is not finite: the model's logits are not")
         return responses
 
-    def _answer(self, requests: list[Response], sampling: dict[str, float], answers: Answers) -> None:
+    def _answer(self, requests: list[Response], sampling: dict[str, float], answers: ResponseBuffer) -> None:
         if self.weight_version is None:
             raise VllmError(f"vLLM at {self._client.url} has no weights: a refit is missing, or has failed")
         try:
@@ -165,7 +169,7 @@ class VllmGeneration(BaseEngine):
         label = self._client.call(_GENERATE, "GET", "/weight_info").get("weight_version")
         self._check_label(label)
 
-    def _answer_all(self, requests: list[Response], sampling: dict[str, float], answers: Answers) -> None:
+    def _answer_all(self, requests: list[Response], sampling: dict[str, float], answers: ResponseBuffer) -> None:
         with ThreadPoolExecutor(min(self._rows, len(requests)), thread_name_prefix="vllm") as threads:
             left = {threads.submit(self._one, request, sampling) for request in requests}
             try:
@@ -217,7 +221,7 @@ class VllmGeneration(BaseEngine):
 
     # ---- weights
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> Moved:
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> RefitResult:
         """Bring the weights to vLLM, in its own types where they differ; those of `version` from then on.
 
         Requests of others end first. If it fails before the update begins, the server goes on with its old weights; later it stays
@@ -246,13 +250,14 @@ class VllmGeneration(BaseEngine):
             )
         self._call("POST", "/resume")
         self._label, self.weight_version, self._arrived = label, version, sent
-        return Moved(self._transport.weight_bytes, time.perf_counter() - began, sent)
+        return RefitResult(self._transport.weight_bytes, time.perf_counter() - began, sent)
 
     def _call(self, method: str, path: str, body: object = None) -> dict:
         return self._client.call(_REFIT, method, path, body)
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights that arrived at the last refit, 32 hexadecimal digits. Raise RuntimeError before the first."""
+        """Return the digest of the weights that arrived at the last refit, 32 hexadecimal digits. Raise RuntimeError
+        before the first."""
         if self._arrived is None:
             raise RuntimeError("vLLM has no weights before the first sync_weights")
         return self._arrived

@@ -124,7 +124,8 @@ def shared_memory_engine() -> type:
         weights = digest = None
 
         def init_transfer_engine(self, init_info: Init) -> None:
-            """Before each update: what lies in the memory now must be what the trainer has, or vLLM keeps the weights that it has."""
+            """Before each update: what lies in the memory now must be what the trainer has, or vLLM keeps the weights
+            that it has."""
             self.weights = self.digest = None
             weights = open_memory(init_info.path, init_info.size, init_info.manifest)
             self.found = weights.digest()
@@ -202,7 +203,8 @@ def register() -> None:
 
 
 class Weights:
-    """Becomes a part of vLLM's worker (`--worker-extension-cls`): answers what a trainer asks before and after it brings weights."""
+    """Becomes a part of vLLM's worker (`--worker-extension-cls`): answers what a trainer asks before and after it
+    brings weights."""
 
     def nemo_rl_cpp_weights(self) -> dict:
         """What this server is, as far as a trainer must know it, and the digest of the weights that it was last brought."""

@@ -141,11 +141,14 @@ def serve(launch: Launch) -> None:
 
 def meet(launch: Launch) -> "Store":
     """Wait for all ranks, and return the store that they share. Raise TimeoutError if one does not come."""
-    from torch.distributed import rendezvous
+    from torch.distributed import PrefixStore, rendezvous
 
     limit = timedelta(seconds=MEETING_SECONDS)
+    # torchrun's store outlives an attempt: the next one must not read the port of the last
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return next(rendezvous(f"tcp://{launch.host}:{launch.port}", launch.rank, launch.size, timeout=limit))[0]
+        store, _, _ = next(rendezvous(f"tcp://{launch.host}:{launch.port}", launch.rank, launch.size, timeout=limit))
+        return PrefixStore(f"nemo_rl_cpp/{attempt}", store)
     except RuntimeError as error:
         raise TimeoutError(
             f"rank {launch.rank} of {launch.size} did not meet the others at {launch.host}:{launch.port} (MASTER_ADDR, MASTER_PORT) "

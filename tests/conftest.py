@@ -1,5 +1,6 @@
-"""Which tests a run takes: those marked `gpu` where there is a CUDA device, those of slow folders but in the fast tier. With `-n`,
-which tests stay in one process: those of a file, and all that compile the CUDA kernels for the CPU."""
+"""Which tests a run takes: those marked `gpu` where there is a CUDA device, those marked `long` by `-m long` alone, those of slow
+folders but in the fast tier. With `-n`, which tests stay in one process: those of a file, and all that compile the CUDA kernels
+for the CPU."""
 
 import os
 import sys
@@ -34,6 +35,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config, "workerinput"
     ):  # one of several processes: what takes long comes first, so that none ends long after the others
         items.sort(key=lambda item: -seconds_of(unit_of(item.nodeid)))
+    if "long" not in config.option.markexpr:
+        _deselect(config, items, "long")
     if any(item.get_closest_marker("gpu") for item in items):
         _deselect_without_a_gpu(config, items)
 
@@ -52,8 +55,10 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def _deselect_without_a_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    if torch.cuda.is_available():
-        return
-    without = [item for item in items if item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=without)
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    if not torch.cuda.is_available():
+        _deselect(config, items, "gpu")
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], mark: str) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(mark)])
+    items[:] = [item for item in items if not item.get_closest_marker(mark)]

@@ -15,8 +15,8 @@ SLOW_FIXTURES = {"hf_smollm2": "transformers is loaded, which takes seconds"}
 TOGETHER = ("tests/unit/cuda/",)  # they share what is compiled
 # about how many seconds a unit takes, of those that take long; the others come after them
 SECONDS = {
-    "tests/integration/test_modes_tiny.py": 200,
-    "tests/integration/test_ppo_tiny.py": 180,
+    "tests/integration/test_modes_tiny.py": 120,
+    "tests/integration/test_ppo_tiny.py": 100,
     "tests/integration/test_several_processes.py": 70,
     "tests/unit/cuda/": 60,
     "tests/unit/distributed/test_launch.py": 60,

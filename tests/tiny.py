@@ -1,9 +1,11 @@
 """Runs of the tiny model (100 thousand random parameters, configs/grpo_tiny.yaml, ppo_tiny.yaml) inside the test process."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from nemo_rl_cpp.algorithms.build import TrainingRun, build_run
 from nemo_rl_cpp.algorithms.parts import RunData, make_data
@@ -18,6 +20,15 @@ FAST = (
 )  # fmt: skip
 LOGGED = "logger.report=true", "logger.tensorboard_enabled=true"  # what a run of `make` goes without
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32")
+
+
+def seeds_of(quick: dict[str, tuple[int, ...]], several: Iterable[int] = range(1, 6)) -> list[Any]:
+    """(name, seed) of runs that learn: the seeds in `quick` in every suite, the others of `several` by `pytest -m long`."""
+    return [
+        pytest.param(name, seed, marks=() if seed in seeds else pytest.mark.long)
+        for name, seeds in quick.items()
+        for seed in several
+    ]
 
 
 def one_thread() -> None:

@@ -201,7 +201,7 @@ def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers, kind, execu
 def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_rl_cpp.run_grpo_math",
-        *grpo_arguments(tmp_path, 50_000), "cluster.worker_timeout_s=15",
+        *grpo_arguments(tmp_path, 50_000), "cluster.worker_timeout_s=8",
     ]  # fmt: skip
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

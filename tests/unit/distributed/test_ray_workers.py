@@ -26,7 +26,7 @@ def started_ray():
 
 @pytest.fixture
 def cluster():
-    settings = ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=8.0)
+    settings = ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=4.0)
     made = Cluster([2], use_gpus=False, settings=settings)
     yield made
     made.shutdown()

@@ -73,7 +73,7 @@ def program(debug: bool = False) -> Iterator[Outcome]:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """--debug and --version."""
+    """Add --debug and --version."""
     parser.add_argument(
         "--debug", action="store_true", help="print the traceback of an error too, not only where it is"
     )
@@ -81,7 +81,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """--model, of a command that loads one."""
+    """Add --model."""
     parser.add_argument(
         "--model",
         required=True,
@@ -90,13 +90,13 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """--precision and --threads, of a command that computes with a model."""
+    """Add --precision and --threads."""
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
 
 
 def command_parser(name: str, description: str, examples: str) -> OneLineParser:
-    """The parser of `nemo-rl-cpp NAME`, with --debug and --version and examples below its options."""
+    """Return the parser of `nemo-rl-cpp NAME`, with --debug and --version and examples below its options."""
     parser = OneLineParser(
         prog=f"nemo-rl-cpp {name}", description=description, epilog=examples, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -106,7 +106,7 @@ def command_parser(name: str, description: str, examples: str) -> OneLineParser:
 
 
 def unknown_option(words: Sequence[str]) -> str | None:
-    """What to say about the first word that is an option and not an override; None without one."""
+    """Return a message about the first word that is an option and not an override; None without one."""
     for i, word in enumerate(words):
         if not word.startswith("-") or word == "-":
             continue
@@ -125,7 +125,7 @@ def unknown_option(words: Sequence[str]) -> str | None:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """While entered, a warning is one line on stderr, without the line of source that gave it."""
+    """Print a warning inside as one line on stderr, without the line of source that gave it."""
 
     def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None

@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 
 def short_path(path: str | os.PathLike[str]) -> str:
-    """The path as messages show it: relative to the working folder when it lies below it."""
+    """Return the path as messages show it: relative to the working folder when it lies below it."""
     full = Path(path)
     try:
         return str(full.resolve().relative_to(Path.cwd()))
@@ -69,14 +69,13 @@ def short_path(path: str | os.PathLike[str]) -> str:
 
 
 def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
-    """Sets the folder into which `save_traceback` writes: the log folder of a run."""
+    """Set the folder into which `save_traceback` writes: the log folder of a run."""
     global _folder
     _folder = None if folder is None else Path(folder)
 
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
-    """From here on, `save_traceback` writes `texts[secret]` where a message has `secret`; short ones, which are in many
-    words, stay."""
+    """Let `save_traceback` write `texts[secret]` where a message has `secret`. Short ones, which are in many words, stay."""
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
@@ -99,15 +98,16 @@ def _is_library(file: str) -> bool:
 
 
 def _places(error: BaseException) -> list[Place]:
-    """The lines that the exception came through, from outside to inside."""
+    """Return the lines that the exception came through, from outside to inside."""
     frames: Iterable[tuple[FrameType, int]] = traceback.walk_tb(error.__traceback__)
     return [Place(frame.f_code.co_filename, line, _INNER.sub("", frame.f_code.co_qualname)) for frame, line in frames]
 
 
 def user_place(error: BaseException) -> Place | None:
-    """Where in the user's own code an exception arose that came up through this package; None when it arose in ours.
+    """Return the line of the user's code in which an exception arose that came up through this package; None when it arose in ours.
 
-    Libraries do not count: a function of the user that hands nonsense to one is the place. Nor does what called us.
+    Libraries do not count: if the user's function calls one with a wrong argument, its line is the place. Callers of this package
+    do not count either.
     """
     places = _places(error)
     first = next((i for i, place in enumerate(places) if _is_ours(place.file)), len(places))
@@ -120,14 +120,14 @@ def user_place(error: BaseException) -> Place | None:
 
 
 def _called_place(error: BaseException) -> Place | None:
-    """Where our innermost line called somebody else's code: the user's function also where it is installed as a package."""
+    """Return the line at which our innermost line called other code: the user's function also when it is installed as a package."""
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None
 
 
 def _as_type_of(error: BaseException) -> type[UserCodeError]:
-    """UserCodeError that is also an instance of the exception's type, where Python allows it."""
+    """Make a UserCodeError that is also an instance of the exception's type, where Python allows it."""
     kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end anything by itself
     if issubclass(kind, (StopIteration, StopAsyncIteration)):
         return UserCodeError  # nor these a loop; contextlib takes a RuntimeError that comes from one for its own
@@ -138,7 +138,7 @@ def _as_type_of(error: BaseException) -> type[UserCodeError]:
 
 
 def as_user_error(error: BaseException, text: str) -> UserCodeError:
-    """An exception of the user's code with this sentence about it; `error` is its cause."""
+    """Make an exception of the user's code with this sentence; `error` is its cause."""
     made = _as_type_of(error)(text)
     made.__cause__ = error
     return made
@@ -147,9 +147,9 @@ def as_user_error(error: BaseException, text: str) -> UserCodeError:
 def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
-    """The exception to raise in place of one that arose in the user's code: it has its type, and one sentence as message.
-    None for one that did not, for Ctrl-C, and for one that says it already. `called`: it comes from a call of the user's code
-    for sure, wherever that lies."""
+    """Return the exception to raise in place of one that arose in the user's code: of its type, with one sentence as message.
+    Return None for other exceptions, for Ctrl-C, and for one with such a sentence. `called`: it comes from a call of the user's
+    code, whichever file that is in."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)
@@ -186,7 +186,7 @@ class user_code:  # noqa: N801  (reads as a function; a generator as context man
 
 
 def _flat(text: str) -> str:
-    """One line of a message of several: lines joined, the C++ stack and pointers to it cut off."""
+    """Join the lines of a message, without the C++ stack and pointers to it."""
     text = re.split(r"\nException raised from |\nC\+\+ CapturedTraceback", text)[0]
     line = "; ".join(re.sub(r"\s+", " ", line).strip(" ;") for line in text.strip().splitlines() if line.strip())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
@@ -212,7 +212,7 @@ def _says_it_all(error: BaseException) -> bool:
 
 
 def one_sentence(error: BaseException) -> str:
-    """The message for the user about an exception, in one line; one that a worker has raised names its rank."""
+    """Return the message for the user about an exception, in one line, with the rank of a worker that has raised it."""
     note = next((note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_ON)), None)
     return _sentence(error) + (f" ({note.splitlines()[0].removeprefix('raised on ').rstrip(':')})" if note else "")
 
@@ -246,7 +246,7 @@ def _package_sentence(name: str, place: Place | None) -> str:
 
 
 def install_command(package: str) -> str:
-    """The command that installs the package that is imported under this name."""
+    """Return the command that installs the package that is imported under this name."""
     return f"pip install {_INSTALLED_AS.get(package, package)}"
 
 
@@ -261,7 +261,7 @@ def _os_sentence(error: OSError) -> str:
 
 
 def save_traceback(error: BaseException) -> Path | None:
-    """Writes the traceback into the run's log folder, or into the folder for temporary files; None where neither works."""
+    """Write the traceback into the run's log folder, or into the folder for temporary files, and return the file; None if neither works."""
     text = "".join(traceback.format_exception(error))
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, _secrets[secret])
@@ -276,8 +276,8 @@ def save_traceback(error: BaseException) -> Path | None:
 
 
 def report(error: BaseException, debug: bool = False, rename: Callable[[str], str] | None = None) -> None:
-    """Prints the sentence and where the traceback is to stderr; with `debug` the traceback before it. `rename` may put the
-    names of this command's own keys into the sentence."""
+    """Print the sentence and the traceback's file to stderr; with `debug` the traceback before it. `rename` puts the names of
+    this command's options into the sentence."""
     if debug:
         traceback.print_exception(error)
     sentence = one_sentence(error)

@@ -103,12 +103,12 @@ class TextGenerator:
         stop_strings: str | Sequence[str] | None = (),
         on_text: Callable[[str], None] | None = None,
     ) -> GeneratedText:
-        """Continues a text, or answers messages ({"role": ..., "content": ...}) by the model's chat template.
+        """Continue a text, or answer messages ({"role": ..., "content": ...}) by the model's chat template.
 
-        Temperature 0 is greedy: the likeliest token each time. The same seed gives the same text. One stop string may be given
-        as it is. `on_text` is called with every piece of text as soon as it is complete (a
-        character may take several tokens); bytes that form no character are U+FFFD, as transformers writes them. The text ends at a token that ends generation, behind a stop string, after
-        `max_new_tokens`, or where the model's positions end. Raises ValueError for arguments that cannot be.
+        Temperature 0 is greedy: the likeliest token each time. The same seed gives the same text.
+        `on_text` is called with every piece of text as soon as it is complete (a character may take several tokens); bytes that
+        form no character are U+FFFD, as in transformers. The text ends at a token that ends generation, behind a stop string,
+        after `max_new_tokens`, or where the model's positions end. Raise ValueError for wrong arguments.
         """
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
@@ -152,7 +152,7 @@ class TextGenerator:
         return GeneratedText("".join(pieces), tokens, reason)
 
     def count_tokens(self, prompt: str | Sequence[Mapping[str, object]]) -> int:
-        """How many tokens a text, or messages in the model's chat template, have before the answer."""
+        """Count the tokens of a text, or of messages in the model's chat template, before the answer."""
         return len(self._encode(prompt))
 
     def _encode(self, prompt: str | Sequence[Mapping[str, object]]) -> list[int]:

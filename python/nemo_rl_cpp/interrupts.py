@@ -31,14 +31,14 @@ def _in_main_thread() -> bool:
 
 
 def say(text: str) -> None:
-    """A line on stderr; safe in a signal handler, where a buffered write might be re-entered."""
+    """Print a line on stderr. Safe in a signal handler, where a buffered write might be re-entered."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"\n{text}\n".encode())
 
 
 def end_within(seconds: float, status: int) -> threading.Event:
-    """Ends the process with `status` unless the event that is returned is set before: for a thread that cannot be stopped,
-    and for a main thread that does not come back from a call."""
+    """End the process with `status` after some seconds, unless the returned event is set before: a thread may not be stoppable,
+    and the main thread may not return from a call."""
     done = threading.Event()
 
     def watch() -> None:
@@ -50,7 +50,7 @@ def end_within(seconds: float, status: int) -> threading.Event:
 
 
 def raise_if_interrupted() -> None:
-    """KeyboardInterrupt if there was a Ctrl-C whose own KeyboardInterrupt was lost on its way."""
+    """Raise KeyboardInterrupt if there was a Ctrl-C whose own KeyboardInterrupt was lost."""
     if _swallowed:
         raise KeyboardInterrupt
 
@@ -63,10 +63,9 @@ def _in_an_import(frame: FrameType | None) -> bool:
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """While entered, and before a `GracefulStop` is, Ctrl-C raises KeyboardInterrupt; one that gets lost on its way is remembered
-    and raised by the next `raise_if_interrupted`. In the middle of an import it ends the process with status 130, since native
-    modules lose the exception or make a panic of it. So does a second Ctrl-C. Processes that were forked off hear a terminal's
-    Ctrl-C as well, and leave saying so to this one."""
+    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered; the next `raise_if_interrupted` raises one that got lost.
+    In the middle of an import, and at a second Ctrl-C, the process ends with status 130, since native modules lose the exception
+    or make a panic of it. Forked processes hear a terminal's Ctrl-C, too, and print nothing."""
     global _swallowed
     _swallowed = False
     if not _in_main_thread():
@@ -121,8 +120,8 @@ class GracefulStop:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, announce: Callable[[str], None] | None = None, saves: bool = True) -> None:
-        """`announce(text)` shows the message on the first signal; by default it goes to stderr. `saves`: whether the end of
-        the run is saved as a checkpoint."""
+        """Take `announce(text)`, which shows the message on the first signal (default: on stderr), and whether the end of the run
+        is saved as a checkpoint."""
         self._announce = announce
         self.saves = saves
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -172,8 +171,8 @@ class GracefulStop:
         self._previous = {}
 
     def leave_to_the_parent(self) -> None:
-        """In a forked child: its signals are not the parent's, and SIGTERM ends it, as `Process.terminate` means it to. A first
-        Ctrl-C at the terminal leaves it at work, since the parent's step may need it."""
+        """Let SIGTERM end a forked child, as `Process.terminate` means it to. A first Ctrl-C at the terminal does not stop it, since
+        the parent's step may need it."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -216,7 +215,7 @@ class _Watch:
         self._native = _process.SignalWatch(read, self._before, [int(number) for number in signals], GRACE_SECONDS)
 
     def close(self) -> None:
-        """The block has ended."""
+        """Stop watching."""
         signal.set_wakeup_fd(self._before)
         self._native.close(self._write)
 

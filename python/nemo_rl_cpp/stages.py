@@ -14,7 +14,7 @@ _REDRAWN, _REPEATED = 0.5, 15.0
 
 @contextmanager
 def stages_shown() -> Iterator[None]:
-    """While entered, `stage` prints, with the seconds since the entry: a command line asks for it."""
+    """Let `stage` print inside, with the seconds since the entry."""
     global _began
     _began = time.monotonic()
     try:
@@ -24,15 +24,15 @@ def stages_shown() -> Iterator[None]:
 
 
 def stage(text: str) -> None:
-    """Says what begins now; nothing where no command line asked for it."""
+    """Print what begins now, inside `stages_shown`."""
     if _began is not None:
         print(f"[{time.monotonic() - _began:5.1f} s] {text}", flush=True)
 
 
 @contextmanager
 def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[float], None]]:
-    """While entered, `advance(amount)` says that so much of `total` is done. After some seconds the share is shown on stderr,
-    where a command line asked for stages, or `always`."""
+    """Yield `advance(amount)`, which counts how much of `total` is done. After some seconds the share is shown on stderr, inside
+    `stages_shown` or `always`."""
     begin = last = time.monotonic()
     done, drawn = 0.0, False
     shown, terminal = always or _began is not None, sys.stderr is not None and sys.stderr.isatty()

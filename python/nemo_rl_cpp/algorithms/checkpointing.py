@@ -6,7 +6,7 @@
       value/...                 the same of PPO's critic
       train_dataloader.json     position in the data
       trainer_state/sampler.*   prompt groups kept for the next step: JSON and safetensors, nothing that runs code
-      trainer_state/ready_batches.*  rollouts that were made beside training for later steps (`algorithms.collector.py`)
+      trainer_state/ready_batches.*  rollouts that were made ahead for later steps (`algorithms/collector.py`)
       trainer_state/identity.json   which model, tokenizer and rows these are, see `run_identity`
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 

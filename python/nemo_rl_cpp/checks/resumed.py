@@ -1,7 +1,7 @@
 """Compares a configuration with the run of its checkpoint. A resumed run reports some differences and refuses others.
 
 No torch and no weights: `checks` asks before the start, and the run itself again, when tokenizer and rows are loaded too
-(`algorithms/resume.py`).
+(`algorithms/checkpointing.py`).
 """
 
 import hashlib

@@ -56,7 +56,7 @@ class Policy(TrainedModel, PolicyInterface):
             )
 
     def _reference(self) -> C.DecoderModel:
-        """What the run began with: the model without its adapters, or a frozen copy."""
+        """Return the model that the run began with: the present one without its adapters, or a frozen copy."""
         return self._load(self.folder, trainable=False) if self.lora is None else self.model.base()
 
     @property
@@ -69,7 +69,7 @@ class Policy(TrainedModel, PolicyInterface):
     def get_logprobs(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """{"logprobs": [T], or [B, S] of padded `data`}: log pi(token | tokens before it); 0 where `token_mask` or `sample_mask`
+        """Return {"logprobs": [T], or [B, S] of padded `data`}: log pi(token | tokens before it); 0 where `token_mask` or `sample_mask`
         is 0, at first tokens, on padding, and for a token that top-k or top-p removes. Under generation's temperature, top_p
         and top_k, as generation reports them."""
         batch = RaggedBatch.of(data)
@@ -80,7 +80,7 @@ class Policy(TrainedModel, PolicyInterface):
     def get_reference_policy_logprobs(
         self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """{"reference_logprobs": [T] or [B, S]} under the frozen initial weights and generation's temperature, but without top-k
+        """Return {"reference_logprobs": [T] or [B, S]} under the frozen initial weights and generation's temperature, but without top-k
         and top-p; else as `get_logprobs`."""
         if self.reference is None:
             raise ValueError("the policy was built without a reference model (init_reference_model=False)")
@@ -99,7 +99,7 @@ class Policy(TrainedModel, PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainingResult:
-        """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
+        """Take one optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         Without `prev_logprobs` in the data the rollout's weights must be the current ones: the first update takes its own
         forward as the old policy's log-probabilities, later updates generation's (the same bits; where they are not, they
@@ -119,7 +119,7 @@ class Policy(TrainedModel, PolicyInterface):
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> PolicyUpdates:
-        """What `train` does, on this rank's samples of the batch."""
+        """Train on this rank's samples of the batch, see `train`."""
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
         batching, blocks = self._batching("train", mbs), self.config.gradient_blocks
@@ -145,7 +145,7 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """For updates after the first: generation's own when they were the same bits, else a scoring pass now."""
+        """Return the log-probabilities for updates after the first: generation's if they were the same bits, else those of a pass now."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -153,17 +153,17 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, None, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Gives kept activations up when it is time, so that the step makes its own forward pass. From kept ones generation and training
-        are compared by the head alone: what goes wrong before it (layers that read a stale copy of weights) shows only here."""
+        """Drop kept activations when it is time, so that the step makes its own forward pass. With kept ones generation and training
+        are compared by the head alone: an error before it (layers that read a stale copy of weights) shows only here."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
             self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Lets the next step train on generation's own activations once this machine has shown that both passes agree; where they do
-        not, where memory is to be saved (activation_checkpointing), where other ranks have slices of the model, or where it does not hold
-        the `tokens` of a step (most micro-batches would miss some), a step makes its own forward pass."""
+        """Let the next step train on generation's activations once this machine has shown that both passes agree. A step makes its own
+        forward pass if they do not, if memory is to be saved (activation_checkpointing), if other ranks have slices of the model, or
+        if memory does not hold the `tokens` of a step (most micro-batches would miss some)."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -180,7 +180,7 @@ class Policy(TrainedModel, PolicyInterface):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
-        """An engine on these weights: no copy, no refit."""
+        """Return an engine on these weights: no copy, no refit."""
         from nemo_rl_cpp.models.generation.native import generation_on
 
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
@@ -192,8 +192,8 @@ class Policy(TrainedModel, PolicyInterface):
         return engine
 
     def performance(self) -> dict[str, float]:
-        """`reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's first step: it says
-        how a step ran, not what it did."""
+        """Return `reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's first step: it
+        tells how a step ran, not what it did."""
         return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
 
 
@@ -216,7 +216,7 @@ class PolicyUpdates:
 
     @classmethod
     def of_ranks(cls, parts: Sequence[PolicyUpdates]) -> PolicyUpdates:
-        """Those of all ranks."""
+        """Join those of all ranks."""
         first, exactness = parts[0], parts[0].exactness
         for part in parts[1:]:
             exactness = None if exactness is None else exactness.with_other(part.exactness)
@@ -225,12 +225,12 @@ class PolicyUpdates:
         return cls(updates, exactness, first.prev_logprobs, reused, first.on_policy)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """(zero_gradient_share, reused_forward_share). A later pass over the same batch keeps the second, `last_reused`."""
+        """Return (zero_gradient_share, reused_forward_share). A later pass over the same batch keeps the second, `last_reused`."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused
 
     def report(self, data: Batch, batch: RaggedBatch) -> TrainingResult:
-        """What `train` returns for `data`, which is `batch` in the caller's layout."""
+        """Return the result of `train` for `data`, which is `batch` in the caller's layout."""
         prev = in_layout_of(data, batch, self.prev_logprobs)
         return self.updates.report() | {"exactness": self.exactness, "prev_logprobs": prev}

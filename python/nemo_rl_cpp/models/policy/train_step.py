@@ -35,7 +35,7 @@ class Scoring:
 
     @staticmethod
     def of(generation: GenerationConfig) -> Scoring:
-        """From `policy.generation`. Greedy decoding (temperature 0) reports temperature 1 without a filter."""
+        """Read `policy.generation`. Greedy decoding (temperature 0) reports temperature 1 without a filter."""
         if generation.temperature == 0:
             return Scoring()
         top_p, top_k = generation.top_p, generation.top_k
@@ -69,7 +69,7 @@ class Exactness:
             self.max_gap = max(self.max_gap, float((curr - generation).abs()[differs].max()))
 
     def with_other(self, other: Exactness) -> Exactness:
-        """Of the tokens of both."""
+        """Join the comparison with that of other tokens."""
         mismatched = self.mismatched_tokens + other.mismatched_tokens
         return Exactness(self.tokens + other.tokens, mismatched, max(self.max_gap, other.max_gap))
 
@@ -104,7 +104,7 @@ class GlobalCounts:
 
     @staticmethod
     def of(data: RaggedBatch, begin: int = 0, end: int | None = None) -> GlobalCounts:
-        """Over the samples [begin, end)."""
+        """Count over the samples [begin, end)."""
         sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
         token_mask = token_mask.index_fill(0, data.starts, 0)  # a first token has no log-probability
         per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]
@@ -144,12 +144,12 @@ class MicroBatchRunner:
     sums: GradientSums = GradientSums()
 
     def alone(self) -> MicroBatchRunner:
-        """The same by this process alone; the slices of a model still work together."""
+        """Return the same for this process alone; the slices of a model still work together."""
         return replace(self, ranks=Ranks(), blocks=None, sums=GradientSums())
 
     @property
     def own_blocks(self) -> int:
-        """How many of the blocks are this rank's."""
+        """Count this rank's blocks."""
         return 1 if self.blocks is None else self.blocks // self.ranks.size
 
     @property
@@ -355,8 +355,8 @@ class _GlobalBatch:
 def fused_token_loss(
     trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: GlobalCounts, scoring: Scoring
 ) -> C.TokenLoss | None:
-    """The loss for the head to ask while it holds a token's logits, which saves computing them again; None where the loss
-    looks at whole sequences or is a plain callable, and where the head does not allow it."""
+    """Return the loss for the head to ask while it holds a token's logits, which saves computing them again; None if the loss
+    looks at whole sequences or is a plain callable, and if the head does not allow it."""
     if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(
         scoring.temperature, scoring.top_p, scoring.top_k
     ):
@@ -365,8 +365,8 @@ def fused_token_loss(
 
 
 def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
-    """(log-probabilities with 0 for -inf, how many were): tokens that top-k or top-p removes under the present weights. As
-    in NeMo RL they stay in the loss, as constants. NaN stays NaN."""
+    """Return (log-probabilities with 0 for -inf, how many were -inf): tokens that top-k or top-p removes under the present weights.
+    As in NeMo RL they stay in the loss, as constants. NaN stays NaN."""
     removed = logprobs == -torch.inf
     count = int(removed.sum())
     return (logprobs.masked_fill(removed, 0.0) if count else logprobs), count
@@ -394,8 +394,8 @@ class LossResult:
 def evaluate_loss(
     loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Of log-probabilities [b, width]: the native loss, or any callable on log-probabilities that require grad. A loss
-    sees them without column 0, whose token has none."""
+    """Evaluate the native loss, or any callable, on log-probabilities [b, width], which then require grad. A loss sees them
+    without column 0, whose token has none."""
     curr_logprobs = curr_logprobs[:, 1:]
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(
@@ -438,7 +438,7 @@ def evaluate_loss(
 def evaluate_value_loss(
     loss_fn: Loss, values: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Of values [b, width], column t the value of the state before token t (column 0 is 0): the native loss, or any
+    """Evaluate a loss on values [b, width], column t the value of the state before token t (column 0 is 0): the native one, or any
     callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) on values that require grad."""
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(values.contiguous(), micro, counts.valid_seqs, counts.valid_toks)
@@ -453,7 +453,7 @@ def evaluate_value_loss(
 
 
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
-    """Raises NonFiniteError naming the first bad sample and token."""
+    """Raise NonFiniteError with the first bad sample and token."""
     for grad in (loss.grad, loss.grad_unfiltered):
         bad = None if grad is None else ~torch.isfinite(grad)
         if bad is not None and bad.any():

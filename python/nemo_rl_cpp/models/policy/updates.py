@@ -33,7 +33,7 @@ class Updates:
     zero_gradient_tokens: int = 0
 
     def add(self, result: GlobalBatchResult, settings: dict[str, float]) -> None:
-        """One global batch, and the settings of its optimizer step."""
+        """Add one global batch, and the settings of its optimizer step."""
         self.blocks.append(result.blocks)
         self.losses.append(result.losses)
         self.metrics.append([metrics | settings for metrics in result.metrics])
@@ -42,7 +42,7 @@ class Updates:
 
     @classmethod
     def of_ranks(cls, parts: Sequence[Self]) -> Self:
-        """Those of all ranks as if one process had made them: micro-batches in the order of blocks."""
+        """Join those of all ranks as if one process had made them: micro-batches in the order of blocks."""
         whole = cls(parts[0].num_global_batches, norms=parts[0].norms)
         whole.losses = _in_block_order(parts, [part.losses for part in parts])
         whole.metrics = _in_block_order(parts, [part.metrics for part in parts])
@@ -51,7 +51,7 @@ class Updates:
         return whole
 
     def report(self) -> TrainingResult:
-        """What `train` returns."""
+        """Return the result of `train`."""
         return {
             "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),
             "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),
@@ -61,7 +61,7 @@ class Updates:
 
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
-    """One list a global batch, of the values of all ranks' micro-batches."""
+    """Return one list a global batch, of the values of all ranks' micro-batches."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:
@@ -102,7 +102,7 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
 
 
 def first_bad_gradient(trainer: C.Trainer, data: RaggedBatch, begin: int, end: int, run: Callable[..., object]) -> str:
-    """Where a gradient that is not finite comes from: " (it comes from sample 3, token 7)", or "" where no sample alone gives one.
+    """Find where a gradient that is not finite comes from: " (it comes from sample 3, token 7)", or "" if no sample alone gives one.
 
     Samples, then tokens, are tried by halves, `run(data, begin, end)` forward and backward each, since the sum over a batch does
     not say it. The trainer's gradients are lost.

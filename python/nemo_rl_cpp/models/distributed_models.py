@@ -44,7 +44,9 @@ class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy
         return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 
-def _built(model: type[Policy] | type[Value], options: dict[str, object], tensor_size: int, ranks: Ranks) -> Policy | Value:  # fmt: skip
+def _built(
+    model: type[Policy] | type[Value], options: dict[str, object], tensor_size: int, ranks: Ranks
+) -> Policy | Value:
     """Make the model of a worker."""
     return model(None, **options, ranks=ranks.split(tensor_size))
 
@@ -77,9 +79,13 @@ class DistributedModel(NoOffload):
     """
 
     def __init__(
-        self, model: type[Policy] | type[Value], cluster: Cluster, config: TrainedModelConfig, tokenizer: TokenizerType | None,
+        self,
+        model: type[Policy] | type[Value],
+        cluster: Cluster,
+        config: TrainedModelConfig,
+        tokenizer: TokenizerType | None,
         **options: object,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config = for_workers(config)
         paths = {name: absolute(options.get(name)) for name in ("weights_path", "optimizer_path")}
         self.cluster, self.config, self.tokenizer = cluster, config, tokenizer
@@ -110,11 +116,10 @@ class DistributedModel(NoOffload):
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
     def save_checkpoint(
-        self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
-        checkpointing_cfg: object = None,
-    ) -> None:  # fmt: skip
+        self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
+    ) -> None:
         """Save as one process would: rank 0 writes, and gathers the optimizer's shards."""
-        self.group.call_all("save_checkpoint", *map(absolute, (weights_path, optimizer_path, tokenizer_path)))
+        self.group.call_all("save_checkpoint", absolute(weights_path), absolute(optimizer_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
         """Return the bytes of the tensors that `save_checkpoint` writes."""
@@ -197,7 +202,7 @@ class DistributedValue(DistributedModel, ValueInterface):
 
     def __init__(
         self, cluster: Cluster, config: ValueConfig, tokenizer: TokenizerType | None, **options: object
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(value_class(config), cluster, config, tokenizer, **options)
 
     def get_values(

@@ -297,9 +297,8 @@ class TrainedModel(NoOffload):
         return self.folder.config
 
     def save_checkpoint(
-        self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
-        checkpointing_cfg: object = None,
-    ) -> None:  # fmt: skip
+        self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
+    ) -> None:
         """Make `weights_path` a Hugging Face folder (weights, config, generation config, tokenizer), and write into
         `optimizer_path` what
         a bit-identical resume needs too: moments, master weights, schedule. Raise NonFiniteError, and write nothing,
@@ -318,7 +317,7 @@ class TrainedModel(NoOffload):
         )
         if self.ranks.is_first:
             try:
-                self._save_weights(whole, Path(weights_path), tokenizer_path)
+                self._save_weights(whole, Path(weights_path))
                 if self.lora is None:
                     remove_adapter(Path(weights_path))
                 else:
@@ -332,14 +331,12 @@ class TrainedModel(NoOffload):
     def _save_model(self, whole: dict[str, Tensor], weights_path: Path) -> None:
         save_weights(self.model, weights_path, self.saved_config(), tensors=whole)
 
-    def _save_weights(self, whole: dict[str, Tensor], weights_path: Path, tokenizer_path: str | Path | None) -> None:
+    def _save_weights(self, whole: dict[str, Tensor], weights_path: Path) -> None:
         self._save_model(whole, weights_path)
         if not self.value_head:
             save_generation_config(self.folder.path, self.folder.raw, self.tokenizer, weights_path)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(weights_path))
-            if tokenizer_path is not None:
-                self.tokenizer.save_pretrained(str(tokenizer_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
         """Return the bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""

@@ -42,23 +42,8 @@ def _on_stderr(message, category, filename, lineno, file=None, line=None):
 def chat(folder, capsys, text="12"):
     with warnings.catch_warnings():
         warnings.showwarning = _on_stderr  # as outside pytest, which would record them
-        assert (
-            main(
-                [
-                    "generate",
-                    "--model",
-                    str(folder),
-                    "--chat",
-                    "--greedy",
-                    "--max-new-tokens",
-                    "4",
-                    "--precision",
-                    "float32",
-                    text,
-                ]
-            )
-            == 0
-        )
+        options = ["--chat", "--greedy", "--max-new-tokens", "4", "--precision", "float32"]
+        assert main(["generate", "--model", str(folder), *options, text]) == 0
     return capsys.readouterr()
 
 

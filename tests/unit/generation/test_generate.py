@@ -132,22 +132,8 @@ def test_a_checkpoint_of_a_run_is_found_by_its_folder(folder, tmp_path, capsys):
     weights.symlink_to(folder)
     texts = []
     for model in (folder, tmp_path / "run", tmp_path / "run" / "step_7"):
-        assert (
-            main(
-                [
-                    "generate",
-                    "--model",
-                    str(model),
-                    "--greedy",
-                    "--max-new-tokens",
-                    "8",
-                    "--precision",
-                    "float32",
-                    PROMPT,
-                ]
-            )
-            == 0
-        )
+        options = ["--greedy", "--max-new-tokens", "8", "--precision", "float32"]
+        assert main(["generate", "--model", str(model), *options, PROMPT]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] == texts[2]
 
@@ -188,23 +174,8 @@ def test_temperature_0_is_greedy(folder, temperature, capsys):
     generator = TextGenerator(folder, precision="float32")
     greedy = generator.generate(PROMPT, greedy=True, max_new_tokens=8)
     assert generator.generate(PROMPT, temperature=temperature, max_new_tokens=8) == greedy
-    assert (
-        main(
-            [
-                "generate",
-                "--model",
-                str(folder),
-                "--precision",
-                "float32",
-                "--temperature",
-                str(temperature),
-                "--max-new-tokens",
-                "8",
-                PROMPT,
-            ]
-        )
-        == 0
-    )
+    options = ["--precision", "float32", "--temperature", str(temperature), "--max-new-tokens", "8"]
+    assert main(["generate", "--model", str(folder), *options, PROMPT]) == 0
     assert capsys.readouterr().out.strip() == greedy.text.strip()
 
 

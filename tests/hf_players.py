@@ -1,8 +1,7 @@
 """Small models on transformers, batches for them, and what changes them in a worker."""
 
 import torch
-from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.config.policy import PolicyConfig, ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 
 BASE = dict(

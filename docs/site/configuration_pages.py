@@ -7,13 +7,11 @@ import types
 import typing
 from pathlib import Path
 
-from nemo_rl_cpp.config.aliases import SPELLINGS
-from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.base import Section, fields_of, mark_of, section_at, section_type
 from nemo_rl_cpp.config.data import dataset_keys
 from nemo_rl_cpp.config.env import environment_sections
-from nemo_rl_cpp.config.keys import fields_of, mark_of, section_at, section_type
+from nemo_rl_cpp.config.errors import shown
 from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
-from nemo_rl_cpp.config.messages import shown
 from nemo_rl_cpp.config.tables import OneOf
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -243,8 +241,10 @@ def _default_of(dotted: str) -> str:
 
 
 def _introduction() -> list[str]:
+    masters = (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig)
+    spelled = {each: key for master in masters for each, key in master.aliases() if ".automodel_cfg." not in each}
     first = "\n".join(f"| `{key}` | {_default_of(key)} | {meaning} |" for key, meaning in FIRST)
-    spellings = "\n".join(f"| `{spelling}` | `{canonical}` |" for spelling, canonical in SPELLINGS)
+    spellings = "\n".join(f"| `{spelling}` | `{canonical}` |" for spelling, canonical in spelled.items())
     symptoms = "\n".join(f"| {seen} | `{key}` | {way} |" for seen, key, way in SYMPTOMS)
     page = _INTRODUCTION.replace("@FIRST@", first).replace("@SPELLINGS@", spellings)
     return [page.replace("@SYMPTOMS@", symptoms)]

@@ -24,7 +24,7 @@ from training_samples import Samples
 def side(connection: Connection, folder: str, arguments: argparse.Namespace, adapters: bool) -> None:
     """In a process: [seconds of the step, those of its threads, MB of the peak so far] for each seed."""
     from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.config.lora import modules_of_layers
+    from nemo_rl_cpp.config.optimizer import modules_of_layers
     from nemo_rl_cpp.models.hf_config import native_config, read_config
     from nemo_rl_cpp.models.weights import load_weights
 

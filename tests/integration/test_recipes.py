@@ -9,8 +9,8 @@ from documents.snippets import ROOT
 from nemo_rl_cpp.config import ConfigError, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.data import DATASET_REGISTRY
 from nemo_rl_cpp.config.env import ENV_REGISTRY
-from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig, register_logger
+from nemo_rl_cpp.config.loop import ADVANTAGE_ESTIMATORS
 
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 from configuration_pages import document  # noqa: E402

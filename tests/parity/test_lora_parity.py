@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import build, compute_in_float64
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import LoraConfig
+from nemo_rl_cpp.config.optimizer import LoraConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.lora import Lora

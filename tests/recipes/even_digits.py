@@ -1,7 +1,6 @@
 """An environment: the share of even digits in a response. Chosen by `env_name: even_digits` and a section `env.even_digits`."""
 
-from nemo_rl_cpp.config.base import Real, Section, key
-from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.config.base import Real, Section, as_model, key
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
 from nemo_rl_cpp.environments.utils import register_env
 

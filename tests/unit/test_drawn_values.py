@@ -15,10 +15,9 @@ import torch
 from nemo_rl_cpp import argument_checks
 from nemo_rl_cpp.api import training
 from nemo_rl_cpp.config import ConfigError, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
-from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.access import plain
+from nemo_rl_cpp.config.base import Section, section_type
 from nemo_rl_cpp.config.env import environment_sections
-from nemo_rl_cpp.config.keys import section_type
-from nemo_rl_cpp.config.python_values import plain
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.hub import sources
 

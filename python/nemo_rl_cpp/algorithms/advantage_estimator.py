@@ -1,5 +1,5 @@
 """From rewards to advantages: the estimators, over the native ops, and the stage of a step that calls one. One class and one line in
-`config/estimators.py`, or `register_estimator`, add another.
+`config/loop.py`, or `register_estimator`, add another.
 
 compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) gives advantages [B, S], or (advantages, returns) from
 the estimators PPO uses. With `offsets` [B + 1] what belongs to tokens is [T] instead, without padding; a run gives it so.
@@ -17,12 +17,16 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.custom_components import AdvantageEstimator, OwnEstimator
 from nemo_rl_cpp.checks.components import ESTIMATORS
-from nemo_rl_cpp.config.base import Section
-from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS, EstimatorEntry, checked_name
-from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, GRPOConfig
+from nemo_rl_cpp.config.base import Section, check_keys
+from nemo_rl_cpp.config.loop import (
+    ADVANTAGE_ESTIMATORS,
+    AdvEstimatorConfig,
+    EstimatorEntry,
+    GAEConfig,
+    GRPOConfig,
+    checked_name,
+)
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
-from nemo_rl_cpp.config.ppo import GAEConfig
-from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
 from nemo_rl_cpp.rollouts.batches import TrainBatch
 

@@ -50,8 +50,7 @@ from nemo_rl_cpp.algorithms.validation import ValidationResult
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.checkpoints.model_card import CardFacts
 from nemo_rl_cpp.config.access import to_plain
-from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
-from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig, checked
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster, shut_down
 from nemo_rl_cpp.environments.group import Environments

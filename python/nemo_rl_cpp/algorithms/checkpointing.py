@@ -45,7 +45,6 @@ from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.config.data import DataConfig, environments_of_training
 from nemo_rl_cpp.config.master import TrainMasterConfig
-from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
@@ -60,6 +59,7 @@ from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.hub_upload import push_to_hub
 from nemo_rl_cpp.models.interfaces import TrainedModelInterface
+from nemo_rl_cpp.models.memory import size_text
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 

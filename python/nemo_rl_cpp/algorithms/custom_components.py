@@ -18,9 +18,8 @@ from nemo_rl_cpp import dotted_names
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, LossFunction, LossInputType, LossType
 from nemo_rl_cpp.argument_checks import described
 from nemo_rl_cpp.checks.components import ESTIMATORS, LOSS, check_component, make_component
-from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
+from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GAEConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
-from nemo_rl_cpp.config.ppo import GAEConfig
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted, search_for_modules
 from nemo_rl_cpp.errors import user_code
 from nemo_rl_cpp.user_code import call_user

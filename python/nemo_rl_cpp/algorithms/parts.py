@@ -23,13 +23,12 @@ from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
+from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import DataConfig
-from nemo_rl_cpp.config.exactness import exactness_text
-from nemo_rl_cpp.config.fold import say_fold
+from nemo_rl_cpp.config.fold import exactness_text, say_fold
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
@@ -52,6 +51,7 @@ from nemo_rl_cpp.models.distributed_models import DistributedPolicy, Distributed
 from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_cpp.models.memory import forecast_summary
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.report import ReportWriter
@@ -141,7 +141,7 @@ def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloa
 def make_cluster(config: TrainMasterConfig) -> Cluster:
     """Return one device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
     processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
-    say_fold(config)
+    say_fold(config, forecast_summary(config))
     use_threads(config.cluster)
     use_gpus = check_device(config.cluster.device) == "cuda"
     return Cluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)

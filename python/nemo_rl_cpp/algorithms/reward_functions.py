@@ -7,9 +7,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.config.length_penalty import CHANNELS, LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
-from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
-from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.config.base import as_model
+from nemo_rl_cpp.config.loop import (
+    CHANNELS,
+    LengthPenaltyConfig,
+    LengthPenaltyParams,
+    ProfileBandChannel,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.environments.single_turn import assistant_text
 

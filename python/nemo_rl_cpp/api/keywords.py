@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 from nemo_rl_cpp.argument_checks import nearest
 from nemo_rl_cpp.config.base import Section
-from nemo_rl_cpp.config.foreign_names import FOREIGN, TABLES
-from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.config.errors import FOREIGN, TABLES
+from nemo_rl_cpp.config.loop import GRPOConfig, PPOConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
-from nemo_rl_cpp.config.messages import known_keys
-from nemo_rl_cpp.config.ppo import PPOConfig
-from nemo_rl_cpp.config.python_values import aliases_of
 
 SECTIONS: dict[str, type[Section]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
 MODELS: dict[str, type[Section]] = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig}
@@ -50,7 +47,7 @@ def dotted_key(name: str, function: Function) -> str:
     if "__" in name:
         return name.replace("__", ".")
     section = SECTIONS[function.algorithm]
-    keys = {*section.model_fields, *(spelling for spelling, _ in aliases_of(section) if "." not in spelling)}
+    keys = {*section.model_fields, *(spelling for spelling, _ in section.aliases() if "." not in spelling)}
     if name in keys:
         return f"{function.algorithm}.{name}"
     other = next((other for other in SECTIONS if name in SECTIONS[other].model_fields and name not in keys), None)
@@ -73,7 +70,7 @@ def dotted_key(name: str, function: Function) -> str:
 
 def _of_dots(name: str, function: Function) -> str:
     """What to say of a name with dots: a key of ours that is written as in a file, or one of verl's."""
-    if name in known_keys(MODELS[function.algorithm]):
+    if name in MODELS[function.algorithm].known_keys():
         first, _, rest = name.partition(".")
         keyword = rest if first == function.algorithm and "." not in rest else name.replace(".", "__")
         return f"{name} is unknown as a keyword; write {keyword}"

@@ -26,9 +26,8 @@ from typing import Literal
 
 from nemo_rl_cpp.checkpoints.store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore
 from nemo_rl_cpp.config.access import as_number, to_json, written
-from nemo_rl_cpp.config.base import Settings
+from nemo_rl_cpp.config.base import Settings, as_model
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.files import durable
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml

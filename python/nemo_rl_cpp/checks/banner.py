@@ -14,14 +14,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
+from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
-from nemo_rl_cpp.config.known_models import known_model
-from nemo_rl_cpp.config.lora import adapted_modules, adapter_sizes, modules_of_layers
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.config.memory import fit_text, forecast, forecast_summary, model_sizes, size_text, with_known_sizes
+from nemo_rl_cpp.config.optimizer import adapted_modules, adapter_sizes, modules_of_layers
 from nemo_rl_cpp.config.policy import TrainedModelConfig
-from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
+from nemo_rl_cpp.models.memory import (
+    fit_text,
+    forecast,
+    forecast_summary,
+    known_model,
+    model_sizes,
+    size_text,
+    with_known_sizes,
+)
 from nemo_rl_cpp.threads import cores, threads_at_start
 
 from .data import data_sections, made_up_quickly

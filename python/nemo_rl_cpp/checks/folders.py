@@ -9,9 +9,9 @@ from pathlib import Path
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
 from nemo_rl_cpp.config.master import PPOMasterConfig, WholeConfig
-from nemo_rl_cpp.config.memory import checkpoint_bytes, size_text
 from nemo_rl_cpp.files.folder_lock import LOCK, held_by, holder_of
 from nemo_rl_cpp.models.hub_upload import LOG_IN, can_push
+from nemo_rl_cpp.models.memory import checkpoint_bytes, size_text
 
 from .finding import Finding
 from .resumed import WHAT_TO_DO, read_saved, refusals, short

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_cpp.config.lora import adapted_modules, nothing_adapted
+from nemo_rl_cpp.config.cluster import trainers_of
 from nemo_rl_cpp.config.master import WholeConfig
-from nemo_rl_cpp.config.memory import model_sizes
+from nemo_rl_cpp.config.optimizer import adapted_modules, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
-from nemo_rl_cpp.config.resources import trainers_of
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.hub.sources import (
     TINY_RANDOM,
@@ -24,6 +23,7 @@ from nemo_rl_cpp.hub.sources import (
     nearest_model,
 )
 from nemo_rl_cpp.models.hf_config import check_length, read_config_file
+from nemo_rl_cpp.models.memory import model_sizes
 from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
 from nemo_rl_cpp.models.weight_files import weight_files
 

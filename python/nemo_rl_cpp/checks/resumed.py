@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.access import written
+from nemo_rl_cpp.config.errors import shown
 from nemo_rl_cpp.config.master import WholeConfig
-from nemo_rl_cpp.config.messages import shown
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, read_text
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder

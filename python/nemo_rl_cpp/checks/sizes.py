@@ -6,9 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_cpp.config.fold import fold_text, note_as_said
-from nemo_rl_cpp.config.machine import machine_memory, swap_memory
 from nemo_rl_cpp.config.master import WholeConfig
-from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, size_text, with_known_sizes
+from nemo_rl_cpp.models.memory import (
+    certain_bytes,
+    fit_text,
+    fits,
+    forecast,
+    forecast_summary,
+    machine_memory,
+    size_text,
+    swap_memory,
+    with_known_sizes,
+)
 
 from .finding import Finding
 
@@ -20,7 +29,7 @@ _EXPERTS = re.compile(
 
 def check(config: WholeConfig) -> Iterator[Finding]:
     """One line about what was folded, and an error if weights and optimizer alone exceed the machine's memory."""
-    text = fold_text(config)
+    text = fold_text(config, forecast_summary(config))
     if text is not None:
         yield Finding("warning", "", note_as_said(text))
     if config.cluster.device == "cuda" and not any(map(os.path.exists, _DRIVERS)):

@@ -17,8 +17,8 @@ from nemo_rl_cpp import __version__
 from nemo_rl_cpp._torch_version import check_torch_version
 from nemo_rl_cpp.command_line import command_parser
 from nemo_rl_cpp.config.locate import source_tree
-from nemo_rl_cpp.config.memory import machine_memory, size_text
 from nemo_rl_cpp.files.durable import json_rows
+from nemo_rl_cpp.models.memory import machine_memory, size_text
 
 _EXAMPLES = """examples:
   nemo-rl-cpp doctor

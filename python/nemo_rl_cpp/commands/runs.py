@@ -13,17 +13,16 @@ from nemo_rl_cpp.checks import banner_lines, preflight
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, command_parser, unknown_option
 from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import ConfigError
-from nemo_rl_cpp.config.exactness import exactness_text
-from nemo_rl_cpp.config.fold import keys_without_effect_text
+from nemo_rl_cpp.config.fold import exactness_text, keys_without_effect_text
 from nemo_rl_cpp.config.loader import LOADERS, kind_of
 from nemo_rl_cpp.config.locate import find_config, shipped_configs
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.config.memory import forecast_text
 from nemo_rl_cpp.distributed.launch import serving
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, resolve_tokenizer
 from nemo_rl_cpp.interrupts import nobody_reads, raise_if_interrupted, say
+from nemo_rl_cpp.models.memory import forecast_text
 from nemo_rl_cpp.stages import stage, stages_shown
 
 

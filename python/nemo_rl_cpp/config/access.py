@@ -1,6 +1,7 @@
 """Reads configurations that may be mappings or pydantic models, and turns values into plain JSON ones."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -9,9 +10,14 @@ from typing import cast, overload
 
 from pydantic import BaseModel
 
+from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.dotted_names import PythonObjectRef
 from nemo_rl_cpp.files.yaml_text import Plain
 
+from .errors import ConfigError, Problem
+
 _MISSING = object()
+_MAX_DEPTH = 64
 
 
 def cfg_get(config: object, key: str, default: object = None) -> object:
@@ -131,3 +137,37 @@ def redact(value: Plain) -> Plain:
     if isinstance(value, list):
         return [redact(item) for item in value]
     return value
+
+
+def plain(value: object, depth: int = 0) -> object:
+    """`value` with tuples and arrays as lists, paths as texts and scalars of numpy and torch as Python's; all else as it is.
+
+    Raises ConfigError for what no configuration can hold: a key that is no text, or nesting without an end.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Enum):
+        return plain(value.value, depth)
+    if isinstance(value, str):
+        return value if isinstance(value, PythonObjectRef) else str(value)
+    if depth > _MAX_DEPTH:
+        raise ConfigError([Problem("", "", f"a value is nested more than {_MAX_DEPTH} deep")])
+    if isinstance(value, Mapping):
+        return plain_values(value, depth)
+    if isinstance(value, (list, tuple)):
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, os.PathLike):
+        return plain(os.fspath(value), depth)
+    # a scalar or an array of numpy or torch, a column of pandas
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
+        return value.tolist()
+    return value
+
+
+def plain_values(values: Mapping[str, object], depth: int = 0) -> dict[str, object]:
+    """A mapping with every value as by `plain`."""
+    wrong = next((key for key in values if not isinstance(key, str)), None)
+    if wrong is not None:
+        said = f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"
+        raise ConfigError([Problem("", "", said)])
+    return {str(key): plain(item, depth + 1) for key, item in values.items()}

@@ -1,25 +1,46 @@
-"""What every section shares: attribute and key access, number types, and the marks that a key may carry."""
+"""What every section of the configuration shares: its keys and their marks, values given in Python, number types."""
 
 import tomllib
-from collections.abc import Iterator, KeysView, Mapping
-from functools import reduce
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from functools import cache, reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, stop_text_fault
+from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, in_a_line, stop_text_fault
 
-from . import python_values
+from .access import plain, plain_values
+from .errors import ConfigError, Problem, Report, dotted_key, sentence, shown, unknown_key
+
+_LONGEST = 1000  # characters of a message, which may show a value
 
 
 class _Made(type(BaseModel)):  # type: ignore[misc]
-    """`Section(key=value)` raises ConfigError, as the loader does; what the loader reads is not made through here."""
+    """`Section(key=value)` raises one ConfigError for all mistakes: types, unknown keys, what is not supported; of a whole
+    configuration the rules that tie keys together, too. What the loader reads is not made through here."""
 
     def __call__(cls, *given: object, **values: object) -> Any:
-        return python_values.make(cls, super().__call__, given, values)
+        name = cls.__name__
+        if given:
+            kind = type(given[0]).__name__
+            raise ConfigError([Problem(name, "", f"takes its keys as keywords ({name}(**mapping)), not a {kind}")])
+        report = Report({}, "")
+        data = _fold_aliases(cls, plain_values(values), report)
+        made = None
+        if not report.problems:
+            try:
+                made = super().__call__(**data)
+                made.check_all(report)
+            except ValidationError as failure:
+                report.problems += mistakes(failure, cls)
+        if report.problems:
+            raise ConfigError([Problem(p.where or name, p.key, p.message) for p in report.problems])
+        return made
 
 
 class Section(BaseModel, metaclass=_Made):
@@ -43,6 +64,8 @@ class Section(BaseModel, metaclass=_Made):
     )
     is_switched: ClassVar[bool] = False
     """Whether the section does nothing where its key `enabled` is false; unsupported features are then not looked for in it."""
+    spellings: ClassVar[Mapping[str, str]] = {}
+    """Other dotted names of keys, as NeMo RL has them -> the keys; different values of the two are an error."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: object) -> None:
@@ -51,6 +74,30 @@ class Section(BaseModel, metaclass=_Made):
             for name, info in _idle_keys(base.__name__).items():
                 if base is cls or name not in cls.model_fields:
                     cls.model_fields[name] = info
+
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        """Every dotted key, those of the sections within included."""
+        return own_keys(cls)
+
+    @classmethod
+    def takes_own_key(cls, dotted: str) -> bool:
+        """Whether a key that the schema does not know may be added: in a free mapping, or a section that takes any keys."""
+        name, _, rest = dotted.partition(".")
+        info = dict(fields_of(cls)).get(name)
+        if info is None or not rest:
+            return cls.model_config.get("extra") == "allow"
+        inner = section_type(info.annotation)
+        return inner.takes_own_key(rest) if inner is not None else True
+
+    @classmethod
+    def aliases(cls) -> tuple[tuple[str, str], ...]:
+        """(another spelling, key) of this section and of those within it."""
+        return _aliases_of(cls)
+
+    def check_all(self, report: Report) -> None:
+        """Checks what the types leave open, of a section made in Python."""
+        check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:
         name = _field_name(type(self), key)
@@ -67,7 +114,7 @@ class Section(BaseModel, metaclass=_Made):
         if name.startswith("_"):  # of the program, not of the file
             super().__setattr__(name, value)
         else:
-            python_values.assign(self, super().__setattr__, name, value)
+            _assign(self, super().__setattr__, name, value)
 
     def __setitem__(self, key: str, value: object) -> None:
         setattr(self, _field_name(type(self), key) or key, value)
@@ -99,11 +146,14 @@ Settings = Section | Mapping[str, object]
 """A section, or a mapping with its keys."""
 
 
-def _field_name(model: type[BaseModel], key: str) -> str | None:
+def _field_name(model: type[Section], key: str) -> str | None:
     if key in model.model_fields:
         return key
-    key = dict(python_values.aliases_of(model)).get(key, key)
+    key = dict(model.aliases()).get(key, key)
     return next((name for name, info in model.model_fields.items() if key in (name, info.alias)), None)
+
+
+# ---- types and marks of keys
 
 
 def _number(value: object) -> object:
@@ -197,3 +247,238 @@ def _idle_key(
     kinds = reduce(or_, [_TYPES[name] for name in type.split(" or ")])
     field = only(default, why=why, **options) if refused else no_effect(default, why, **options)
     return FieldInfo.from_annotated_attribute(kinds, field)
+
+
+# ---- the keys of a section, as pydantic holds them
+
+
+def section_type(annotation: object) -> type[Section] | None:
+    """The section that a field holds: `Section`, `Section | None`, or `Section | list[Section]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
+        for argument in typing.get_args(annotation):
+            if (found := section_type(argument)) is not None:
+                return found
+    return None
+
+
+def fields_of(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    """(name as in YAML, field info) of a section."""
+    for name, info in model.model_fields.items():
+        yield info.alias or name, info
+
+
+def section_at(model: type[Section], dotted: str) -> type[Section] | None:
+    """The class of the section at a dotted key."""
+    found: type[Section] | None = model
+    for part in dotted.split("."):
+        info = dict(fields_of(found)).get(part) if found is not None else None
+        found = section_type(info.annotation) if info is not None else None
+    return found
+
+
+def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted key, field info) of a section and of those within it."""
+    for name, info in fields_of(model):
+        yield f"{prefix}{name}", info
+        if (inner := section_type(info.annotation)) is not None:
+            yield from dotted_fields(inner, f"{prefix}{name}.")
+
+
+@cache
+def own_keys(model: type[Section]) -> frozenset[str]:
+    """Every dotted key of a section, those of its sections included."""
+    return frozenset(key for key, _ in dotted_fields(model))
+
+
+def forget_keys() -> None:
+    """To be called when a section got or lost a key."""
+    own_keys.cache_clear()
+
+
+def mark_of(info: FieldInfo) -> Mapping[str, object]:
+    """What `only` or `no_effect` said of a key; empty where neither did."""
+    return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+
+
+def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
+    """The overrides, with `++` before each plain one that changes a free mapping or a key in it."""
+    free = free_mappings(model)
+
+    def added(override: str) -> str:
+        key = override.partition("=")[0].strip()
+        inside = any(key == mapping or key.startswith(f"{mapping}.") for mapping in free)
+        return f"++{override}" if inside and "=" in override else override
+
+    return [added(override) for override in overrides]
+
+
+@cache
+def free_mappings(model: type[Section]) -> frozenset[str]:
+    """Dotted keys of the mappings that take any key: the user's own, so an override may name one that no file sets, without
+    Hydra's `+`. Not `env`, whose sections are checked or belong to a file's environments."""
+    return frozenset(key for key, info in dotted_fields(model) if _is_mapping(info.annotation) and key != "env")
+
+
+def _is_mapping(annotation: object) -> bool:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return any(_is_mapping(part) for part in typing.get_args(annotation))
+    return annotation is dict or typing.get_origin(annotation) is dict
+
+
+@cache
+def _aliases_of(cls: type[Section]) -> tuple[tuple[str, str], ...]:
+    found = dict(cls.spellings)
+    for name, info in fields_of(cls):
+        if (inner := section_type(info.annotation)) is not None:
+            found |= {f"{name}.{spelling}": f"{name}.{key}" for spelling, key in inner.aliases()}
+    return tuple(found.items())
+
+
+# ---- values given in Python
+
+
+def _assign(section: Section, set_value: Callable[[str, object], None], name: str, value: object) -> None:
+    """`section.name = value`, with the type checked as at construction."""
+    cls = type(section)
+    if name not in cls.model_fields and cls.model_config.get("extra") != "allow":
+        raise ConfigError([Problem(cls.__name__, name, unknown_key(name, cls))])
+    try:
+        set_value(name, plain(value))
+    except ValidationError as failure:
+        raise ConfigError([Problem(cls.__name__, p.key, p.message) for p in mistakes(failure, cls)]) from None
+
+
+def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
+    """What pydantic found, in sentences."""
+    found = []
+    for error in failure.errors(include_url=False):
+        key = dotted_key(error["loc"])
+        text = " ".join(sentence(error, key, cls).split())
+        found.append(Problem("", key, text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."))
+    return found
+
+
+def check_marks(section: Section, prefix: str, report: Report) -> None:
+    """Keys of unsupported features must be at the value that switches the feature off."""
+    if section.is_switched and not section.enabled:
+        return
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        key = prefix + (info.alias or name)
+        mark = mark_of(info)
+        if "only" in mark and not any(type(value) is type(ok) and value == ok for ok in mark["only"]):
+            allowed = " or ".join(shown(ok) for ok in mark["only"])
+            report.add(key, f"cannot be {shown(value)}: {mark['why']}; set it to {allowed}")
+        if isinstance(value, Section):
+            check_marks(value, f"{key}.", report)
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                if isinstance(item, Section):
+                    check_marks(item, f"{key}.{i}.", report)
+
+
+def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -> dict[str, object]:
+    """Keys by the guides' other names, as `Section.spellings` lists them, under the schema's names."""
+    for spelling, canonical in cls.aliases():
+        parent, name = walk(data, spelling)
+        if parent is None or name not in parent:
+            continue
+        target, short = walk(data, canonical, make_sections=True)
+        if target is None:
+            continue
+        value = parent.pop(name)
+        if short in target and in_a_line(target[short], 10**4) != in_a_line(value, 10**4):
+            report.add(
+                spelling,
+                f"and {canonical} are one key with two values: {in_a_line(value)} and {in_a_line(target[short])}; give one",
+            )
+        target[short] = value
+    return data
+
+
+def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
+    """The mapping that holds (or would hold) the key, and its last part."""
+    *sections, name = dotted.split(".")
+    node: object = data
+    for part in sections:
+        if make_sections and isinstance(node, dict):
+            node.setdefault(part, {})
+        node = node.get(part) if isinstance(node, dict) else None
+    return (node if isinstance(node, dict) else None), name
+
+
+M = TypeVar("M", bound=Section)
+
+
+def as_model(config: object, model: type[M], section: str = "") -> M:
+    """`config` as `model`; fields that it does not have keep their defaults, a name that `model` lacks is a ConfigError.
+
+    `section` is where it stands in a file ("env.math"), for messages.
+    """
+    if isinstance(config, model):
+        return config
+    try:
+        return model(**_values(config, model))
+    except ConfigError as error:
+        if not section:
+            raise
+        where = [Problem("", f"{section}.{p.key}" if p.key else section, p.message) for p in error.problems]
+    raise ConfigError(where)
+
+
+def read_section(config: object, model: type[M], **absent: object) -> M:
+    """`config`, a section, a mapping or an object, as `model`, to be read by attribute; its values are the caller's to check.
+
+    `absent`: what a key is that a mapping or an object leaves out, where that differs from the schema's default.
+    """
+    return config if isinstance(config, model) else model.model_construct(**absent | _values(config, model))
+
+
+def check_keys(given: object, name: str, *models: type[Section]) -> None:
+    """ConfigError for a key of a section made by hand that none of `models` has, with the nearest one.
+
+    `given` is a mapping or an object; a section was checked when it was made, and None stands for one without keys. `name` is
+    its place in a file ("policy.generation"), for messages.
+    """
+    if given is None or isinstance(given, Section):
+        return
+    known = frozenset().union(*(model.known_keys() for model in models))
+    problems = []
+    for key in _dotted_keys(_values(given, *models), models, ""):
+        if key not in known and not any(model.takes_own_key(key) for model in models):
+            said = [unknown_key(key, model) for model in models]
+            nearest = next((text for text in said if "did you mean" in text), said[0])
+            where = Problem("", f"{name}.{key}", nearest) if name else Problem(models[0].__name__, key, nearest)
+            problems.append(where)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _dotted_keys(given: object, models: Iterable[type[Section]], prefix: str) -> Iterator[str]:
+    """Keys of a mapping, those in the sections that it holds as mappings included. What the program itself writes
+    (`_pad_token_id`) is none of them."""
+    if not isinstance(given, Mapping):
+        return
+    sections = {name: section_type(info.annotation) for model in models for name, info in fields_of(model)}
+    for key, value in given.items():
+        if any(key in (model.__private_attributes__ or ()) for model in models):
+            continue
+        yield f"{prefix}{key}"
+        if (inner := sections.get(str(key))) is not None:
+            yield from _dotted_keys(value, (inner,), f"{prefix}{key}.")
+
+
+def _values(config: object, *models: type[Section]) -> dict[str, object]:
+    """The settings in a mapping or an object; of an object's class only those that a model has."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, (str, bytes, int, float, list, tuple, set, type(None))):
+        names = " or ".join(model.__name__ for model in models)
+        raise ConfigError(
+            [Problem("", "", f"expected a {names} or a mapping, not {type(config).__name__} ({in_a_line(config)})")]
+        )
+    own = {**getattr(config, "__dict__", {}), **(getattr(config, "model_extra", None) or {})}
+    of_class = {name: getattr(config, name) for model in models for name in model.model_fields if hasattr(config, name)}
+    return of_class | {name: value for name, value in own.items() if not name.startswith("_")}

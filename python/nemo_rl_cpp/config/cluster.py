@@ -1,11 +1,44 @@
-"""The `cluster` section."""
+"""The `cluster` section: how many processes work, and which of them train or only generate."""
 
-from typing import Annotated, Literal
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from .base import Count, Positive, Section, key
-from .launcher import launched_ranks
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import TrainMasterConfig
+
+
+class LauncherVariables(NamedTuple):
+    """The variables that tell a process its rank and how many ranks there are."""
+
+    rank: str
+    size: str
+
+
+def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherVariables | None:
+    """Those of torchrun, else of a step of srun; None where nobody has launched this process. The script of a Slurm job itself is no
+    step."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return LauncherVariables("RANK", "WORLD_SIZE")
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
+        return None
+    return LauncherVariables(
+        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    )
+
+
+def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """How many; 1 where nobody has launched several, and where the variables are no numbers, which `distributed.launch.launched`
+    reports."""
+    variables = launcher_variables(environment)
+    size = "" if variables is None else environment.get(variables.size, "")
+    return max(int(size), 1) if size.isdecimal() else 1
 
 
 class ClusterConfig(Section):
@@ -86,3 +119,22 @@ class ClusterConfig(Section):
     def has_written_size(self) -> bool:
         """Whether as many devices are used as are written."""
         return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node
+
+
+def engines_of(config: TrainMasterConfig) -> int:
+    """How many workers only generate; 0 where generation shares the trainers' processes and weights.
+
+    They are taken out of the cluster's: on one machine `resources.gpus_per_node` of its workers, on several machines
+    `resources.num_nodes` whole machines.
+    """
+    colocated, cluster = config.policy.generation.colocated, config.cluster
+    if colocated.enabled or not cluster.has_workers or cluster.executor == "auto":  # a launcher's ranks all train
+        return 0
+    if cluster.num_nodes == 1:
+        return colocated.resources.gpus_per_node or 0
+    return (colocated.resources.num_nodes or 0) * cluster.gpus_per_node
+
+
+def trainers_of(config: TrainMasterConfig) -> int:
+    """How many processes train together."""
+    return config.cluster.processes - engines_of(config)

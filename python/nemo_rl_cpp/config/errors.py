@@ -1,6 +1,19 @@
-"""All mistakes of a configuration at once."""
+"""Mistakes of a configuration: where each was written, what was given, what is expected, which key was probably meant."""
 
+from __future__ import annotations
+
+import re
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic_core import ErrorDetails
+
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
+
+if TYPE_CHECKING:
+    from .base import Section
 
 LONGEST_NAME = 200  # characters of a key in a message
 
@@ -60,8 +73,8 @@ class Report:
         return dotted in self._positions
 
     def nearness(self, dotted: str) -> int:
-        """How near to the user the key was written: 3 by an override or an argument, 2 in the run's own file, 1 in a parent of it,
-        0 nowhere."""
+        """How near to the user the key was written: 3 by an override or an argument, 2 in the run's own file, 1 in a
+        parent of it, 0 nowhere."""
         if dotted not in self._positions:
             return 0
         file = self._positions[dotted].rpartition(":")[0]
@@ -88,3 +101,195 @@ class Report:
         overridden = (key for key in keys if self._positions.get(key, "").startswith("override "))
         written = next(overridden, None) or next((key for key in keys if self.is_written(key)), dotted)
         self.problems.append(Problem(self.where(written), dotted, message))
+
+
+# ---- unknown keys
+
+TABLES: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_name("foreign_names.toml").read_text(encoding="utf-8")
+)
+FOREIGN = TABLES["keys"]
+"""Last part of a key of another trainer -> the key of this package."""
+SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}
+"""What runs a configuration with such a section."""
+
+
+def unknown_key(dotted: str, model: type[Section]) -> str:
+    """Sentence for a key that is not in the schema, with the nearest one."""
+    parent, _, name = dotted.rpartition(".")
+    if (right := TABLES["dead"].get(name)) is not None:
+        return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
+    section = dotted.partition(".")[0]
+    if section in SCRIPTS and section not in model.model_fields:
+        own = next((f"; did you mean {name}?" for name in SCRIPTS if name in model.model_fields), "")
+        return f"is unknown here{own} (configurations with a section {section} are run by {SCRIPTS[section]})"
+    if name == "_override_":
+        return "works in a section at the top of the file only, not deeper"
+    known = model.known_keys()
+    if (own := _own_name(name, known)) is not None:
+        return f"is unknown here: other trainers' {name} is {own}"
+    prefix = f"{parent}." if parent else ""
+    every = known | {spelling for spelling, canonical in model.aliases() if canonical in known}
+    here = sorted(
+        key.removeprefix(prefix) for key in every if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+    )
+    if near := did_you_mean(name, here, cutoff=0.55):
+        return f"is unknown; {near}"
+    same = sorted((key for key in every if key.rpartition(".")[2] == name), key=lambda key: (key.count("."), key))
+    if same:
+        return f"is unknown here; did you mean {same[0]}?"
+    if far := did_you_mean(dotted, (key for key in every if not dotted.startswith(key + ".")), cutoff=0.8):
+        return f"is unknown; {far}"
+    place = parent or ("the file" if "cluster" in model.model_fields else "the section")
+    if not here and model.takes_own_key(dotted):
+        return "is unknown"
+    return f"is unknown; {place} " + (f"knows {', '.join(here)}" if here else "takes no keys")
+
+
+def _own_name(name: str, known: frozenset[str]) -> str | None:
+    """The key of this package for another trainer's name, of those that a kind of configuration knows, and what it needs
+    besides; None for a name of nobody."""
+    key = FOREIGN.get(name, "")
+    of_kind = (
+        key,
+        key.replace("grpo.", "ppo.", 1),
+        key.removeprefix("policy."),
+        key.replace("data.train.", "data.", 1),
+    )
+    own = next((each for each in of_kind if each in known or each.startswith("env.reward_functions")), None)
+    if own is None or name not in TABLES["besides"]:
+        return own
+    section = own.rpartition(".")[0]
+    return f"{own} (with {section}.{TABLES['besides'][name].format(section=section)})"
+
+
+# ---- what pydantic finds
+
+_UNION_TAGS = {"one", "many"}  # of data.py; they appear in pydantic's locations
+
+
+def dotted_key(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location if part not in _UNION_TAGS)
+
+
+def shown(value: object) -> str:
+    """A value as YAML would show it, short."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return in_a_line(value)
+
+
+def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str = "") -> str:
+    """What to say about one pydantic error. `where`: the place of the key, at which the value is looked up as written."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return unknown_key(dotted, model)
+    if kind == "missing":
+        return "is missing; set it in the file or on the command line"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return _choice(context["expected"], value)
+    bound = _BOUNDS.get(kind)
+    if bound is not None:
+        limit = next(iter(context.values()))
+        return f"must be {bound} {limit}, not {shown(value)}"
+    expected = _EXPECTED.get(kind)
+    if expected is None:
+        return f"{error['msg'][0].lower()}{error['msg'][1:]} (given: {shown(value)})"
+    hint = _quotes_advice(where, dotted) if kind == "string_type" and isinstance(value, (int, float)) else ""
+    return f"must be {expected}, not {shown(value)}{hint}"
+
+
+def _choice(expected: str, value: object) -> str:
+    allowed = [part.strip("' ") for part in expected.replace(" or ", ", ").split(",")]
+    near = did_you_mean(str(value), allowed)
+    what = f"one of {', '.join(allowed)}" if len(allowed) > 1 else f"{allowed[0]} (nothing else is supported)"
+    return f"must be {what}, not {shown(value)}{near and f'; {near}'}"
+
+
+_BOUNDS = {
+    "greater_than_equal": "at least",
+    "greater_than": "greater than",
+    "less_than_equal": "at most",
+    "less_than": "less than",
+}
+_EXPECTED = {
+    kind: words
+    for words, kinds in {
+        "an integer": ("int_type", "int_parsing", "int_from_float"),
+        "a smaller integer": ("int_parsing_size",),
+        "a number": ("float_type", "float_parsing"),
+        "a finite number": ("finite_number",),
+        "true or false": ("bool_type", "bool_parsing"),
+        "a text": ("string_type",),
+        "a list": ("list_type",),
+        "a longer list": ("too_short",),
+        "a shorter list": ("too_long",),
+        "a section (lines of key: value)": ("dict_type", "model_type", "model_attributes_type"),
+    }.items()
+    for kind in kinds
+}
+
+
+# ---- what stands in a file or on the command line
+
+_OVERRIDE = re.compile(r"override '(?P<text>.*)'", re.DOTALL)
+_PLAIN = r"[^\s\[\]{}&*!|>'\"%@`#,][^,\[\]{}]*?"  # a plain scalar of a flow collection
+
+
+def _quotes_advice(where: str, key: str) -> str:
+    """How to write the value of a key so that it stays a text, in brackets; advice that works when it is followed."""
+    override = _OVERRIDE.fullmatch(where)
+    if override:
+        name, equals, value = override["text"].partition("=")
+        if equals and name.lstrip("+") == key:
+            return f" (write \"{name}='{value}'\", with both pairs of quotes)"
+    text = _written_text(where, key)
+    return f" (write '{text}' in quotes)" if text is not None else " (write it in quotes)"
+
+
+def _written_text(where: str, key: str) -> str | None:
+    """The value of a key as its file has it, at the place "file:line"; None where the line does not show it."""
+    line = _line_at(where)
+    if line is None:
+        return None
+    name = key.rpartition(".")[2]
+    if name.isdigit():
+        return _written_item(line, int(name))
+    found = re.search(rf"(?:^|[\s{{,])['\"]?{re.escape(name)}['\"]?\s*:\s+(?P<rest>.*)", line)
+    if not found:
+        return None
+    in_braces = line[: found.start("rest")].count("{") > line[: found.start("rest")].count("}")
+    pattern = rf"({_PLAIN})\s*[,}}]" if in_braces else r"([^\s'\"\[{&*|>#].*?)\s*(?:\s#.*)?$"
+    value = re.match(pattern, found["rest"])
+    return value[1] if value else None
+
+
+def _written_item(line: str, index: int) -> str | None:
+    item = re.match(r"\s*(?:- )*-\s+([^\s'\"\[{&*|>#].*?)\s*(?:\s#.*)?$", line)
+    if item:
+        return item[1]
+    inside = re.search(r"\[(.*)\]", line)
+    items = [part.strip() for part in inside[1].split(",")] if inside else []
+    return items[index] if index < len(items) and re.fullmatch(_PLAIN, items[index]) else None
+
+
+def _line_at(where: str) -> str | None:
+    """The line of a place "file:line"; None where there is none."""
+    file, _, number = where.rpartition(":")
+    if not number.isdigit() or not Path(file).is_file():
+        return None
+    lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    return lines[int(number) - 1] if 0 < int(number) <= len(lines) else None
+
+
+def explained(message: str) -> str:
+    """What the reader of YAML says; a tab in the line that it names is named."""
+    place = re.match(r"(?P<where>[^\n]*?:\d+): ", message)
+    line = _line_at(place["where"]) if place else None
+    if place and line is not None and "\t" in line:
+        return f"{place['where']}: there is a tab in this line, which YAML does not take for spaces: write spaces in its place"
+    return message

@@ -1,8 +1,8 @@
-"""Sizes and engines that a file was written for: folded onto what runs and the native engine, and said in one line.
+"""What runs in place of what a file was written for, said in one line: sizes and engines are folded onto what is here.
 
 How many devices share the work, and how a model is cut for them, says nothing of what is computed: gradients are sums over
-the tokens of a batch. Which engine generates neither: an engine is an implementation. What does change results (training
-beside generation, quantisation) is never folded; its keys are errors.
+the tokens of a batch. An engine is an implementation. What does change results (quantisation) is never folded; its keys are
+errors. `EXACTNESS` says how far generation and training are apart; docs/transformers.md and docs/vllm.md measure it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,78 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from .backends import PARALLEL_SIZES
-from .base import Section
-from .engines import FOREIGN_ENGINES
-from .keys import fields_of, mark_of
-from .memory import forecast_summary
-from .resources import trainers_of
+from .base import Section, fields_of, mark_of
+from .cluster import trainers_of
+from .generation import FOREIGN_ENGINES
+from .optimizer import PARALLEL_SIZES
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.config.generation import GenerationConfig
-    from nemo_rl_cpp.config.master import WholeConfig
-    from nemo_rl_cpp.config.policy import TrainedModelConfig
+    from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
+    from nemo_rl_cpp.config.policy import PolicyConfig
+
+
+class Exactness(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        equal: whether a token has the same log-probability in generation and training, to the bit.
+        text: the rest of the sentence.
+    """
+
+    equal: bool
+    text: str
+
+
+_VLLM = Exactness(
+    False,
+    "another engine with weights of its own, whose digest is compared at each refit: the trainer scores each batch before it trains on it, "
+    "and token_mult_prob_error and gen_kl_error say how far apart they were (about 1e-5 in float32, 0.01 and more in bfloat16)",
+)
+EXACTNESS: dict[tuple[str, str], Exactness] = {
+    ("native", "native"): Exactness(True, "one computation: token_mult_prob_error is 1 and max_logprob_gap 0"),
+    ("hf", "hf"): Exactness(
+        False,
+        "two computations on the same weights: the trainer scores each batch before it trains on it, and token_mult_prob_error and "
+        "gen_kl_error say how far apart they were",
+    ),
+    ("native", "vllm"): _VLLM,
+    ("hf", "vllm"): _VLLM,
+}
+"""(trainer, generator) -> what is to be expected."""
+
+
+def engine_name(policy: PolicyConfig) -> str:
+    """The engine that generates: the one of the trainer stands in for NeMo RL's, but for a vLLM that is there."""
+    backend = policy.generation.backend
+    if policy.generation.runs_vllm:
+        return "vllm"
+    return policy.backend if backend is None or backend in FOREIGN_ENGINES else backend
+
+
+def exactness_of(policy: PolicyConfig) -> Exactness | None:
+    """The row of a policy; None for a pair that cannot be."""
+    return EXACTNESS.get((policy.backend, engine_name(policy)))
+
+
+def exactness_text(config: WholeConfig) -> str | None:
+    """One line for the terminal; None for an evaluation, which trains nothing."""
+    if not config.trained_models() or (row := exactness_of(config.policy)) is None:
+        return None
+    how = "equal to the bit" if row.equal else "equal up to rounding"
+    text = f"generation ({engine_name(config.policy)}) and training ({config.policy.backend}) are {how}: {row.text}"
+    correction = correction_text(config)
+    return text if correction is None else f"{text}; {correction}"
+
+
+def correction_text(config: TrainMasterConfig) -> str | None:
+    """Why loss_fn.use_importance_sampling_correction is on, where the configuration leaves it open; None where it does not."""
+    row = exactness_of(config.policy)
+    if row is None or row.equal or not config.loss_fn.correction_left_open:
+        return None
+    return "loss_fn.use_importance_sampling_correction was left open and is true because of that"
+
 
 _ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
 _CUTS_A_MODEL = ("tensor", "pipeline", "context")
@@ -32,23 +91,21 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
     """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends. Tensor
     parallel sizes by which the worker processes can be cut are not: they run."""
     ours = config.cluster.has_written_size  # they run
-    trainers = max(trainers_of(config), 1) if hasattr(config, "policy") else 1
+    models = config.trained_models()
+    trainers = max(trainers_of(config), 1) if models else 1
     sizes = (
         {} if ours else {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
     )
-    for name, model in _models(config):
+    for name, model in models.items():
         for backend, keys in PARALLEL_SIZES.items():
             section = getattr(model, backend)
             sizes |= {f"{name}.{backend}.{key}": getattr(section, key) for key in keys if section.enabled}
         tensor = model.tensor_parallel(trainers)
         if tensor > 1:
             sizes.pop(model.tensor_parallel_key(name))
-    prefix, generation = _generation(config)
+    prefix, generation = config.sampling
     sizes |= {f"{prefix}.vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in _ENGINE_SIZES}
-    if (
-        hasattr(config, "policy")
-        and config.policy.tensor_parallel(trainers) == generation.vllm_cfg.tensor_parallel_size
-    ):
+    if models and models["policy"].tensor_parallel(trainers) == generation.vllm_cfg.tensor_parallel_size:
         sizes.pop(f"{prefix}.vllm_cfg.tensor_parallel_size")  # the engine has the policy's slices
     return {key: size for key, size in sizes.items() if size != 1}
 
@@ -66,18 +123,19 @@ def devices_of(config: WholeConfig) -> int:
 
 def engine_of(config: WholeConfig) -> str | None:
     """The engine of NeMo RL that the trainer's own stands in for; None for that one."""
-    generation = _generation(config)[1]
+    generation = config.sampling[1]
     return generation.backend if generation.backend in FOREIGN_ENGINES and not generation.runs_vllm else None
 
 
 def is_apart(config: WholeConfig) -> bool:
     """Whether generation was to have devices of its own, and shares the trainer's."""
     cluster = config.cluster
-    return not _generation(config)[1].colocated.enabled and (not cluster.has_workers or cluster.executor == "auto")
+    return not config.sampling[1].colocated.enabled and (not cluster.has_workers or cluster.executor == "auto")
 
 
-def fold_text(config: WholeConfig) -> str | None:
-    """The one line that a run, `check` and `--dry-run` print about what was folded; None where nothing was."""
+def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
+    """The one line that a run, `check` and `--dry-run` print about what was folded; None where nothing was.
+    `forecast`: the memory that the run needs, in a few words."""
     devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
     written = []
     if devices > 1:
@@ -100,16 +158,17 @@ def fold_text(config: WholeConfig) -> str | None:
     if devices > 1:
         if count == 1:
             text += f", about {devices} times the time of {devices} such devices"
-        if (summary := forecast_summary(config)) is not None:
-            text += f"; memory forecast: {summary}"
+        if forecast is not None:
+            text += f"; memory forecast: {forecast}"
     return text
 
 
 def _own_engine(config: WholeConfig) -> str:
     """What generates, for people."""
-    if _generation(config)[1].runs_vllm:
+    if config.sampling[1].runs_vllm:
         return "vLLM"
-    return "transformers" if hasattr(config, "policy") and config.policy.backend == "hf" else "the native engine"
+    policy = config.trained_models().get("policy")
+    return "transformers" if policy is not None and policy.backend == "hf" else "the native engine"
 
 
 _SAID: set[str] = set()  # without the forecast, which follows from the rest
@@ -121,9 +180,9 @@ def note_as_said(text: str) -> str:
     return text
 
 
-def say_fold(config: WholeConfig) -> None:
+def say_fold(config: WholeConfig, forecast: str | None) -> None:
     """Prints `fold_text` to stderr, once in a process: for configurations that no script has looked at before."""
-    text = fold_text(config)
+    text = fold_text(config, forecast)
     if text is not None and text.partition("; memory forecast")[0] not in _SAID:
         print(f"warning: {note_as_said(text)}", file=sys.stderr, flush=True)
 
@@ -145,20 +204,6 @@ def keys_without_effect_text(config: WholeConfig) -> str | None:
         return None
     lines = ["Keys without effect here (they only steer NeMo RL's own engines, kernels and communication):"]
     return "\n".join([*lines, *(f"  {section}: {', '.join(names)}" for section, names in found.items())])
-
-
-def _models(config: WholeConfig) -> Iterator[tuple[str, TrainedModelConfig]]:
-    """The models that are trained, with the names of their sections."""
-    if hasattr(config, "policy"):
-        yield "policy", config.policy
-    if config.has_critic:
-        yield "value", config.value
-
-
-def _generation(config: WholeConfig) -> tuple[str, GenerationConfig]:
-    if hasattr(config, "policy"):
-        return "policy.generation", config.policy.generation
-    return "generation", config.generation
 
 
 def _ineffective(section: Section, prefix: str, positions: dict[str, str]) -> Iterator[tuple[str, str]]:

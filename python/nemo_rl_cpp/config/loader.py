@@ -1,28 +1,202 @@
 """Loads a configuration: C++ reads, merges and resolves; the schema checks; every mistake is reported at once."""
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_cpp import _config
-from nemo_rl_cpp.errors import short_path
+from nemo_rl_cpp.errors import keep_out_of_files, short_path
 
-from . import rules
-from .aliases import ALIASES
-from .base import Section
+from .access import mapped, plain
+from .base import Section, additions, mistakes, section_at, walk
 from .env import environment_sections
-from .environment import environment_values
-from .errors import ConfigError, Problem, Report
-from .given_values import GivenValues
-from .keys import additions
+from .errors import ConfigError, Problem, Report, dotted_key, explained, sentence, unknown_key
 from .locate import find_config, parent_folders
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
-from .messages import dotted_key, known_keys, sentence, takes_own_keys, unknown_key
-from .python_values import check_marks
-from .written import KINDS, explained, of_another_kind
+
+_VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
+_REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
+
+
+def environment_values(
+    file: str | os.PathLike[str], overrides: Sequence[str], canonical: Mapping[str, str]
+) -> dict[str, str]:
+    """Dotted key -> the text that stands there, for every value that is made with `${oc.env:...}`, directly or by a
+    reference to such a value. The file is read again, with its interpolations as text."""
+    try:
+        # the schema's keys need no '+' on the command line, but here only those of the file are known
+        forced = [text if text.startswith("~") else "++" + text.lstrip("+") for text in overrides]
+        tree, _ = _config.apply_overrides(_config.load_file(os.fspath(file), folders=parent_folders()), forced)
+    except _config.LoadError:
+        return {}
+    texts = {canonical.get(key, key): text for key, text in _interpolations(tree, "")}
+    found = {key: text for key, text in texts.items() if "${oc.env:" in text.replace(" ", "")}
+    while more := {key: text for key, text in _referring(texts, found, canonical) if key not in found}:
+        found |= more
+    names = {name for text in found.values() for name in _VARIABLE.findall(text)}
+    keep_out_of_files({os.environ[name]: f"${{oc.env:{name}}}" for name in names if name in os.environ})
+    return found
+
+
+def _interpolations(node: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, str):
+        if "${" in node:
+            yield key, node
+        return
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, item in items:
+        yield from _interpolations(item, f"{key}.{name}" if key else str(name))
+
+
+def _referring(texts: dict[str, str], found: dict[str, str], canonical: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for key, text in texts.items():
+        for reference in _REFERENCE.findall(text):
+            target = _absolute(reference.strip(), key)
+            target = canonical.get(target, target)
+            if target in found:
+                yield key, text
+            for other in [name for name in found if name.startswith(f"{target}.")]:  # a whole section is taken over
+                yield key + other[len(target) :], found[other]
+
+
+def _absolute(reference: str, key: str) -> str:
+    """`.a` is a sibling of the key, `..a` one of its section's."""
+    path = re.sub(r"\[(\w+)\]", r".\1", reference)
+    rest = path.lstrip(".")
+    dots = len(path) - len(rest)
+    above = key.split(".")[:-dots] if dots else []
+    return ".".join([*above, rest])
+
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
+
+
+class GivenValues:
+    """Values by dotted key, for one load.
+
+    The file's interpolations see them: numbers as they are, everything else through a stand-in text (`stand_in(i)`) that
+    `restore` replaces by the value afterwards. So `"${x}"`, a line feed or a quote in a value are what the caller gave.
+
+    Args:
+        values: dotted key -> value; a mapping for a section gives its keys one by one.
+        places: dotted key -> how messages name it ("argument learning_rate"); by default "value of KEY".
+        model: the configuration's class.
+
+    Attributes:
+        problems: mistakes that show without the file: unknown keys, wrong types.
+        overrides: to be read after the caller's own.
+    """
+
+    def __init__(self, values: Mapping[str, object], places: Mapping[str, str], model: type[Section]) -> None:
+        self._model = model
+        self._canonical = dict(model.aliases())
+        self.problems: list[Problem] = []
+        self._values: dict[str, object] = {}
+        self._places: dict[str, str] = {}
+        for key, value in values.items():
+            place = places.get(key, f"value of {key}")
+            key = self._canonical.get(key, key)
+            if not self._is_known(key):
+                self.problems.append(Problem(place, key, unknown_key(key, model)))
+                continue
+            try:
+                for dotted, item in self._leaves(key, plain(value)):
+                    self._take(dotted, item, place)
+            except ConfigError as error:
+                self.problems += [Problem(place, key, problem.message) for problem in error.problems]
+        texts = "".join(map(repr, self._values.values()))
+        self._mark = next(mark for n in range(10**6) if (mark := f"given_value_{n}_") not in texts)
+        self.overrides = [
+            f"++{key}={self._as_override(i, value)}" for i, (key, value) in enumerate(self._values.items())
+        ]
+        self._by_override = dict(zip((f"override '{text}'" for text in self.overrides), self._values))
+
+    def _leaves(self, key: str, value: object) -> Iterator[tuple[str, object]]:
+        if isinstance(value, Section):
+            value = value.model_dump(exclude_unset=True)
+        if isinstance(value, dict) and value and section_at(self._model, key) is not None:
+            for name, item in value.items():
+                yield from self._leaves(self._canonical.get(f"{key}.{name}", f"{key}.{name}"), item)
+        else:
+            yield key, value
+
+    def _is_known(self, key: str) -> bool:
+        """Whether the schema has the key, or it lies in a mapping that takes any."""
+        if not _KEY.fullmatch(key):
+            return False
+        known, parts = self._model.known_keys(), key.split(".")
+        if key in known:
+            return True
+        above = next((dotted for n in range(len(parts) - 1, 0, -1) if (dotted := ".".join(parts[:n])) in known), None)
+        section = section_at(self._model, above) if above is not None else self._model
+        return section is None or section.model_config.get("extra") != "forbid"
+
+    def _take(self, key: str, value: object, place: str) -> None:
+        parent, _, name = key.rpartition(".")
+        section = section_at(self._model, parent) if parent else self._model
+        if not self._is_known(key):
+            self.problems.append(Problem(place, key, unknown_key(key, self._model)))
+            return
+        field = (
+            next((field for field, info in section.model_fields.items() if name in (field, info.alias)), None)
+            if section is not None
+            else None
+        )
+        if field is not None:
+            try:  # as an assignment would be checked: the loader's own check lets texts be numbers
+                section.__pydantic_validator__.validate_assignment(_blank(section).model_copy(), field, value)
+            except ValidationError as failure:
+                self.problems += [
+                    Problem(place, key.removesuffix(name) + p.key, p.message) for p in mistakes(failure, section)
+                ]
+                return
+        self._values[key] = value
+        self._places[key] = place
+
+    def _as_override(self, index: int, value: object) -> str:
+        if value is None:
+            return "null"
+        if isinstance(value, (bool, int, float)) and abs(value) < 2**63:
+            return repr(value).lower()  # exact: the shortest text that reads as the same number
+        return f"{self._mark}{index}_"
+
+    def place_of(self, where: str) -> str:
+        """How messages name what an override of ours wrote; other places as they are."""
+        return self._places[self._by_override[where]] if where in self._by_override else where
+
+    def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
+        """Puts the values into a loaded tree, and their places among the positions."""
+        values = list(self._values.values())
+        pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
+
+        def fill(leaf: object) -> object:
+            if not isinstance(leaf, str):
+                return leaf
+            whole = pattern.fullmatch(leaf)
+            return values[int(whole[1])] if whole else pattern.sub(lambda found: str(values[int(found[1])]), leaf)
+
+        filled = {key: mapped(item, fill) for key, item in data.items()}
+        data.clear()
+        data.update(filled)
+        for key, value in self._values.items():
+            parent, name = walk(data, key)
+            if parent is not None:
+                parent[name] = value
+            if isinstance(value, (dict, list)):  # of which the file may have had parts
+                for inner in [known for known in positions if known.startswith(f"{key}.")]:
+                    del positions[inner]
+            positions[key] = self._places[key]
+
+
+@cache
+def _blank(section: type[Section]) -> Section:
+    return section.model_construct()
+
 
 Master = TypeVar("Master", bound=MasterConfig)
 Part = TypeVar("Part", bound=Section)
@@ -68,6 +242,28 @@ LOADERS = {"grpo": load_grpo_config, "ppo": load_ppo_config, "eval": load_eval_c
 """Kind of a configuration -> what loads it."""
 
 
+KINDS = {
+    "grpo": ("a GRPO run", "run_grpo_math"),
+    "ppo": ("a PPO run", "run_ppo"),
+    "eval": ("an evaluation", "run_eval"),
+}
+"""Section that makes a file one of its kind -> (kind in words, script that runs it)."""
+
+
+def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:
+    """(section, what to say about it) where a file's sections make it a configuration of another kind than `own` (a key of
+    KINDS); else None."""
+    there = set(sections)
+    other = next((name for name in KINDS if name in there), None) if own not in there else None
+    if other is None:
+        return None
+    words, script = KINDS[other]
+    return (
+        other,
+        f"makes the file a configuration of {words}, not of {KINDS[own][0]}: it is run by examples/{script}.py (python -m nemo_rl_cpp.{script})",
+    )
+
+
 def _load(
     path: str | os.PathLike[str],
     overrides: Sequence[str],
@@ -79,7 +275,9 @@ def _load(
     file = find_config(path)
     every = [*additions(_texts(overrides), model), *given.overrides]
     try:
-        data, positions, problems = _config.load(str(file), every, ALIASES, set(known_keys(model)), parent_folders())
+        data, positions, problems = _config.load(
+            str(file), every, list(model.aliases()), set(model.known_keys()), parent_folders()
+        )
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", explained(str(error)))]) from None
     # an override of a section does not make a file another kind
@@ -92,7 +290,7 @@ def _load(
     for kind, key, where, message in problems:
         where = given.place_of(where)
         text = unknown_key(key, model) if kind == "unknown_key" else message
-        if kind == "unknown_key" and takes_own_keys(key, model):
+        if kind == "unknown_key" and model.takes_own_key(key):
             written = where.removeprefix("override '").removesuffix("'")
             text += f" (to add a key of your own write +{written})"
         report.problems.append(Problem(where, key, text))
@@ -105,14 +303,12 @@ def _load(
     given.restore(data, positions)
     config = _validate(data, model, report)
     if config is not None:
-        config.fill_defaults()
-        check_marks(config, "", report)
-        rules.check(config, report)
+        config.check_rules(report)
     if report.problems:
         raise ConfigError(report.problems)
     assert config is not None
     config._positions = positions
-    config._environment = environment_values(file, overrides)
+    config._environment = environment_values(file, overrides, dict(model.aliases()))
     return config
 
 

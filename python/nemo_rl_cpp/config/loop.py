@@ -1,9 +1,59 @@
-"""What the sections `grpo` and `ppo` share: the training loop."""
+"""The sections `grpo` and `ppo`: the training loop, advantage estimators, length penalties."""
+
+from __future__ import annotations
 
 from copy import copy
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from .base import Count, Int, NonNegative, Positive, Real, Section, Seed, key, section
+from pydantic import ConfigDict, model_validator
+
+from nemo_rl_cpp.dotted_names import is_dotted
+
+from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, Seed, key, section
+from .tables import Entry, OneOf, Table
+
+
+@dataclass(frozen=True)
+class EstimatorEntry(Entry):
+    """An estimator's class, and the algorithm that may choose it; None: code only, since no configuration gives its inputs."""
+
+    algorithm: str | None = None
+
+
+def _estimator(name: str, algorithm: str | None) -> EstimatorEntry:
+    return EstimatorEntry(f"nemo_rl_cpp.algorithms.advantage_estimator:{name}", algorithm)
+
+
+ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
+    "advantage estimator",
+    {
+        "grpo": _estimator("GRPOAdvantageEstimator", "grpo"),
+        "gdpo": _estimator("GDPOAdvantageEstimator", "grpo"),
+        "reinforce_plus_plus": _estimator("ReinforcePlusPlusAdvantageEstimator", "grpo"),
+        "gae": _estimator("GeneralizedAdvantageEstimator", "ppo"),
+        "raw_reward": _estimator("RawRewardAdvantageEstimator", "ppo"),
+        "opd": _estimator("OPDAdvantageEstimator", None),  # its teacher has no place in a configuration
+    },
+)
+"""name -> class."""
+
+
+def estimators_of(algorithm: str) -> list[str]:
+    """The estimators that `grpo` or `ppo` may choose."""
+    return [name for name, entry in ADVANTAGE_ESTIMATORS.entries.items() if entry.algorithm == algorithm]
+
+
+GRPOEstimator = Annotated[str, OneOf(lambda: estimators_of("grpo"), dotted=True)]
+PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
+
+
+def checked_name(algorithm: str, name: str) -> str:
+    """`name`; ValueError where it is none of the algorithm's estimators, and no dotted name."""
+    known = estimators_of(algorithm)
+    if name not in known and not is_dotted(name):
+        raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
+    return name
 
 
 def other_default(name: str, default: object) -> Any:
@@ -18,6 +68,7 @@ class RewardScalingConfig(Section):
     Also known: `correct` for target_max and `incorrect` for target_min."""
 
     is_switched = True
+    spellings = {"correct": "target_max", "incorrect": "target_min"}
     enabled: bool = key(False, "scale rewards")
     source_min: Real = key(0.0, "reward that becomes target_min; smaller ones are clamped")
     source_max: Real = key(1.0, "reward that becomes target_max; larger ones are clamped")
@@ -62,6 +113,7 @@ class AsyncConfig(Section):
 class LoopConfig(Section):
     """The training loop: how many prompts, how long, when to validate, which samples count."""
 
+    spellings = {"dapo_batch_multiplier": "batch_multiplier", "max_num_gen_batches": "dynamic_sampling_max_gen_batches"}
     section_name: ClassVar[str] = "grpo"
     """What messages call the section."""
 
@@ -138,3 +190,242 @@ class LoopConfig(Section):
         """Prompts drawn at a time: num_prompts_per_step, times batch_multiplier with dynamic sampling."""
         factor = self.batch_multiplier if self.use_dynamic_sampling else 1
         return int(self.num_prompts_per_step * factor)
+
+
+CHANNELS = ("reasoning", "answer", "total")
+
+
+class LengthPenaltyParams(Section):
+    """What is added to and taken from the rewards of a group. Reasoning is what stands before `</think>`, the answer what
+    follows; total is both. Only responses with a reward above 0 are compared, and only groups with rewards of 0 and 1."""
+
+    is_switched = True
+    enabled: bool = key(True, "apply these")
+    length_type: Literal["tokens", "chars"] = key("tokens", "unit of lengths")
+    reasoning_bonus: NonNegative = key(0.0, "to the right response with the shortest reasoning")
+    answer_bonus: NonNegative = key(0.0, "to the one with the shortest answer")
+    total_bonus: NonNegative = key(0.0, "to the shortest one")
+    longest_reasoning_penalty: NonNegative = key(0.0, "from the right response with the longest reasoning")
+    longest_answer_penalty: NonNegative = key(0.0, "from the one with the longest answer")
+    longest_total_penalty: NonNegative = key(0.0, "from the longest one")
+    group_reasoning_length_penalty_coeff: NonNegative = key(
+        0.0,
+        "factor of (1 - (length - min) / (max - min)) less its mean over the right responses: short gains what long loses",
+    )
+    group_answer_length_penalty_coeff: NonNegative = key(0.0, "the same of answers")
+    group_total_length_penalty_coeff: NonNegative = key(0.0, "the same of whole responses")
+    reasoning_zmad_threshold: NonNegative = key(
+        0.0, "modified z-score (0.6745 (length - median) / MAD) of an outlier; 0: off"
+    )
+    reasoning_zmad_penalty: NonNegative = key(0.0, "from each outlier")
+    answer_zmad_threshold: NonNegative = key(0.0, "the same of answers; 0: off")
+    answer_zmad_penalty: NonNegative = key(0.0, "from each outlier")
+    total_zmad_threshold: NonNegative = key(0.0, "the same of whole responses; 0: off")
+    total_zmad_penalty: NonNegative = key(0.0, "from each outlier")
+    pass_rate_length_penalty_weight: NonNegative = key(
+        0.0,
+        "from every right response this x the group's share of right ones x its length over the longest right one's",
+    )
+    profile_band_total: bool = key(False, "multiply by the band `total` of profile_band")
+    profile_band_reasoning: bool = key(False, "multiply by the band `reasoning`")
+    profile_band_answer: bool = key(False, "multiply by the band `answer`")
+    group_length_penalty_profile_gate: bool = key(
+        False, "apply group_* only where the mean length is above a number of profile_band"
+    )
+    group_length_penalty_profile_gate_channel: Literal["total", "reasoning", "answer"] = key(
+        "total", "whose lengths and band"
+    )
+    group_length_penalty_profile_gate_field: Literal["a", "b", "f"] = key("a", "which number of the band")
+    group_length_penalty_profile_gate_positive_only: bool = key(True, "mean over right responses; false: over all")
+
+
+class ProfileBandChannel(Section):
+    """Factor of a reward: 1 up to length a, falling in a line to f at length b, f beyond."""
+
+    a: Real = key(..., "length up to which nothing changes")
+    b: Real = key(..., "length from which the factor is f; above a")
+    f: Fraction = key(..., "smallest factor")
+
+    @model_validator(mode="after")
+    def _check(self) -> ProfileBandChannel:
+        if self.b <= self.a:
+            raise ValueError(f"needs b above a, not a = {self.a:g} and b = {self.b:g}")
+        return self
+
+
+class ProfileBandDefaults(Section):
+    """The bands. A band that is given here is switched on, unless `default` says otherwise."""
+
+    total: ProfileBandChannel | None = key(None, "of whole responses")
+    reasoning: ProfileBandChannel | None = key(None, "of reasoning")
+    answer: ProfileBandChannel | None = key(None, "of answers")
+
+
+class ProfileBandConfig(Section):
+    """Factors by length, for right responses."""
+
+    enabled: bool = key(False, "use the bands")
+    defaults: ProfileBandDefaults = section(ProfileBandDefaults, "the bands")
+
+
+class LengthPenaltyConfig(Section):
+    """Rewards short responses. NeMo RL has this section for NeMo Gym; here it works in every environment."""
+
+    verbose: bool = key(False, "print what was done to each group")
+    default: LengthPenaltyParams = section(LengthPenaltyParams, "settings of all environments")
+    agent_overrides: dict[str, LengthPenaltyParams | None] | None = key(
+        None, "by task, the name of a data set (NeMo RL: by agent): keys in place of those of `default`"
+    )
+    profile_band: ProfileBandConfig | None = key(None, "factors by length; null: none")
+
+    def bands(self) -> dict[str, ProfileBandChannel]:
+        """The bands that are switched on as a whole, by channel."""
+        if self.profile_band is None or not self.profile_band.enabled:
+            return {}
+        found = {name: getattr(self.profile_band.defaults, name) for name in CHANNELS}
+        return {name: band for name, band in found.items() if band is not None}
+
+    def params_of(self, task: str | None) -> LengthPenaltyParams:
+        """The settings for the samples of a task: those of `default`, with the keys that its override sets in place."""
+        params = self.default.model_copy()
+        for name in self.bands():
+            if f"profile_band_{name}" not in params.model_fields_set:
+                setattr(params, f"profile_band_{name}", True)
+        override = (self.agent_overrides or {}).get(task or "")
+        if override is not None:
+            params = params.model_copy(update={name: getattr(override, name) for name in override.model_fields_set})
+        return params
+
+
+class AsyncGRPOConfig(AsyncConfig):
+    """Rollouts beside the training of GRPO."""
+
+    max_generation_failures: Count = key(
+        0, "rounds of generation and scoring that may fail in a run; a failed one is done again"
+    )
+
+    @property
+    def failures_allowed(self) -> int:
+        return self.max_generation_failures
+
+
+class AdvEstimatorConfig(Section):
+    """How rewards become advantages."""
+
+    name: GRPOEstimator = key(
+        "grpo",
+        "grpo: reward minus the group's mean; gdpo: the same for each part of the reward, then the weighted sum is whitened; "
+        "reinforce_plus_plus: whitened over the batch's tokens; or a class or function of yours, as my_module.MyEstimator",
+    )
+    kwargs: dict[str, object] = key({}, "keyword arguments of an estimator of yours")
+    normalize_rewards: bool = key(True, "grpo, gdpo: divide by the group's standard deviation")
+    use_leave_one_out_baseline: bool = key(
+        True, "grpo, gdpo: a sample's baseline is the mean reward of the other samples of its group"
+    )
+    reward_weights: list[Real] | None = key(
+        None, "gdpo: a factor for each part of the reward, in the order of the parts' names; null: 1 each"
+    )
+    minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the group's mean first")
+
+
+class GRPOConfig(LoopConfig):
+    """The training loop of GRPO, DAPO and ProRLv2."""
+
+    normalize_rewards: bool = key(True, "read by adv_estimator through ${grpo.normalize_rewards}")
+    use_leave_one_out_baseline: bool = key(
+        True, "baseline and deviation for logging; read by adv_estimator through ${grpo.use_leave_one_out_baseline}"
+    )
+    advantage_clip_low: Real | None = key(None, "lower bound of final advantages")
+    advantage_clip_high: Real | None = key(None, "upper bound of final advantages")
+    masked_reward_policy: Literal["include", "exclude"] = key(
+        "include",
+        "whether samples without a gradient (overlong_filtering, masked by the environment, prompts too long) count in their group's "
+        "baseline and deviation, and in whether dynamic sampling keeps it",
+    )
+    length_penalty: LengthPenaltyConfig | None = key(
+        None, "bonuses and penalties on length within each group, before reward_scaling and reward_shaping; null: none"
+    )
+    adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig, "how rewards become advantages")
+    async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig, "rollouts beside training; null: not")
+
+    @property
+    def beside_training(self) -> AsyncConfig:
+        return self.async_grpo or AsyncGRPOConfig()
+
+    @property
+    def masked_rewards_are_out(self) -> bool:
+        return self.masked_reward_policy == "exclude"
+
+    @property
+    def leave_one_out(self) -> bool:
+        return self.use_leave_one_out_baseline
+
+
+class RewardPenaltyConfig(Section):
+    """Penalties of NeMo Gym, which are not supported."""
+
+
+class DataPlaneConfig(Section):
+    """Transfer queues between Ray workers; data stays in one process here."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class AsyncPPOConfig(AsyncConfig):
+    """Rollouts beside the training of PPO."""
+
+
+class GAEConfig(Section):
+    """Generalised advantage estimation, or raw rewards as advantages."""
+
+    name: PPOEstimator = key(
+        "gae",
+        "gae: uses a value model; raw_reward: uses none, and the reward is the advantage; or a class or function of yours, as "
+        "my_module.MyEstimator",
+    )
+    kwargs: dict[str, object] = key({}, "keyword arguments of an estimator of yours")
+    uses_critic: bool = key(True, "whether an estimator of yours gets the values of a critic, which is then trained")
+    gae_lambda: Fraction = key(0.95, "lambda: 0 is one-step TD, 1 is Monte Carlo")
+    gae_gamma: Fraction = key(1.0, "discount a token")
+    normalize_advantages: bool = key(True, "whiten advantages over the batch's valid tokens")
+    gae_lambda_value: Fraction | None = key(None, "VAPO: lambda of the returns; null: gae_lambda")
+    gae_lambda_policy: Fraction | None = key(None, "VAPO: lambda of the advantages; null: gae_lambda")
+    length_adaptive_alpha: NonNegative = key(0.0, "VAPO: policy lambda = 1 - 1/(alpha x response length); 0: off")
+
+
+class PPOConfig(LoopConfig):
+    """The training loop of PPO; keys that GRPO has too mean the same."""
+
+    section_name = "ppo"
+    max_num_epochs: Positive = other_default("max_num_epochs", 100000)
+    max_num_steps: Count = other_default("max_num_steps", 100000)
+    val_period: Int = other_default("val_period", 20)
+    val_at_start: bool = other_default("val_at_start", True)
+    skip_reference_policy_logprobs_calculation: bool = other_default("skip_reference_policy_logprobs_calculation", True)
+    ppo_epochs: Positive = key(
+        4, "passes of the actor over each rollout batch; those of the critic too, unless critic_ppo_epochs is set"
+    )
+    critic_ppo_epochs: Positive | None = key(None, "passes of the critic over each rollout batch; null: ppo_epochs")
+    policy_training_start_step: Count = key(0, "number of first steps that train only the critic")
+    warm_start_value_checkpoint: str | None = key(
+        None,
+        "folder step_N of another run: a fresh run begins with its critic's weights, and a new optimizer and schedule; null: none",
+    )
+    adv_estimator: GAEConfig = section(GAEConfig, "how rewards become advantages")
+    async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "rollouts beside training")
+
+    @property
+    def beside_training(self) -> AsyncConfig:
+        return self.async_ppo
+
+    @property
+    def policy_epochs(self) -> int:
+        return self.ppo_epochs
+
+    @property
+    def critic_epochs(self) -> int:
+        return self.critic_ppo_epochs or self.ppo_epochs
+
+    @property
+    def first_policy_step(self) -> int:
+        return self.policy_training_start_step

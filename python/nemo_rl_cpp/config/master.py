@@ -1,24 +1,37 @@
 """The whole configuration of a GRPO run, a PPO run and an evaluation."""
 
-from pydantic import PrivateAttr
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from nemo_rl_cpp.dotted_names import is_user_defined
 
-from .base import Section, key, section
+from . import rules
+from .access import plain_values
+from .base import Int, Positive, Section, check_marks, key, mistakes, own_keys, section
 from .checkpointing import CheckpointingConfig
 from .cluster import ClusterConfig
-from .data import DataConfig, EvalDataConfig
-from .env import EnvConfigs
-from .eval import EvalConfig
-from .exactness import exactness_of
-from .generation import EvalGenerationConfig
-from .grpo import DataPlaneConfig, GRPOConfig, RewardPenaltyConfig
+from .data import DataConfig, EvalDataConfig, dataset_keys
+from .env import EnvConfigs, environment_sections
+from .errors import ConfigError, Problem, Report
+from .fold import exactness_of
+from .generation import EvalGenerationConfig, GenerationConfig
 from .logger import LoggerConfig
-from .loop import LoopConfig
+from .loop import DataPlaneConfig, GRPOConfig, LoopConfig, PPOConfig, RewardPenaltyConfig
 from .loss import ClippedPGLossConfig, MseValueLossConfig
-from .policy import PolicyConfig, TokenizerConfig, fill
-from .ppo import PPOConfig
-from .value import ValueConfig
+from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
+
+
+class EvalConfig(Section):
+    """What is measured."""
+
+    metric: Literal["pass@k", "cons@k"] = key("pass@k", "pass@k: one of k right; cons@k: the majority of k right")
+    num_tests_per_prompt: Positive = key(1, "responses to each prompt")
+    k_value: Positive = key(1, "k of the metric")
+    seed: Int = key(42, "seed of sampling")
+    max_rollout_turns: Positive = key(1, "turns of a conversation, for environments that answer")
+    save_path: str | None = key(None, "folder for evaluation.html, evaluation_data.json and config.json; null: none")
 
 
 class MasterConfig(Section):
@@ -42,8 +55,50 @@ class MasterConfig(Section):
         """Whether a value model is trained."""
         return False
 
+    def trained_models(self) -> dict[str, TrainedModelConfig]:
+        """The models that are trained, by the names of their sections; empty for an evaluation."""
+        return {}
+
+    @property
+    def sampling(self) -> tuple[str, GenerationConfig]:
+        """The section that says how responses are sampled, and its dotted key."""
+        raise NotImplementedError
+
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        """Every dotted key, those of the tables of environments and data sets included."""
+        found = set(own_keys(cls))
+        for name, inner in environment_sections().items():
+            found.update(f"env.{name}.{key}" for key in own_keys(inner))
+        return frozenset(found)
+
+    @classmethod
+    def takes_own_key(cls, dotted: str) -> bool:
+        if dotted.startswith("env.") and dotted.count(".") > 0:
+            return dotted.split(".")[1] not in environment_sections()
+        return super().takes_own_key(dotted)
+
     def fill_defaults(self) -> None:
         """Values that follow from others, where the file leaves them out."""
+
+    def check_rules(self, report: Report) -> None:
+        """Fills in what the file leaves out, and reports what is not supported and what does not go together."""
+        self.fill_defaults()
+        check_marks(self, "", report)
+        if rules.sound_environments(self.env, report):
+            self._check_together(report)
+
+    def _check_together(self, report: Report) -> None:
+        raise NotImplementedError
+
+    def check_all(self, report: Report) -> None:
+        for name, inner in environment_sections().items():
+            if isinstance(self.env.get(name), dict):
+                try:
+                    inner.model_validate(self.env[name])
+                except ValidationError as failure:
+                    report.problems += [Problem("", f"env.{name}.{p.key}", p.message) for p in mistakes(failure, inner)]
+        self.check_rules(report)
 
 
 class TrainMasterConfig(MasterConfig):
@@ -58,6 +113,21 @@ class TrainMasterConfig(MasterConfig):
     cluster: ClusterConfig = section(ClusterConfig, "devices")
     reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
     data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
+
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        of_data = (key for keys in dataset_keys().values() for key in keys)
+        return super().known_keys() | {f"data.{split}.{key}" for key in of_data for split in ("train", "validation")}
+
+    def _check_together(self, report: Report) -> None:
+        rules.check_training(self, report)
+
+    def trained_models(self) -> dict[str, TrainedModelConfig]:
+        return {"policy": self.policy}
+
+    @property
+    def sampling(self) -> tuple[str, GenerationConfig]:
+        return "policy.generation", self.policy.generation
 
     @property
     def algorithm(self) -> str:
@@ -107,6 +177,9 @@ class PPOMasterConfig(TrainMasterConfig):
         estimator = self.ppo.adv_estimator
         return estimator.name == "gae" or (is_user_defined(estimator.name) and estimator.uses_critic)
 
+    def trained_models(self) -> dict[str, TrainedModelConfig]:
+        return {"policy": self.policy} | ({"value": self.value} if self.has_critic else {})
+
     def fill_defaults(self) -> None:
         super().fill_defaults()
         self.value.fill_from(self.policy)
@@ -122,6 +195,13 @@ class EvalMasterConfig(MasterConfig):
     env: EnvConfigs = key({}, "environments by name")
     cluster: ClusterConfig = section(ClusterConfig, "devices")
 
+    def _check_together(self, report: Report) -> None:
+        rules.check_eval(self, report)
+
+    @property
+    def sampling(self) -> tuple[str, GenerationConfig]:
+        return "generation", self.generation
+
     def fill_defaults(self) -> None:
         generation = self.generation
         fill(generation.vllm_cfg, max_model_len=2048, precision="bfloat16")
@@ -135,3 +215,30 @@ class EvalMasterConfig(MasterConfig):
 
 WholeConfig = GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig
 """The configuration of a run or an evaluation."""
+
+Master = TypeVar("Master", bound=MasterConfig)
+
+
+def checked(config: object, model: type[Master]) -> Master:
+    """`config` as a `model` that passed all checks of the loader, whoever made it and whatever was assigned since.
+
+    A mapping (also of pydantic's models of another package) is made one. Raises ConfigError, a ValueError.
+    """
+    if isinstance(config, model):
+        report = Report({}, "")
+        try:
+            model.model_validate(config.model_dump(warnings=False))
+        except ValidationError as failure:
+            report.problems += mistakes(failure, model)
+        if not report.problems:
+            config.check_all(report)
+        if report.problems:
+            raise ConfigError(report.problems)
+        return config
+    if isinstance(config, BaseModel):
+        config = config.model_dump(by_alias=True)
+    if isinstance(config, Mapping):
+        return model(**plain_values(config))
+    raise ConfigError(
+        [Problem("", "", f"the configuration must be a {model.__name__} or a mapping, not {type(config).__name__}")]
+    )

@@ -1,15 +1,28 @@
-"""Optimizers and schedules: torch's names (`policy.optimizer`, `policy.scheduler`) and Megatron's (`megatron_cfg`)."""
+"""Optimizers and schedules by torch's names and Megatron's, LoRA, and the backend sections `dtensor_cfg` and `megatron_cfg`.
+
+The native trainer stands in for both backends. Which one is enabled decides where optimizer, schedule, gradient clipping,
+activation checkpointing and parallel sizes are read from; the rest makes no difference here.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, model_validator
 
-from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 
-from .base import Count, NonNegative, Positive, Real, Section, key
+from .base import Count, NonNegative, Positive, Real, Section, key, section
+from .errors import Report
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.models.memory import ModelSizes
+
+    from .policy import TrainedModelConfig
+
 
 SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # torch's names and defaults; None: must be given
     "LinearLR": {"start_factor": 1.0 / 3, "end_factor": 1.0, "total_iters": 5},
@@ -203,3 +216,273 @@ def megatron_schedule(optimizer: MegatronOptimizerConfig, scheduler: MegatronSch
         end_weight_decay=decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay,
         weight_decay_incr_style=scheduler.weight_decay_incr_style,
     )
+
+
+MATRICES = {
+    "q_proj": "self_attn",
+    "k_proj": "self_attn",
+    "v_proj": "self_attn",
+    "qkv_proj": "self_attn",
+    "o_proj": "self_attn",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "gate_up_proj": "mlp",
+    "down_proj": "mlp",
+}
+"""The matrices of a layer, each with the module that holds it."""
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Those of Phi 3, and what they stand for."""
+_SIDE_BY_SIDE = (
+    ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
+)  # fmt: skip
+"""What a layer stores as one matrix (csrc/model/parameters.cpp)."""
+FROZEN = ("lm_head", "model.embed_tokens", "score")
+"""Matrices outside of layers, which have no adapters."""
+
+
+class LoraConfig(Section):
+    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained, and all weights stay as they are."""
+
+    is_switched = True
+    enabled: bool = key(
+        False,
+        "train low-rank adapters instead of the weights, in a few bytes a parameter instead of 18 to 22; read with dtensor_cfg.enabled "
+        "(docs/lora.md)",
+    )
+    target_modules: list[str] = key(
+        [],
+        "matrices to adapt: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (of Phi 3 qkv_proj and gate_up_proj), or "
+        "names with wildcards such as *.layers.0.*.q_proj; []: all but exclude_modules. Only with match_all_linear false",
+    )
+    exclude_modules: list[str] = key(
+        [], "matrices to leave out, named likewise; instead of target_modules, and only with match_all_linear false"
+    )
+    match_all_linear: bool = key(True, "adapt every matrix of every layer; head and embedding stay frozen")
+    dim: Positive = key(8, "the adapters' rank")
+    alpha: Positive = key(32, "an adapter is multiplied by alpha / dim")
+    lora_A_init: Literal["xavier", "kaiming", "uniform"] = key(
+        "xavier",
+        "how A is drawn from the run's seed: xavier (normal) or kaiming (uniform; NeMo RL's uniform is the same). B begins at 0",
+    )
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a name of `target_modules` means a module such as model.layers.0.self_attn.q_proj: it is the name, its end behind a
+    dot, or the whole of it with * for any text."""
+    if module == pattern or module.endswith(f".{pattern}"):
+        return True
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
+
+
+def module_of(layer: int, name: str) -> str:
+    """The whole name of one of MATRICES."""
+    return f"model.layers.{layer}.{MATRICES[name]}.{name}"
+
+
+def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
+    """Every module that may have an adapter, in the order of a model's parameters; `fused`: of a model with fused tensors."""
+    without = [name for parts in _FUSED.values() for name in parts] if fused else _FUSED
+    for layer in range(layers):
+        yield from (module_of(layer, name) for name in MATRICES if name not in without)
+
+
+def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[str]:
+    """The modules of a model with so many layers that get adapters."""
+    modules = list(modules_of_layers(layers, fused))
+    everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
+    if everything or not (wanted or unwanted):
+        return modules
+    if wanted:
+        return [module for module in modules if any(matches(pattern, module) for pattern in wanted)]
+    return [module for module in modules if not any(matches(pattern, module) for pattern in unwanted)]
+
+
+def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
+    """The key that leaves no matrix of a model to adapt, and what is wrong with it."""
+    if lora.target_modules:
+        why = f"target_modules is {lora.target_modules}, which no matrix of {model_name} with its {layers} layers is called"
+    else:
+        why = f"exclude_modules is {lora.exclude_modules}, which are all matrices of {model_name} with its {layers} layers"
+    return f"{why}: name some of {', '.join(MATRICES)}"
+
+
+class AdapterSizes(NamedTuple):
+    """Numbers of elements: of A and B together, and of the stored matrices that are kept a second time, without adapters."""
+
+    trained: int
+    kept: int
+
+
+def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
+    """Of a model with these sizes."""
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    shapes = {
+        "q_proj": (query, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden), "o_proj": (hidden, query),
+        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+    }  # fmt: skip
+    shapes |= {name: (sum(shapes[part][0] for part in parts), hidden) for name, parts in _FUSED.items()}
+    elements = {name: rows * columns for name, (rows, columns) in shapes.items()}
+    modules = set(adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors))
+    trained = sum(lora.dim * sum(shapes[module.rpartition(".")[2]]) for module in modules)
+    kept = sum(
+        sum(elements[name] for name in group)
+        for layer in range(sizes.num_hidden_layers)
+        for group in _SIDE_BY_SIDE
+        if any(module_of(layer, name) in modules for name in group)
+    )
+    return AdapterSizes(trained, kept)
+
+
+_MANY_LAYERS = 200  # of no model's, for names of single layers
+_ASKING = ("dim", "alpha", "target_modules", "exclude_modules")  # who sets one of these wants adapters
+
+
+def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
+    """Of one trained model; `name` is its section."""
+    lora, prefix = model.lora, f"{name}.dtensor_cfg.lora_cfg"
+    if lora is None:
+        if model.dtensor_cfg.lora_cfg.enabled:
+            report.add(
+                f"{prefix}.enabled",
+                f"is true, but it is read with {name}.dtensor_cfg.enabled=true and {name}.megatron_cfg.enabled=false only: set them so, or this "
+                "to false",
+                f"{name}.megatron_cfg.enabled",
+            )
+        else:
+            _check_unused(model.dtensor_cfg.lora_cfg, prefix, report)
+        return
+    if model.backend == "hf":
+        report.add(
+            f"{prefix}.enabled",
+            f"is true, but adapters are trained by the native core alone, and {name}.backend is hf: set {name}.backend=native, or enabled=false",
+            f"{name}.backend",
+        )
+    given = [name for name in ("target_modules", "exclude_modules") if getattr(lora, name)]
+    if lora.match_all_linear and given:
+        report.add(
+            f"{prefix}.{given[0]}",
+            f"names matrices, and match_all_linear is true, which means all of them: set {prefix}.match_all_linear=false",
+            f"{prefix}.match_all_linear",
+        )
+    elif len(given) == 2:
+        report.add(
+            f"{prefix}.exclude_modules",
+            "and target_modules are both given; give one of them",
+            f"{prefix}.target_modules",
+        )
+    for name in given:
+        for pattern in getattr(lora, name):
+            if (fault := _fault(pattern, name)) is not None:
+                report.add(f"{prefix}.{name}", fault)
+    if not adapted_modules(lora, _MANY_LAYERS) and given == ["exclude_modules"]:
+        report.add(f"{prefix}.exclude_modules", "leaves no matrix to adapt; name fewer")
+
+
+def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
+    """Keys of adapters are refused where `enabled` is false, since all weights would be trained. They are no mistake where `enabled: false`
+    stands beside them or nearer to the user: a file of NeMo RL's, or a comparison without LoRA."""
+    if report.has_problem(prefix):
+        return
+    for name in _ASKING:
+        value, written = getattr(lora, name), report.nearness(f"{prefix}.{name}")
+        is_asked = written > report.nearness(f"{prefix}.enabled") or "enabled" not in lora.model_fields_set
+        if is_asked and value != type(lora).model_fields[name].get_default(call_default_factory=True):
+            also = (
+                f" and {prefix}.match_all_linear=false" if name.endswith("_modules") and lora.match_all_linear else ""
+            )
+            report.add(
+                f"{prefix}.{name}",
+                f"is {value}, but {prefix}.enabled is false, so all weights are trained: set {prefix}.enabled=true{also}, or leave this out",
+            )
+
+
+def _fault(pattern: str, key: str) -> str | None:
+    """What is wrong with a name of target_modules or exclude_modules; None: nothing."""
+    if any(matches(pattern, module) for fused in (False, True) for module in modules_of_layers(_MANY_LAYERS, fused)):
+        return None
+    if any(matches(pattern, module) for module in FROZEN):
+        return None if key == "exclude_modules" else f"names {pattern}: head and embedding stay frozen; leave it out"
+    near = did_you_mean(pattern, MATRICES)
+    return f"names {pattern}, which no matrix is called{near and f'; {near}'} (there are {', '.join(MATRICES)}; * stands for any text)"
+
+
+_FOLDED = "how the model is cut, not what is computed: folded onto one device, see cluster.strict_sizes"
+_TENSOR = "slices of each layer's heads, of its MLP and of the vocabulary, one a process of cluster.executor processes or ray, whose number it must divide; else folded, see cluster.strict_sizes"
+
+
+class DTensorConfig(Section):
+    """The PyTorch backend of NeMo RL. When enabled, policy.optimizer, scheduler and max_grad_norm are effective."""
+
+    is_switched = True
+    enabled: bool = key(True, "read optimizer, scheduler and max_grad_norm beside this section")
+    activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    tensor_parallel_size: Positive = key(1, _TENSOR)
+    context_parallel_size: Positive = key(1, _FOLDED)
+    expert_parallel_size: Positive = key(1, _FOLDED)
+    lora_cfg: LoraConfig = section(LoraConfig, "LoRA: low-rank adapters instead of all weights")
+
+
+class MegatronCheckpointConfig(Section):
+    """How Megatron writes checkpoints."""
+
+
+class PeftConfig(Section):
+    """LoRA of the Megatron backend."""
+
+
+class DDPConfig(Section):
+    """Gradient exchange of Megatron: read where that backend is enabled, and `overlap_grad_reduce` and
+    `data_parallel_sharding_strategy` of the model itself are null."""
+
+    overlap_grad_reduce: bool = key(
+        True, "several processes: gradients are added over them while the backward goes on, else after it"
+    )
+    use_custom_fsdp: bool = key(False, "read data_parallel_sharding_strategy; false: optim")
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = key(
+        "optim_grads_params",
+        "with use_custom_fsdp, what several processes share out: no_shard and optim: optimizer state and master weights (ZeRO-1); optim_grads and optim_grads_params: gradients too (ZeRO-2); each process has all weights in every case",
+    )
+
+
+class Fp8Config(Section):
+    """FP8 training of Megatron."""
+
+
+class MegatronConfig(Section):
+    """The Megatron backend of NeMo RL. When enabled, its optimizer and scheduler sections are effective."""
+
+    is_switched = True
+    enabled: bool = key(False, "read optimizer, scheduler and clip_grad from this section")
+    activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    tensor_model_parallel_size: Positive = key(1, _TENSOR)
+    pipeline_model_parallel_size: Positive = key(1, _FOLDED)
+    context_parallel_size: Positive = key(1, _FOLDED)
+    expert_tensor_parallel_size: Positive = key(1, _FOLDED)
+    expert_model_parallel_size: Positive = key(1, _FOLDED)
+    optimizer: MegatronOptimizerConfig = section(MegatronOptimizerConfig, "optimizer")
+    scheduler: MegatronSchedulerConfig = section(
+        MegatronSchedulerConfig, "learning rate and weight decay over the steps"
+    )
+    checkpoint: MegatronCheckpointConfig = section(
+        MegatronCheckpointConfig, "Megatron's checkpoint format, not used here"
+    )
+    peft: PeftConfig = section(PeftConfig, "Megatron's LoRA (not supported; see dtensor_cfg.lora_cfg)")
+    distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
+    fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
+    freeze_moe_router: bool = key(
+        True,
+        "backend hf trains the router of a model with experts all the same, and says so; the native core has no experts",
+    )
+
+
+PARALLEL_SIZES = {
+    "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
+    "megatron_cfg": (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_tensor_parallel_size",
+        "expert_model_parallel_size",
+    ),
+}

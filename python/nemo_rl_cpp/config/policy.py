@@ -1,18 +1,17 @@
-"""The `policy` section."""
+"""The sections `policy` and `value`: the models that are trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from .backends import DTensorConfig, MegatronConfig
-from .base import Count, NonNegative, Positive, Section, key, section
-from .errors import ConfigError, Report
+from .base import Count, NonNegative, Positive, Section, fields_of, key, section
 from .generation import GenerationConfig
-from .lora import LoraConfig
 from .optimizer import (
+    DTensorConfig,
+    LoraConfig,
+    MegatronConfig,
     MegatronSchedule,
     OptimizerConfig,
     OptimizerSettings,
@@ -127,6 +126,10 @@ Backend = Literal["native", "hf"]
 class TrainedModelConfig(Section):
     """What the policy and the value model share: batches, precision, optimizer, backend sections."""
 
+    spellings = {
+        "automodel_cfg": "dtensor_cfg",
+        **{f"automodel_cfg.{key}": f"dtensor_cfg.{key}" for key, _ in fields_of(DTensorConfig)},
+    }
     backend: Backend | None = key(None, "native or hf")
     hf_cfg: HfConfig = section(HfConfig, "how transformers loads the model (backend hf)")
     model_name: str | None = key(None, "folder, packaged model or name on the hub")
@@ -304,21 +307,6 @@ class PolicyConfig(TrainedModelConfig):
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")
     router_replay: RouterReplayConfig | None = section(RouterReplayConfig, "replay of expert routing (not supported)")
 
-    @classmethod
-    def of(cls, config: PolicyConfig | Mapping[str, object]) -> PolicyConfig:
-        """A section as it is; a dictionary checked, with what it leaves out filled in."""
-        if isinstance(config, cls):
-            return config
-        from . import rules_model
-
-        section = cls(**config)
-        section.fill_defaults()
-        report = Report({})
-        rules_model.check_policy(section, report)
-        if report.problems:
-            raise ConfigError(report.problems)
-        return section
-
     def fill_defaults(self) -> None:
         self.fill_batching()
         limit = self.max_total_sequence_length
@@ -332,3 +320,43 @@ class PolicyConfig(TrainedModelConfig):
             val_top_k=generation.top_k,
         )
         fill(generation.vllm_cfg, max_model_len=limit, precision=self.precision)
+
+
+class RewardModelConfig(Section):
+    """NeMo RL's way to a scalar head; the native value model always has one."""
+
+
+class ValuePackingConfig(SequencePackingConfig):
+    """Sequence packing of the value model."""
+
+    enabled: bool = key(False, "pack sequences")
+
+
+class ValueTokenizerConfig(TokenizerConfig):
+    """The tokenizer that is saved beside the critic. It reads what the policy's tokenizer wrote."""
+
+
+class ValueConfig(TrainedModelConfig):
+    """The critic: the policy's architecture with a scalar head. What is left out follows the policy."""
+
+    backend: Backend | None = key(None, "native or hf, as policy.backend; null: policy.backend")
+    tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
+    precision: Precision | None = key(None, "float32 or bfloat16; null: policy.precision")
+    sequence_packing: ValuePackingConfig = section(ValuePackingConfig, "micro-batches without padding")
+    reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
+
+    def fill_from(self, policy: TrainedModelConfig) -> None:
+        """Takes what the file leaves out from the policy."""
+        fill(
+            self,
+            backend=policy.backend,
+            model_name=policy.model_name,
+            precision=policy.precision,
+            gradient_blocks=policy.gradient_blocks,
+            data_parallel_sharding_strategy=policy.data_parallel_sharding_strategy,
+            overlap_grad_reduce=policy.overlap_grad_reduce,
+            train_global_batch_size=policy.train_global_batch_size,
+            train_micro_batch_size=policy.train_micro_batch_size,
+            max_total_sequence_length=policy.max_total_sequence_length,
+        )
+        self.fill_batching()

@@ -1,32 +1,46 @@
-"""Rules that tie several keys together. Each reports a key, what is wrong, and what to change."""
+"""Rules that tie several sections of a run or an evaluation together. Each reports a key, what is wrong, and what to change."""
+
+from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.dotted_names import is_user_defined
+from nemo_rl_cpp.files.prompt_files import find_prompt
 
-from . import rules_data, rules_engine, rules_hf, rules_loss, rules_model, rules_vllm
+from . import rules_model
+from .cluster import engines_of, trainers_of
+from .data import (
+    DATASET_ALIASES,
+    DATASET_REGISTRY,
+    DataConfig,
+    DatasetConfig,
+    DatasetDefaults,
+    EvalDataConfig,
+    dataset_keys,
+    datasets_of,
+    is_class_name,
+    takes,
+)
+from .env import EnvConfigs, GuessNumberEnvConfig
 from .errors import Report
 from .logger import LOGGER_BACKENDS
-from .loop import LoopConfig
-from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig, WholeConfig
-from .resources import check_resources, engines_of, trainers_of
-from .serving import check_serving
+from .loop import GRPOConfig, LoopConfig, PPOConfig
+from .loss import ClippedPGLossConfig
+
+if TYPE_CHECKING:
+    from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 
 
-def check(config: WholeConfig, report: Report) -> None:
-    """All rules of a configuration."""
-    rules_data.check_env(config.env, report)
-    for name, section in config.env.items():
+def sound_environments(env: EnvConfigs, report: Report) -> bool:
+    """Whether `env` can be read by the rules."""
+    check_env(env, report)
+    for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name != "should_use_nemo_gym":
             report.add(f"env.{name}", f"must be a section (lines of key: value), not {in_a_line(section)}")
-    if report.has_problem("env"):  # which the rules read
-        return
-    if isinstance(config, EvalMasterConfig):
-        check_eval(config, report)
-    else:
-        check_training(config, report)
+    return not report.has_problem("env")
 
 
 def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
@@ -34,9 +48,9 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
     _check_loop(loop, name, report)
     _check_validation(loop, name, report)
     _check_beside_training(config, report)
-    rules_loss.check_policy_loss(config.loss_fn, report)
-    estimator = "reinforce_plus_plus" if isinstance(config, GRPOMasterConfig) else "gae"
-    rules_loss.check_kl(config.loss_fn, loop, name, estimator, report)
+    check_policy_loss(config.loss_fn, report)
+    estimator = "reinforce_plus_plus" if config.algorithm == "grpo" else "gae"
+    check_kl(config.loss_fn, loop, name, estimator, report)
     if config.checkpointing.push_to_hub is not None and not config.checkpointing.enabled:
         report.add(
             "checkpointing.push_to_hub",
@@ -51,11 +65,11 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
                 f"{key}.name",
             )
     _check_force_on_policy(config, report)
-    if isinstance(config, GRPOMasterConfig):
+    if config.algorithm == "grpo":
         _check_advantages(config, report)
     rules_model.check_policy(policy, report)
     _check_batches(loop, name, policy.train_global_batch_size, "policy", report)
-    if isinstance(config, PPOMasterConfig):
+    if config.algorithm == "ppo":
         _check_critic(config, report)
     _check_run(config, loop, name, report)
 
@@ -176,10 +190,10 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
         )
     if generation.num_prompts_per_step == 0:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
-    rules_engine.check_engine(generation, "generation", report)
-    rules_hf.check_evaluation(generation, report)
-    rules_vllm.check_vllm_evaluation(generation, report)
-    rules_engine.check_sizes(config, report)
+    rules_model.check_engine(generation, "generation", report)
+    rules_model.check_evaluation(generation, report)
+    rules_model.check_vllm_evaluation(generation, report)
+    rules_model.check_sizes(config, report)
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
     if config.cluster.has_workers:
@@ -187,11 +201,11 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
             "cluster.executor",
             f"{config.cluster.executor_text} is for training: an evaluation runs in one process; {config.cluster.one_process_text}",
         )
-    rules_data.check_eval_data(config.data, config.env, report)
+    check_eval_data(config.data, config.env, report)
 
 
 def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: Report) -> None:
-    rules_data.check_data(config.data, config.env, loop.max_rollout_turns, f"{name}.max_rollout_turns", report)
+    check_data(config.data, config.env, loop.max_rollout_turns, f"{name}.max_rollout_turns", report)
     limit = config.policy.max_total_sequence_length
     longest_prompt = config.data.max_input_seq_length
     if longest_prompt is not None and longest_prompt > limit:
@@ -214,17 +228,17 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
             f"is {config.cluster.max_restarts}, but a restart goes on from a checkpoint and checkpointing.enabled is false; set it true, or max_restarts=0",
             "checkpointing.enabled",
         )
-    check_resources(config, report)
+    rules_model.check_resources(config, report)
     for model in ("policy", "value") if config.has_critic else ("policy",):
         section = getattr(config, model)
         count = trainers_of(config)
         rules_model.check_blocks(section, model, count // section.tensor_parallel(count), report)
-        rules_hf.check_model(section, model, report)
-    rules_hf.check_engines(config, report)
-    rules_vllm.check_vllm_run(config, report)
-    rules_engine.check_sizes(config, report)
-    rules_engine.check_offload(config, report)
-    check_serving(config, report)
+        rules_model.check_model(section, model, report)
+    rules_model.check_engines(config, report)
+    rules_model.check_vllm_run(config, report)
+    rules_model.check_sizes(config, report)
+    rules_model.check_offload(config, report)
+    rules_model.check_serving(config, report)
     _check_checkpointing(config, report)
     _check_epochs(config, report)
     for name, entry in LOGGER_BACKENDS.entries.items():
@@ -340,7 +354,7 @@ def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
             f"{name}.ppo_epochs",
         )
     if (
-        isinstance(config, GRPOMasterConfig)
+        config.algorithm == "grpo"
         and config.loss_fn.use_kl_in_reward
         and config.loss_fn.reference_policy_kl_penalty
         and loop.seq_logprob_error_threshold is None
@@ -439,3 +453,232 @@ def _check_checkpointing(config: TrainMasterConfig, report: Report) -> None:
                 "checkpointing.checkpoint_must_save_by",
                 f"must be DD:HH:MM:SS (days, hours, minutes, seconds), not {limit!r}",
             )
+
+
+def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:
+    """`turns`: the value of `turns_key`, grpo.max_rollout_turns or ppo.max_rollout_turns."""
+    check_env(env, report)
+    if data.train is None or data.train == []:
+        report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
+    default = data.default or DatasetDefaults()
+    _check_files(default, "data.default", report)
+    _check_default(default, report)
+    used, names = set(), set()
+    for split in ("train", "validation"):
+        for dotted, dataset in datasets_of(getattr(data, split), f"data.{split}"):
+            _check_dataset(dataset, dotted, report, default)
+            names.add(default.dataset_name if "dataset_name" not in dataset.model_fields_set else dataset.dataset_name)
+            inherits = dataset.env_name is None
+            name = default.env_name if inherits else dataset.env_name
+            _check_env_name(name, "data.default" if inherits else dotted, env, report)
+            used.add(name)
+    for key in default.model_extra or {}:
+        if not any(name is not None and takes(name, key) for name in names):
+            report.add(
+                f"data.default.{key}",
+                f"is taken by none of the data sets {', '.join(sorted(map(str, names)))}; remove it",
+            )
+    if "guess_number" in used & env.keys():
+        guesses = GuessNumberEnvConfig(**(env["guess_number"] or {})).max_guesses
+        if guesses > turns:
+            report.add(
+                turns_key,
+                f"is {turns}, but a game of env.guess_number takes up to {guesses} turns (max_guesses) and would be cut "
+                "off; raise it, or lower max_guesses",
+                "env.guess_number.max_guesses",
+            )
+
+
+def check_eval_data(data: EvalDataConfig, env: EnvConfigs, report: Report) -> None:
+    check_env(env, report)
+    _check_dataset(data, "data", report)
+    if data.env_name is None and len(env) != 1:
+        report.add(
+            "data.env_name",
+            f"is missing: which environment scores the responses? env has {', '.join(env) or 'no entry'}; name one",
+        )
+    _check_env_name(data.env_name, "data", env, report)
+
+
+def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default: DatasetDefaults | None = None) -> None:
+    _check_files(dataset, dotted, report)
+    inherits = "dataset_name" not in dataset.model_fields_set and default is not None
+    name = default.dataset_name if inherits else dataset.dataset_name
+    if name is None:
+        report.add(f"{dotted}.dataset_name", "is missing: name a data set, here or in data.default")
+        return
+    if not _is_known(name, "data.default" if inherits else dotted, report) or is_class_name(name):
+        return
+    name = DATASET_ALIASES.get(name, name)
+    _check_extra_keys(dataset, dotted, DATASET_REGISTRY.entries[name].keys, report)
+    given = {*(dataset.model_extra or {}), *((default.model_extra or {}) if default is not None else ())}
+    if name == "ResponseDataset" and "data_path" not in given:
+        report.add(
+            f"{dotted}.data_path",
+            "is missing: ResponseDataset reads a file or a data set of the hub",
+            f"{dotted}.dataset_name",
+        )
+
+
+def _is_known(name: str, dotted: str, report: Report) -> bool:
+    """Whether there is such a data set; reports a name that is neither known nor a class."""
+    if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
+        return True
+    names = [*DATASET_REGISTRY, *DATASET_ALIASES]
+    meant = next((known for known in names if known.lower() == name.lower()), name)
+    hint = did_you_mean(meant, names, f"known are {', '.join(DATASET_REGISTRY)}", 0.5)
+    report.add(
+        f"{dotted}.dataset_name",
+        f"{name} is unknown; {hint} (a data set of the hub is read by dataset_name: ResponseDataset with data_path: OWNER/NAME, "
+        "input_key and output_key; a class of your own is written package.module.Name)",
+    )
+    return False
+
+
+def _check_default(default: DatasetDefaults, report: Report) -> None:
+    """Its keys may be those of any data set: which one takes them is not known here."""
+    name = default.dataset_name
+    if name is not None and (not _is_known(name, "data.default", report) or is_class_name(name)):
+        return
+    _check_extra_keys(default, "data.default", tuple({key for keys in dataset_keys().values() for key in keys}), report)
+
+
+def _check_extra_keys(dataset: DatasetDefaults, dotted: str, allowed: tuple[str, ...], report: Report) -> None:
+    known = sorted({*type(dataset).model_fields, *allowed})
+    for key in dataset.model_extra or {}:
+        if key in allowed:
+            continue
+        if key == "_override_":
+            report.add(f"{dotted}.{key}", "works in a section at the top of the file only, not deeper")
+            continue
+        hint = did_you_mean(key, known, f"known are {', '.join(known)}")
+        report.add(f"{dotted}.{key}", f"is unknown; {hint}")
+
+
+def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
+    for name in ("prompt_file", "system_prompt_file"):
+        path = getattr(dataset, name)
+        if path is not None and find_prompt(path) is None:
+            report.add(
+                f"{dotted}.{name}", f"names the file {path}, which does not exist; correct the path or write null"
+            )
+
+
+def check_env(env: EnvConfigs, report: Report) -> None:
+    """NeMo RL's switches below `env` for what scores or runs the responses elsewhere: they would leave another environment in charge."""
+    instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
+    if env.get("should_use_nemo_gym"):
+        report.add(
+            "env.should_use_nemo_gym", f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}"
+        )
+    model = env.get("reward_model")
+    if isinstance(model, dict) and model.get("enabled"):
+        report.add(
+            "env.reward_model.enabled",
+            f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}",
+        )
+
+
+def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:
+    if name is None or name in env:
+        return
+    hint = did_you_mean(name, env, f"env has {', '.join(env) or 'no entry'}", 0.5)
+    report.add(f"{dotted}.env_name", f"{name} has no section env.{name}; {hint}")
+
+
+def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
+    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
+        report.add("loss_fn.ratio_clip_c", f"must be greater than 1 (usually 3) or null, not {loss.ratio_clip_c:g}")
+    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+        report.add(
+            "loss_fn.sequence_level_importance_ratios",
+            "needs loss_fn.token_level_loss: false",
+            "loss_fn.token_level_loss",
+        )
+    _check_cispo(loss, report)
+    _check_truncation(loss, report)
+
+
+def _check_cispo(loss: ClippedPGLossConfig, report: Report) -> None:
+    if not loss.use_cispo:
+        return
+    for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios"):
+        if getattr(loss, name):
+            report.add(
+                f"loss_fn.{name}",
+                "cannot be true together with loss_fn.use_cispo; set one of them to false",
+                "loss_fn.use_cispo",
+            )
+    if loss.ratio_clip_c is not None:
+        report.add(
+            "loss_fn.ratio_clip_c", "must be null with loss_fn.use_cispo: CISPO has no dual clip", "loss_fn.use_cispo"
+        )
+    if not loss.token_level_loss:
+        report.add("loss_fn.token_level_loss", "must be true with loss_fn.use_cispo", "loss_fn.use_cispo")
+
+
+def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
+    kind, high, low = (
+        loss.truncated_importance_sampling_type,
+        loss.truncated_importance_sampling_ratio,
+        loss.truncated_importance_sampling_ratio_min,
+    )
+    prefix = "loss_fn.truncated_importance_sampling"
+    if kind is None:
+        for name, value in (("ratio", high), ("ratio_min", low)):
+            if value is not None:
+                report.add(
+                    f"{prefix}_{name}",
+                    f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to tis, icepop "
+                    "or seq-mask-tis, or this to null",
+                    f"{prefix}_type",
+                )
+        return
+    if not loss.use_importance_sampling_correction:
+        report.add(
+            "loss_fn.use_importance_sampling_correction",
+            f"must be true with truncated_importance_sampling_type {kind}",
+            f"{prefix}_type",
+        )
+    if high is None:
+        report.add(f"{prefix}_ratio", f"is missing: the type {kind} needs an upper bound", f"{prefix}_type")
+    elif high <= 0:
+        report.add(f"{prefix}_ratio", f"must be greater than 0, not {high:g}")
+    if low is None and kind != "tis":
+        report.add(f"{prefix}_ratio_min", f"is missing: the type {kind} needs a lower bound", f"{prefix}_type")
+    elif low is not None and high is not None and low > high:
+        report.add(
+            f"{prefix}_ratio_min", f"{low:g} is above truncated_importance_sampling_ratio {high:g}", f"{prefix}_ratio"
+        )
+    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+        report.add(
+            f"{prefix}_type",
+            "seq-mask-tis needs token-level ratios: set sequence_level_importance_ratios to false",
+            "loss_fn.sequence_level_importance_ratios",
+        )
+
+
+def check_kl(
+    loss: ClippedPGLossConfig, loop: GRPOConfig | PPOConfig, name: str, kl_estimator: str, report: Report
+) -> None:
+    """`kl_estimator` is the advantage estimator that takes the KL into the reward."""
+    penalty = loss.reference_policy_kl_penalty
+    if penalty == 0:
+        return
+    if loop.skip_reference_policy_logprobs_calculation:
+        report.add(
+            f"{name}.skip_reference_policy_logprobs_calculation",
+            f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; set the penalty to 0 or this to false",
+            "loss_fn.reference_policy_kl_penalty",
+        )
+    if (
+        loss.use_kl_in_reward
+        and loop.adv_estimator.name != kl_estimator
+        and not is_user_defined(loop.adv_estimator.name)
+    ):
+        report.add(
+            "loss_fn.use_kl_in_reward",
+            f"has an effect with {name}.adv_estimator.name {kl_estimator} only, not {loop.adv_estimator.name}; set it to false "
+            "or change the estimator",
+            f"{name}.adv_estimator.name",
+        )

@@ -16,8 +16,7 @@ from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from nemo_rl_cpp.dotted_names import PythonObjectRef, is_user_defined
 
-from .base import Section
-from .keys import forget_keys, section_type
+from .base import Section, forget_keys, section_type
 
 
 @dataclass(frozen=True)

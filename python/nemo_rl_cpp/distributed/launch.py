@@ -18,10 +18,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.config.cluster import ClusterConfig, engines_of, launcher_variables
 from nemo_rl_cpp.config.errors import ConfigError, Problem
-from nemo_rl_cpp.config.launcher import launcher_variables
-from nemo_rl_cpp.config.resources import engines_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -167,8 +167,8 @@ class AgentFunctionEnvironment(AgentEnvironment):
     """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
+        from nemo_rl_cpp.config.base import as_model
         from nemo_rl_cpp.config.env import AgentEnvConfig
-        from nemo_rl_cpp.config.sections import as_model
 
         config = as_model(cfg, AgentEnvConfig, "env.agent")
         super().__init__(config.max_concurrency, config.timeout_s)

@@ -3,8 +3,8 @@
 import re
 from decimal import Decimal, InvalidOperation
 
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import PlainEnvConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironment, assistant_text

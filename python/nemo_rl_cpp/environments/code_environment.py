@@ -4,8 +4,8 @@ import re
 from collections import Counter
 from typing import NotRequired, TypedDict
 
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import CodeEnvConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.code_tests import parse_tests
 from nemo_rl_cpp.environments.code_verifier import CodeVerifyWorker

@@ -2,8 +2,8 @@
 
 from typing import TypedDict
 
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import MathEnvConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text, correct_or_not, truth_text

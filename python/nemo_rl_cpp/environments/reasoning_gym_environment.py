@@ -4,8 +4,8 @@ import importlib.util
 import re
 from typing import NotRequired, TypedDict
 
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import ReasoningGymEnvConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text

@@ -1,7 +1,7 @@
 """Write the digits backwards: the smallest task that a model of a few thousand parameters learns from scratch."""
 
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import PlainEnvConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironment, assistant_text, truth_text

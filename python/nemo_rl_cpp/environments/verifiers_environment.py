@@ -34,8 +34,8 @@ class VerifiersEnvironment(AgentEnvironment):
     """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
+        from nemo_rl_cpp.config.base import as_model
         from nemo_rl_cpp.config.env import VerifiersEnvConfig
-        from nemo_rl_cpp.config.sections import as_model
 
         check_verifiers("env.verifiers")
         self._config = as_model(cfg, VerifiersEnvConfig, "env.verifiers")

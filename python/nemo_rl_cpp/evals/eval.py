@@ -12,7 +12,7 @@ import torch
 
 from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
-from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.config.master import checked
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
@@ -139,7 +139,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
     from nemo_rl_cpp.models.hf_config import max_positions
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
-    say_fold(config)
+    say_fold(config, None)
     use_threads(config.cluster)
     engine = config.generation.vllm_cfg
     given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None

@@ -5,8 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_cpp.config.eval import EvalConfig
-from nemo_rl_cpp.config.master import EvalMasterConfig
+from nemo_rl_cpp.config.master import EvalConfig, EvalMasterConfig
 from nemo_rl_cpp.evals.metrics import Interval, normal_interval, wilson_interval
 from nemo_rl_cpp.evals.pages import evaluation_page, page_of, prompts_of
 from nemo_rl_cpp.files.durable import write_atomic

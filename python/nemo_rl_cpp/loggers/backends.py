@@ -16,8 +16,8 @@ from urllib.request import getproxies
 import numpy as np
 
 from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.config.base import read_section
 from nemo_rl_cpp.config.logger import LoggerConfig, MLflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
-from nemo_rl_cpp.config.sections import read_section
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
 

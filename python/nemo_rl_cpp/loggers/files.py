@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from nemo_rl_cpp.config.access import to_json, to_plain
+from nemo_rl_cpp.config.base import read_section
 from nemo_rl_cpp.config.logger import TensorboardConfig
-from nemo_rl_cpp.config.sections import read_section
 from nemo_rl_cpp.files.durable import own_copy, read_text, write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers import tb_events

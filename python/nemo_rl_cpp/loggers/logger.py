@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl_cpp.config.access import as_number, to_json, to_plain, written
-from nemo_rl_cpp.config.base import Settings
+from nemo_rl_cpp.config.base import Settings, check_keys, read_section
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
-from nemo_rl_cpp.config.sections import check_keys, read_section
 from nemo_rl_cpp.files.durable import disk_trouble, json_rows, own_copy, read_text
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
-from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig, ValueConfig
+from nemo_rl_cpp.config.rules_model import checked_policy
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
@@ -144,7 +144,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def __init__(
         self, cluster: Cluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
-        config = PolicyConfig.of(config)
+        config = checked_policy(config)
         super().__init__(_policy_worker(config), cluster, config, tokenizer, **options)
         self.zero_gradient_share = self.reused_forward_share = 0.0
 

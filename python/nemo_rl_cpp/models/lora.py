@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import MATRICES, adapted_modules, module_of, nothing_adapted
+from nemo_rl_cpp.config.optimizer import MATRICES, adapted_modules, module_of, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain

@@ -13,7 +13,7 @@ from nemo_rl_cpp.algorithms.advantage_estimator import (
     calculate_baseline_and_std_per_prompt,
 )
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
-from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.rollouts.batches import TrainBatch
 from reference import losses_torch
 

@@ -9,8 +9,7 @@ from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.algorithms.validation import Validator, reached_target
 from nemo_rl_cpp.api.writing import Writer
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.config.grpo import GRPOConfig
-from nemo_rl_cpp.config.ppo import PPOConfig
+from nemo_rl_cpp.config.loop import GRPOConfig, PPOConfig
 from nemo_rl_cpp.models.generation import interfaces
 
 TOKENIZER = ByteTokenizer()

@@ -7,7 +7,7 @@ import nemo_rl_cpp.checks.banner as banner
 import pytest
 from nemo_rl_cpp.checks.banner import banner_lines, count_text, rows_of
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
-from nemo_rl_cpp.config.memory import certain_bytes
+from nemo_rl_cpp.models.memory import certain_bytes
 
 
 def lines_of(config):
@@ -50,7 +50,7 @@ def test_lora_has_a_line_and_takes_a_fifth_of_the_memory():
 
 
 def test_what_does_not_fit_and_what_is_not_saved_is_said(monkeypatch):
-    monkeypatch.setattr("nemo_rl_cpp.config.memory.machine_memory", lambda: 1e9)
+    monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 1e9)
     config = load_grpo_config(
         "configs/grpo_arithmetic_smollm2.yaml",
         [

@@ -10,8 +10,8 @@ import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.checks import folders, preflight
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
-from nemo_rl_cpp.config.memory import checkpoint_bytes
 from nemo_rl_cpp.files.folder_lock import FolderLock
+from nemo_rl_cpp.models.memory import checkpoint_bytes
 
 Usage = namedtuple("Usage", "total used free")
 SIZES = (

@@ -1,8 +1,7 @@
 import pytest
 from nemo_rl_cpp.commands import models
-from nemo_rl_cpp.config.known_models import KNOWN_MODELS, known_model
-from nemo_rl_cpp.config.memory import forecast_text, model_sizes, with_known_sizes
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.memory import KNOWN_MODELS, forecast_text, known_model, model_sizes, with_known_sizes
 
 # billions of parameters as the models' cards give them
 PARAMETERS = {

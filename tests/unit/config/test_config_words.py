@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from nemo_rl_cpp.argument_checks import nearest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
-from nemo_rl_cpp.config.foreign_names import FOREIGN
+from nemo_rl_cpp.config.errors import FOREIGN
 from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
-from nemo_rl_cpp.config.messages import known_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = f"defaults: {ROOT / 'configs/grpo_tiny.yaml'}\n"
@@ -162,13 +161,13 @@ def test_who_asks_for_adapters_without_enabled_is_told():
 
 
 def test_no_key_of_ours_is_called_foreign_and_each_leads_to_one():
-    ours = known_keys(GRPOMasterConfig)
+    ours = GRPOMasterConfig.known_keys()
     for _name, key in FOREIGN.items():
         assert key in ours or key.startswith(("env.reward_functions.", "data.")), key
     top = {
         key
         for model in (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig)
-        for key in known_keys(model)
+        for key in model.known_keys()
         if "." not in key
     }
     assert not top & set(FOREIGN)

@@ -19,9 +19,8 @@ from documents.snippets import ROOT
 from nemo_rl_cpp.algorithms import build
 from nemo_rl_cpp.algorithms.parts import make_data, make_tokenizer
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
-from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.base import Section, fields_of, section_type
 from nemo_rl_cpp.config.fold import fold_text
-from nemo_rl_cpp.config.keys import fields_of, section_type
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.environments.ray_environment import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
@@ -75,10 +74,9 @@ OF_A_SERVER = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.ser
                "policy.generation.vllm_cfg.http_refit_api_key_env_var=HOME")  # fmt: skip
 CHECKS = (
     "/config/rules",
-    "/config/python_values.py",
     "/config/fold.py",
-    "/config/sections.py",
-    "/config/given_values.py",
+    "/config/loader.py",
+    "/config/master.py",
     "/report/defaults.py",
 )
 PASSES_ON = ("/config/base.py", "/config/access.py", "/data/config_access.py")
@@ -131,7 +129,8 @@ class Reads:
         frame, found = sys._getframe(3), None
         while frame is not None:
             file = frame.f_code.co_filename
-            if any(part in file for part in CHECKS):
+            of_a_rule = "/config/" in file and frame.f_code.co_name.startswith(("check", "_check"))
+            if of_a_rule or any(part in file for part in CHECKS):
                 return None
             if found is None and "/nemo_rl_cpp/" in file and not file.endswith(PASSES_ON):
                 found = f"{file.partition('/nemo_rl_cpp/')[2]}:{frame.f_lineno}"
@@ -164,7 +163,7 @@ def reads(tmp_path_factory):
     """What the runs of SHAPES read."""
     patch, watch = pytest.MonkeyPatch(), Reads()
     forked_workers.in_place(patch)
-    dump, check = Section.model_dump, build._checked
+    dump, check = Section.model_dump, build.checked
 
     def model_dump(section, **options):
         watch.whole(section)
@@ -176,7 +175,7 @@ def reads(tmp_path_factory):
     )
     patch.setattr(TrackerLogger, "package", staticmethod(lambda name: MagicMock()))
     patch.setattr(backends, "check_server", lambda *address: None)
-    patch.setattr(build, "_checked", lambda config: watch.root(check(config)))
+    patch.setattr(build, "checked", lambda config, model: watch.root(check(config, model)))
     patch.setattr(Section, "model_dump", model_dump)
     patch.setattr(Section, "__getattribute__", lambda section, name: watch.attribute(section, name), raising=False)
     small = {

@@ -8,7 +8,7 @@ from nemo_rl_cpp import cli, run_grpo_math
 from nemo_rl_cpp.checks import preflight, sizes
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.fold import devices_of, fold_text, keys_without_effect, sizes_of
-from nemo_rl_cpp.config.memory import certain_bytes, forecast, forecast_summary
+from nemo_rl_cpp.models.memory import certain_bytes, forecast, forecast_summary
 
 EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.generation.backend=vllm"]
 TINY = ["policy.model_name=tiny-random"]
@@ -16,7 +16,7 @@ TINY = ["policy.model_name=tiny-random"]
 
 def test_one_line_names_devices_engine_time_and_memory():
     config = load_grpo_config("grpo_math_1B.yaml", [*EIGHT, "policy.model_name=somebody/Great-8B-Instruct"])
-    text = fold_text(config)
+    text = fold_text(config, forecast_summary(config))
     assert text.startswith(
         "written for 8 devices (cluster.gpus_per_node 8, policy.dtensor_cfg.tensor_parallel_size 4) and the engine vllm: "
         "runs on 1 device (cpu) with the native engine; same mathematics, about 8 times the time"
@@ -116,7 +116,7 @@ def test_a_configuration_made_in_python_is_folded_with_the_same_line(capsys, mon
     config = load_grpo_config("grpo_tiny.yaml", EIGHT)
     for _ in range(2):
         make_cluster(config)
-    assert capsys.readouterr().err == f"warning: {fold_text(config)}\n"
+    assert capsys.readouterr().err == f"warning: {fold_text(config, forecast_summary(config))}\n"
     fold._SAID.clear()
     preflight(config)
     make_cluster(config)

@@ -2,10 +2,9 @@
 
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.cluster import engines_of, launched_ranks, trainers_of
 from nemo_rl_cpp.config.fold import fold_text
-from nemo_rl_cpp.config.launcher import launched_ranks
-from nemo_rl_cpp.config.memory import forecast
-from nemo_rl_cpp.config.resources import engines_of, trainers_of
+from nemo_rl_cpp.models.memory import forecast
 
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 MEGATRON = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")

@@ -17,12 +17,10 @@ from nemo_rl_cpp.config import (
     load_ppo_config,
 )
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.config.grpo import GRPOConfig
-from nemo_rl_cpp.config.loop import RewardScalingConfig
+from nemo_rl_cpp.config.loop import GRPOConfig, PPOConfig, RewardScalingConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
-from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.config.ppo import PPOConfig
-from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.config.master import checked
+from nemo_rl_cpp.config.rules_model import checked_policy
 
 TEXTS = [
     "\n",
@@ -219,7 +217,7 @@ def test_the_guides_names_are_known():
     assert PPOConfig(dapo_batch_multiplier=3)["dapo_batch_multiplier"] == 3
     assert GenerationConfig(max_model_len=9).vllm_cfg.max_model_len == 9
     assert (
-        PolicyConfig.of({"model_name": "m", "generation": {"max_model_len": 9}}).generation.vllm_cfg.max_model_len == 9
+        checked_policy({"model_name": "m", "generation": {"max_model_len": 9}}).generation.vllm_cfg.max_model_len == 9
     )
     scaling = RewardScalingConfig(enabled=True, correct=1.0, incorrect=-1.0)
     assert (scaling.target_min, scaling.target_max, scaling["correct"]) == (-1.0, 1.0, 1.0)
@@ -304,7 +302,7 @@ def test_a_group_of_one_may_serve_ppo():
 
 def test_a_policy_section_of_its_own_is_checked():
     good = {"model_name": "tiny-random", "dtensor_cfg": {"tensor_parallel_size": 1}}
-    assert PolicyConfig.of(good).generation.max_new_tokens == 512
+    assert checked_policy(good).generation.max_new_tokens == 512
     for change, message in (
         (
             {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dropout": 0.1}}},
@@ -313,7 +311,7 @@ def test_a_policy_section_of_its_own_is_checked():
         ({"generation": {"temperature": 0}}, "policy.generation.temperature cannot be 0 in training"),
     ):
         with pytest.raises(ConfigError, match=message):
-            PolicyConfig.of(good | change)
+            checked_policy(good | change)
 
 
 @pytest.mark.parametrize("written", ["3", "[1]", "text"])

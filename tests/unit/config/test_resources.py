@@ -2,9 +2,9 @@
 
 import pytest
 from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.errors import ConfigError
-from nemo_rl_cpp.config.memory import forecast, forecast_text
-from nemo_rl_cpp.config.resources import engines_of, trainers_of
+from nemo_rl_cpp.models.memory import forecast, forecast_text
 
 APART = "policy.generation.colocated.enabled=false"
 RESOURCES = "policy.generation.colocated.resources"

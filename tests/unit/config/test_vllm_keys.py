@@ -4,8 +4,7 @@ import sys
 
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config
-from nemo_rl_cpp.config.exactness import EXACTNESS, exactness_of, exactness_text
-from nemo_rl_cpp.config.fold import fold_text
+from nemo_rl_cpp.config.fold import EXACTNESS, exactness_of, exactness_text, fold_text
 
 VLLM = ["policy.generation.backend=vllm", f"policy.generation.vllm_cfg.python={sys.executable}"]
 

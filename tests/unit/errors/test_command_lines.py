@@ -129,7 +129,7 @@ def test_warnings_are_one_plain_line():
 
 
 def test_a_dry_run_begins_with_the_forecast_and_says_whether_it_fits(capsys, monkeypatch):
-    monkeypatch.setattr("nemo_rl_cpp.config.memory.machine_memory", lambda: 23e9)
+    monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 23e9)
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run"]) == 0
     shown, warned = capsys.readouterr()
     assert shown.startswith("Peak memory by phase") and "fits into this machine's 23 GB" in shown and not warned

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
-from nemo_rl_cpp.config.exactness import exactness_text
+from nemo_rl_cpp.config.fold import exactness_text
 from nemo_rl_cpp.models.hf import library
 
 

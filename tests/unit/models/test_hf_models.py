@@ -6,7 +6,7 @@ import pytest
 import torch
 from hf_players import batch, hf_policy, hf_value, make, relative
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
-from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.config.policy import ValueConfig
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.hf.folder import hf_refusals, open_frozen
 from nemo_rl_cpp.models.policy.lm_policy import Policy

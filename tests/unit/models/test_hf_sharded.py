@@ -10,7 +10,7 @@ import torch
 from hf_players import batch, hf_policy, hf_value, make, relative
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.config.policy import ValueConfig
 from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import LoraConfig, adapted_modules, adapter_sizes, matches
-from nemo_rl_cpp.config.memory import ModelSizes
+from nemo_rl_cpp.config.optimizer import LoraConfig, adapted_modules, adapter_sizes, matches
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
+from nemo_rl_cpp.models.memory import ModelSizes
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.weights import initialize_weights, named_whole
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
-from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.config.policy import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner, NonFiniteError, evaluate_value_loss

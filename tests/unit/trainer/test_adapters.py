@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import modules_of_layers
+from nemo_rl_cpp.config.optimizer import modules_of_layers
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights, named_views, named_whole
 from reference.lora import effective

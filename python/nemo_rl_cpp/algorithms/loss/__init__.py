@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nemo_rl_cpp import ops
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig, MseValueLossConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 

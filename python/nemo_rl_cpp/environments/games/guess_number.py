@@ -8,8 +8,8 @@ from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import GuessNumberEnvConfig as GuessNumberConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn

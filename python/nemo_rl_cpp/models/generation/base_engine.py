@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.token_bytes import token_bytes_table

@@ -11,6 +11,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.config.rules_model import checked_policy
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import Cluster
@@ -41,7 +42,7 @@ class Policy(TrainedModel, PolicyInterface):
         *, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None, init_reference_model: bool = True,
         total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
-        config = PolicyConfig.of(config)
+        config = checked_policy(config)
         super().__init__(
             cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path, total_steps=total_steps, seed=seed, ranks=ranks,
         )  # fmt: skip

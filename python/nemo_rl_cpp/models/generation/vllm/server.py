@@ -117,7 +117,7 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
 def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
     """Return the options of the server that the run starts: with random weights and no tokenizer, on the CPU.
 
-    Those of `vllm_kwargs` come last; `config/rules_vllm.py` keeps them from changing ours. `config` is the model's config.json.
+    Those of `vllm_kwargs` come last; `config/rules_model.py` keeps them from changing ours. `config` is the model's config.json.
     """
     generation = policy.generation
     vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")

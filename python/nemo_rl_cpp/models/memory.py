@@ -2,26 +2,185 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from re import findall
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+from nemo_rl_cpp.config.cluster import engines_of, trainers_of
+from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.config.optimizer import adapter_sizes
+from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.hf_config import read_config_file
 
-from .generation import GenerationConfig
-from .known_models import ModelSizes, known_model
-from .lora import adapter_sizes
-from .machine import machine_memory
-from .master import TrainMasterConfig
-from .memory_parts import chunk_bytes, expert_sizes, gradient_bytes, is_count, tape_bytes
-from .policy import PolicyConfig, TrainedModelConfig
-from .resources import engines_of, trainers_of
-
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
+
+
+def machine_memory() -> float | None:
+    """Bytes of memory that this process may use: the machine's, or its control group's if that is less. None: not known."""
+    try:
+        amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    except (ValueError, OSError):
+        return None
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            amounts.append(float(text))
+    return min(amounts)
+
+
+def swap_memory() -> float:
+    """Bytes of this machine's swap; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0.0
+    return sum(float(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What config.json says about a decoder."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    experts: int = 1
+    """MLPs of a layer"""
+    experts_per_token: int = 1
+    fused_tensors: bool = False
+    """q, k, v and gate, up are one matrix each"""
+
+    def as_config(self) -> dict[str, object]:
+        """The sizes under the names of config.json, of a model without experts."""
+        return {name: value for name, value in asdict(self).items() if not name.startswith(("experts", "fused"))}
+
+    def slice(self, count: int) -> ModelSizes:
+        """Of one of so many slices (tensor parallelism)."""
+        return replace(
+            self,
+            intermediate_size=self.intermediate_size // count,
+            num_attention_heads=self.num_attention_heads // count,
+            num_key_value_heads=self.num_key_value_heads // count,
+            vocab_size=self.vocab_size // count,
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * key_value)
+        return attention + 3 * self.experts * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights; biases and head norms (far below a percent) are left out."""
+        return self.num_hidden_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
+
+    @property
+    def backbone_parameters(self) -> int:
+        """Without the LM head of an untied model: a value model has a single column there."""
+        head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return self.parameters - head + self.hidden_size
+
+
+class KnownModel(NamedTuple):
+    """A model of the hub: its name there, its `model_type`, and its sizes."""
+
+    name: str
+    model_type: str
+    sizes: ModelSizes
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8"))
+KNOWN_MODELS = tuple(
+    KnownModel(name, model_type, ModelSizes(*sizes))
+    for model_type, rows in _TABLE.items()
+    for name, sizes in rows.items()
+)
+_VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|coder|thinking-2507|instruct-2507)$")
+
+
+def known_model(name: str) -> KnownModel | None:
+    """The model of a hub name, with or without its owner; variants such as -Instruct have the same sizes. None: not known."""
+    owner, _, short = name.lower().rpartition("/")
+    short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
+    while short:
+        for model in KNOWN_MODELS:
+            known = model.name.lower()
+            if short == known.rpartition("/")[2] and owner in ("", known.rpartition("/")[0]):
+                return model
+        shorter = _VARIANT.sub("", short)
+        if shorter == short:
+            return None
+        short = shorter
+    return None
+
+
+_CHUNK = 2**24
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
+    """Float32 logits of `chunk` tokens (`policy.logprob_chunk_size`), and three arrays of their size that a backward pass makes
+    (models/hf/outputs.py)."""
+    return 16.0 * min(tokens * vocab_size, _CHUNK if chunk is None else chunk * vocab_size)
+
+
+def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
+    """What config.json says about experts, by the names of `ModelSizes`; empty where there are none."""
+    count = next((value for name in _EXPERTS if is_count(value := known.get(name))), None)
+    if count is None:
+        return {}
+    chosen = known.get("num_experts_per_tok")
+    found = {"experts": count, "experts_per_token": chosen if is_count(chosen) else 1}
+    if is_count(width := known.get("moe_intermediate_size")):
+        found["intermediate_size"] = width
+    return found
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value of config.json is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def tape_bytes(sizes: ModelSizes, width: int) -> int:
+    """Of a token in a layer what torch keeps for the backward pass: the input of each norm, its normed form and its result; queries, keys,
+    values and the attention's result, twice; gate, its activation, up and their product. Norms of bfloat16 are computed in float32."""
+    query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    norms = 6 * sizes.hidden_size * width + (0 if width == 4 else 2 * sizes.hidden_size * 4)
+    return norms + (3 * query + 2 * key_value + 4 * sizes.experts_per_token * sizes.intermediate_size) * width
+
+
+def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
+    """Bytes of gradients that one of so many processes holds while it adds its blocks along the tree."""
+    blocks = model.gradient_blocks or processes
+    sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
+    if processes == 1 or not model.shards_gradients:
+        return sums
+    # shards of the sums, and the block at work: of one micro-batch the embedding, two layers and those on their way
+    by_tokens = model.sequence_packing.enabled or model.dynamic_batching.enabled
+    alone = not by_tokens and (model.train_global_batch_size or 0) <= blocks * (model.train_micro_batch_size or 0)
+    few = sizes.embedding_parameters + 4 * sizes.layer_parameters
+    return sums / processes + 4.0 * (min(parameters, few) if alone else parameters)
 
 
 @dataclass(frozen=True)
@@ -67,8 +226,7 @@ def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
     """The configuration, or, where its models are not on this machine but popular, a copy whose hf_config_overrides hold their
     sizes, for a forecast before anything is downloaded."""
     changed: dict[str, object] = {}
-    for name in ("policy", "value") if config.has_critic else ("policy",):
-        model: TrainedModelConfig = getattr(config, name)
+    for name, model in config.trained_models().items():
         known = known_model(model.model_name)
         if known is not None and model_sizes(model.model_name, model.hf_config_overrides) is None:
             sizes = known.sizes.as_config() | (model.hf_config_overrides or {})
@@ -183,8 +341,7 @@ def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
     """Bytes of one checkpoint: weights, and with save_optimizer the master weights and AdamW's moments, of every trained
     model. None when the model's sizes are not known on this machine."""
     total = 0.0
-    for name in ("policy", "value") if config.has_critic else ("policy",):
-        model: TrainedModelConfig = getattr(config, name)
+    for name, model in config.trained_models().items():
         sizes = model_sizes(model.model_name, model.hf_config_overrides)
         if sizes is None:
             return None
@@ -294,7 +451,7 @@ def _fused_logits(sizes: ModelSizes) -> float:
 
 def forecast_summary(config: WholeConfig) -> str | None:
     """The forecast's peak against this machine's memory, in a few words; None for an evaluation."""
-    if not hasattr(config, "policy"):
+    if not config.trained_models():
         return None
     config = with_known_sizes(config)
     machine = machine_memory() if config.cluster.device == "cpu" else None
@@ -357,7 +514,7 @@ _BYTES_OF_TRAINING = 18  # a weight in bfloat16, its float32 master, gradient an
 
 def _parameters_by_name(model_name: str) -> float | None:
     """Billions of parameters that a name such as Llama-3.1-8B-Instruct says; of 30B-A3B the 30, of which all are trained."""
-    found = findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
+    found = re.findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
     return max(map(float, found), default=None)
 
 

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, model_validator
 from nemo_rl_cpp.dotted_names import is_dotted
 
 from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, Seed, key, section
+from .errors import Report
 from .tables import Entry, OneOf, Table
 
 
@@ -429,3 +430,74 @@ class PPOConfig(LoopConfig):
     @property
     def first_policy_step(self) -> int:
         return self.policy_training_start_step
+
+
+def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
+    """Report what does not go together within the section `name`."""
+    if not loop.use_dynamic_sampling:
+        if loop.batch_multiplier != 1:
+            report.add(
+                f"{name}.batch_multiplier",
+                f"is {loop.batch_multiplier:g} but only dynamic sampling draws more prompts; "
+                f"set {name}.use_dynamic_sampling to true or batch_multiplier to 1",
+                f"{name}.use_dynamic_sampling",
+            )
+        if loop.dynamic_sampling_keep_surplus:
+            report.add(f"{name}.dynamic_sampling_keep_surplus", f"needs {name}.use_dynamic_sampling: true")
+    elif loop.num_generations_per_prompt == 1:
+        report.add(
+            f"{name}.num_generations_per_prompt",
+            "is 1: rewards of a group of one never differ, so dynamic sampling would keep nothing; set at least 2",
+            f"{name}.use_dynamic_sampling",
+        )
+    scaling = loop.reward_scaling
+    if scaling.enabled and not scaling.source_min < scaling.source_max:
+        report.add(
+            f"{name}.reward_scaling.source_min",
+            f"{scaling.source_min:g} must be below source_max {scaling.source_max:g}",
+            f"{name}.reward_scaling.source_max",
+        )
+    _check_shaping(loop, f"{name}.reward_shaping", report)
+    _check_validation(loop, name, report)
+
+
+def _check_shaping(loop: LoopConfig, prefix: str, report: Report) -> None:
+    shaping = loop.reward_shaping
+    coefficient, penalty = shaping.stop_properly_penalty_coef, shaping.overlong_buffer_penalty
+    if coefficient is not None and not 0 <= coefficient <= 1:
+        report.add(f"{prefix}.stop_properly_penalty_coef", f"must lie between 0 and 1, or be null, not {coefficient:g}")
+    if penalty is not None and penalty < 0:
+        report.add(f"{prefix}.overlong_buffer_penalty", f"must be at least 0, not {penalty:g}")
+    if not shaping.enabled:
+        return
+    overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+    missing = [name for name in overlong if getattr(shaping, name) is None]
+    stop_properly = shaping.stop_properly_penalty_coef is not None
+    if shaping.compose and not stop_properly:
+        report.add(f"{prefix}.compose", "needs stop_properly_penalty_coef beside the overlong keys")
+    if missing and (shaping.compose or not stop_properly):
+        report.add(
+            f"{prefix}.{missing[0]}",
+            f"is missing: the overlong penalty needs {', '.join(overlong)} "
+            "(or set stop_properly_penalty_coef for the truncation penalty)",
+            f"{prefix}.enabled",
+        )
+    elif not missing and shaping.overlong_buffer_length == 0 and (shaping.compose or not stop_properly):
+        report.add(f"{prefix}.overlong_buffer_length", "must be at least 1, not 0: the penalty grows over these tokens")
+
+
+def _check_validation(loop: LoopConfig, name: str, report: Report) -> None:
+    metric, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
+    if (metric is None) != (threshold is None):
+        given, absent = ("metric", "threshold") if threshold is None else ("threshold", "metric")
+        report.add(
+            f"{name}.stop_at_validation_{absent}",
+            f"is missing: stop_at_validation_{given} is set; set both or neither",
+            f"{name}.stop_at_validation_{given}",
+        )
+    if metric == "pass_k" and loop.val_num_generations_per_prompt < 2:
+        report.add(
+            f"{name}.stop_at_validation_metric",
+            "pass_k is measured with val_num_generations_per_prompt above 1 only; raise that",
+            f"{name}.val_num_generations_per_prompt",
+        )

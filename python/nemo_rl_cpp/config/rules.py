@@ -27,8 +27,9 @@ from .data import (
 from .env import EnvConfigs, GuessNumberEnvConfig
 from .errors import Report
 from .logger import LOGGER_BACKENDS
-from .loop import GRPOConfig, LoopConfig, PPOConfig
-from .loss import ClippedPGLossConfig
+from .loop import GRPOConfig, LoopConfig, PPOConfig, check_loop
+from .loss import ClippedPGLossConfig, check_policy_loss
+from .policy import check_tokenizer, check_trained_model
 
 if TYPE_CHECKING:
     from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
@@ -45,8 +46,7 @@ def sound_environments(env: EnvConfigs, report: Report) -> bool:
 
 def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
     loop, name, policy = config.loop, config.algorithm, config.policy
-    _check_loop(loop, name, report)
-    _check_validation(loop, name, report)
+    check_loop(loop, name, report)
     _check_beside_training(config, report)
     check_policy_loss(config.loss_fn, report)
     estimator = "reinforce_plus_plus" if config.algorithm == "grpo" else "gae"
@@ -147,7 +147,7 @@ def _check_critic(config: PPOMasterConfig, report: Report) -> None:
             "ppo.adv_estimator.name",
         )
     if config.has_critic:  # raw_reward builds no value model
-        rules_model.check_trained_model(config.value, "value", report)
+        check_trained_model(config.value, "value", report)
         if config.value.lora is not None and loop.warm_start_value_checkpoint is not None:
             report.add(
                 "ppo.warm_start_value_checkpoint",
@@ -194,7 +194,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     rules_model.check_evaluation(generation, report)
     rules_model.check_vllm_evaluation(generation, report)
     rules_model.check_sizes(config, report)
-    rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
+    check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
     if config.cluster.has_workers:
         report.add(
@@ -261,75 +261,6 @@ def _check_epochs(config: TrainMasterConfig, report: Report) -> None:
             "ends no run with data.use_multiple_dataloader, whose loaders begin again without end: leave it out, and set "
             f"{steps}",
             "data.use_multiple_dataloader",
-        )
-
-
-def _check_loop(loop: LoopConfig, name: str, report: Report) -> None:
-    if not loop.use_dynamic_sampling:
-        if loop.batch_multiplier != 1:
-            report.add(
-                f"{name}.batch_multiplier",
-                f"is {loop.batch_multiplier:g} but only dynamic sampling draws more prompts; "
-                f"set {name}.use_dynamic_sampling to true or batch_multiplier to 1",
-                f"{name}.use_dynamic_sampling",
-            )
-        if loop.dynamic_sampling_keep_surplus:
-            report.add(f"{name}.dynamic_sampling_keep_surplus", f"needs {name}.use_dynamic_sampling: true")
-    elif loop.num_generations_per_prompt == 1:
-        report.add(
-            f"{name}.num_generations_per_prompt",
-            "is 1: rewards of a group of one never differ, so dynamic sampling would keep nothing; set at least 2",
-            f"{name}.use_dynamic_sampling",
-        )
-    scaling = loop.reward_scaling
-    if scaling.enabled and not scaling.source_min < scaling.source_max:
-        report.add(
-            f"{name}.reward_scaling.source_min",
-            f"{scaling.source_min:g} must be below source_max {scaling.source_max:g}",
-            f"{name}.reward_scaling.source_max",
-        )
-    _check_shaping(loop, f"{name}.reward_shaping", report)
-
-
-def _check_shaping(loop: LoopConfig, prefix: str, report: Report) -> None:
-    shaping = loop.reward_shaping
-    coefficient, penalty = shaping.stop_properly_penalty_coef, shaping.overlong_buffer_penalty
-    if coefficient is not None and not 0 <= coefficient <= 1:
-        report.add(f"{prefix}.stop_properly_penalty_coef", f"must lie between 0 and 1, or be null, not {coefficient:g}")
-    if penalty is not None and penalty < 0:
-        report.add(f"{prefix}.overlong_buffer_penalty", f"must be at least 0, not {penalty:g}")
-    if not shaping.enabled:
-        return
-    overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
-    missing = [name for name in overlong if getattr(shaping, name) is None]
-    stop_properly = shaping.stop_properly_penalty_coef is not None
-    if shaping.compose and not stop_properly:
-        report.add(f"{prefix}.compose", "needs stop_properly_penalty_coef beside the overlong keys")
-    if missing and (shaping.compose or not stop_properly):
-        report.add(
-            f"{prefix}.{missing[0]}",
-            f"is missing: the overlong penalty needs {', '.join(overlong)} "
-            "(or set stop_properly_penalty_coef for the truncation penalty)",
-            f"{prefix}.enabled",
-        )
-    elif not missing and shaping.overlong_buffer_length == 0 and (shaping.compose or not stop_properly):
-        report.add(f"{prefix}.overlong_buffer_length", "must be at least 1, not 0: the penalty grows over these tokens")
-
-
-def _check_validation(loop: LoopConfig, name: str, report: Report) -> None:
-    metric, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
-    if (metric is None) != (threshold is None):
-        given, absent = ("metric", "threshold") if threshold is None else ("threshold", "metric")
-        report.add(
-            f"{name}.stop_at_validation_{absent}",
-            f"is missing: stop_at_validation_{given} is set; set both or neither",
-            f"{name}.stop_at_validation_{given}",
-        )
-    if metric == "pass_k" and loop.val_num_generations_per_prompt < 2:
-        report.add(
-            f"{name}.stop_at_validation_metric",
-            "pass_k is measured with val_num_generations_per_prompt above 1 only; raise that",
-            f"{name}.val_num_generations_per_prompt",
         )
 
 
@@ -584,78 +515,6 @@ def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Repo
         return
     hint = did_you_mean(name, env, f"env has {', '.join(env) or 'no entry'}", 0.5)
     report.add(f"{dotted}.env_name", f"{name} has no section env.{name}; {hint}")
-
-
-def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
-    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
-        report.add("loss_fn.ratio_clip_c", f"must be greater than 1 (usually 3) or null, not {loss.ratio_clip_c:g}")
-    if loss.sequence_level_importance_ratios and loss.token_level_loss:
-        report.add(
-            "loss_fn.sequence_level_importance_ratios",
-            "needs loss_fn.token_level_loss: false",
-            "loss_fn.token_level_loss",
-        )
-    _check_cispo(loss, report)
-    _check_truncation(loss, report)
-
-
-def _check_cispo(loss: ClippedPGLossConfig, report: Report) -> None:
-    if not loss.use_cispo:
-        return
-    for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios"):
-        if getattr(loss, name):
-            report.add(
-                f"loss_fn.{name}",
-                "cannot be true together with loss_fn.use_cispo; set one of them to false",
-                "loss_fn.use_cispo",
-            )
-    if loss.ratio_clip_c is not None:
-        report.add(
-            "loss_fn.ratio_clip_c", "must be null with loss_fn.use_cispo: CISPO has no dual clip", "loss_fn.use_cispo"
-        )
-    if not loss.token_level_loss:
-        report.add("loss_fn.token_level_loss", "must be true with loss_fn.use_cispo", "loss_fn.use_cispo")
-
-
-def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
-    kind, high, low = (
-        loss.truncated_importance_sampling_type,
-        loss.truncated_importance_sampling_ratio,
-        loss.truncated_importance_sampling_ratio_min,
-    )
-    prefix = "loss_fn.truncated_importance_sampling"
-    if kind is None:
-        for name, value in (("ratio", high), ("ratio_min", low)):
-            if value is not None:
-                report.add(
-                    f"{prefix}_{name}",
-                    f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to tis, icepop "
-                    "or seq-mask-tis, or this to null",
-                    f"{prefix}_type",
-                )
-        return
-    if not loss.use_importance_sampling_correction:
-        report.add(
-            "loss_fn.use_importance_sampling_correction",
-            f"must be true with truncated_importance_sampling_type {kind}",
-            f"{prefix}_type",
-        )
-    if high is None:
-        report.add(f"{prefix}_ratio", f"is missing: the type {kind} needs an upper bound", f"{prefix}_type")
-    elif high <= 0:
-        report.add(f"{prefix}_ratio", f"must be greater than 0, not {high:g}")
-    if low is None and kind != "tis":
-        report.add(f"{prefix}_ratio_min", f"is missing: the type {kind} needs a lower bound", f"{prefix}_type")
-    elif low is not None and high is not None and low > high:
-        report.add(
-            f"{prefix}_ratio_min", f"{low:g} is above truncated_importance_sampling_ratio {high:g}", f"{prefix}_ratio"
-        )
-    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-        report.add(
-            f"{prefix}_type",
-            "seq-mask-tis needs token-level ratios: set sequence_level_importance_ratios to false",
-            "loss_fn.sequence_level_importance_ratios",
-        )
 
 
 def check_kl(

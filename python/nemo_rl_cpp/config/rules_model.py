@@ -9,15 +9,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from nemo_rl_cpp.files.prompt_files import find_prompt
-
 from .cluster import ClusterConfig, engines_of, trainers_of
 from .data import DatasetDefaults, datasets_of
 from .errors import ConfigError, Report
 from .fold import engine_name, exactness_of, is_apart, sizes_of
 from .generation import EXPOSED, PACKAGES, GenerationConfig
-from .optimizer import check_lora
-from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig
+from .policy import PolicyConfig, TrainedModelConfig, check_trained_model
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
@@ -46,85 +43,6 @@ def check_policy(policy: PolicyConfig, report: Report) -> None:
     check_trained_model(policy, "policy", report)
     check_engine(policy.generation, "policy.generation", report, policy.hf_config_overrides)
     _check_sampling(policy.generation, report)
-
-
-def check_trained_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    _check_backend(model, name, report)
-    check_lora(model, name, report)
-    _check_batching(model, name, report)
-    check_tokenizer(model.tokenizer, f"{name}.tokenizer", report)
-    if not model.megatron_cfg.enabled:
-        _check_torch_optimizer(model, name, report)
-    else:
-        optimizer, prefix = model.megatron_cfg.optimizer, f"{name}.megatron_cfg"
-        if optimizer.min_lr > optimizer.lr:
-            report.add(
-                f"{prefix}.optimizer.min_lr",
-                f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; lower it",
-                f"{prefix}.optimizer.lr",
-            )
-
-
-def _check_backend(model: TrainedModelConfig, name: str, report: Report) -> None:
-    if model.dtensor_cfg.enabled and model.megatron_cfg.enabled:
-        report.add(
-            f"{name}.megatron_cfg.enabled",
-            f"and {name}.dtensor_cfg.enabled are both true; set one of them to false",
-            f"{name}.dtensor_cfg.enabled",
-        )
-
-
-def _check_batching(model: TrainedModelConfig, name: str, report: Report) -> None:
-    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
-        report.add(
-            f"{name}.dynamic_batching.enabled",
-            f"and {name}.sequence_packing.enabled are both true; set one of them to false",
-            f"{name}.sequence_packing.enabled",
-        )
-    for batching in ("sequence_packing", "dynamic_batching"):
-        config = getattr(model, batching)
-        for budget in ("train_mb_tokens", "logprob_mb_tokens"):
-            tokens = getattr(config, budget)
-            if config.enabled and tokens < model.max_total_sequence_length:
-                report.add(
-                    f"{name}.{batching}.{budget}",
-                    f"is {tokens}, too small for one sequence of max_total_sequence_length "
-                    f"{model.max_total_sequence_length}; raise it",
-                    f"{name}.max_total_sequence_length",
-                )
-
-
-def _check_torch_optimizer(model: TrainedModelConfig, name: str, report: Report) -> None:
-    if model.optimizer is None:
-        report.add(
-            f"{name}.optimizer",
-            f"is null but {name}.megatron_cfg is not enabled; give an optimizer (torch.optim.AdamW) or enable it",
-            f"{name}.megatron_cfg.enabled",
-        )
-    elif not all(0 <= beta < 1 for beta in model.optimizer.kwargs.betas):
-        report.add(f"{name}.optimizer.kwargs.betas", f"must lie in [0, 1), not {list(model.optimizer.kwargs.betas)}")
-    stages = model.scheduler or []
-    named = [stage for stage in stages if stage.name is not None]
-    milestones = [stage.milestones for stage in stages if stage.milestones is not None]
-    if len(milestones) > 1:
-        report.add(f"{name}.scheduler", "has milestones twice; give them once")
-    elif stages and not named:
-        report.add(f"{name}.scheduler", "has milestones but no schedule; add an entry with a name, or write null")
-    elif named and len(milestones[0] if milestones else []) != len(named) - 1:
-        report.add(
-            f"{name}.scheduler",
-            f"has {len(named)} schedules, which need {len(named) - 1} milestones (the steps at which the next begins), "
-            f"not {len(milestones[0]) if milestones else 0}",
-        )
-
-
-def check_tokenizer(tokenizer: TokenizerConfig, name: str, report: Report) -> None:
-    template = tokenizer.chat_template
-    if template is not None and template.endswith(".jinja") and find_prompt(template) is None:
-        report.add(
-            f"{name}.chat_template",
-            f"names the file {template}, which does not exist; correct the path, or write default or null",
-        )
 
 
 def _check_sampling(generation: GenerationConfig, report: Report) -> None:

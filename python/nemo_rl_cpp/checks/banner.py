@@ -41,7 +41,7 @@ _INDENT = 10
 def banner_lines(config: WholeConfig) -> Iterator[str]:
     """The lines, for a terminal; those that take longest to find come last. What is not known yet is left out or said to be
     unknown."""
-    training = hasattr(config, "policy")
+    training = isinstance(config, TrainMasterConfig)
     title = config.title if training else f"Evaluation of {config.generation.model_name}"
     rows = _training(config) if training else _evaluation(config)
     yield title

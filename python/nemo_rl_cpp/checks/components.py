@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp.argument_checks import described, in_a_line
-from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, is_dotted
 
 from .finding import Finding
@@ -51,7 +51,7 @@ LOSS = Interface(
 
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Findings about `<algorithm>.adv_estimator.name` and `loss_fn.name` where they are dotted names."""
-    if not hasattr(config, "policy"):
+    if not isinstance(config, TrainMasterConfig):
         return
     estimator = config.loop.adv_estimator
     for key, section, interface in (

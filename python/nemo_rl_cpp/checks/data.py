@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
-from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TokenizerConfig
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     The chat template is looked at, every row of local data sets is read, and their prompts and truths are counted against
     lengths and verifiers. Data sets of the hub and classes of the user's are looked at by the run, when it loads them.
     """
-    evaluation = not hasattr(config, "policy")
+    evaluation = not isinstance(config, TrainMasterConfig)
     tokenizer, findings = _tokenizer((config if evaluation else config.policy).tokenizer, config, evaluation)
     yield from findings
     for where, section in data_sections(config.data, evaluation):

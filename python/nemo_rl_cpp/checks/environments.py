@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from nemo_rl_cpp.config.data import DatasetConfig, datasets_of
 from nemo_rl_cpp.config.env import ENV_REGISTRY
-from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.environments.loading import (
     LoadingError,
     check_reward_section,
@@ -70,7 +70,7 @@ def _used(config: WholeConfig) -> dict[str, object]:
 
 def _datasets(config: WholeConfig) -> list[tuple[str, DatasetConfig]]:
     """(dotted key, section) of every data set."""
-    if not hasattr(config, "policy"):
+    if not isinstance(config, TrainMasterConfig):
         return [("data", config.data)]
     return [
         found for side in ("train", "validation") for found in datasets_of(getattr(config.data, side), f"data.{side}")

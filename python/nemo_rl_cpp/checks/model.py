@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_cpp.config.cluster import trainers_of
-from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.optimizer import adapted_modules, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
@@ -56,7 +56,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         if finding.message not in said:
             said.add(finding.message)
             yield finding
-    if hasattr(config, "policy"):
+    if isinstance(config, TrainMasterConfig):
         yield from _check_lora("policy", config.policy)
         if config.has_critic:
             yield from _check_lora("value", config.value)
@@ -71,7 +71,7 @@ def _check_use(use: _Use) -> Iterator[Finding]:
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
     """The models that the run reads; the reference model is the policy's."""
-    if not hasattr(config, "policy"):
+    if not isinstance(config, TrainMasterConfig):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)
         # else it follows the model
@@ -240,7 +240,7 @@ def _one_sentence(folder: Path, error: Exception) -> str:
 
 def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
     """Responses that could never become as long as is allowed."""
-    if hasattr(config, "policy"):
+    if isinstance(config, TrainMasterConfig):
         generation, limit, key, limit_key = (
             config.policy.generation,
             config.policy.max_total_sequence_length,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_cpp.config.fold import fold_text, note_as_said
-from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.models.memory import (
     certain_bytes,
     fit_text,
@@ -38,7 +38,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
             "cluster.device",
             "is cuda, but no NVIDIA driver is loaded on this machine: a run here ends when it asks for the GPU",
         )
-    if not hasattr(config, "policy") or config.cluster.device != "cpu":
+    if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu":
         return
     name = config.policy.model_name
     if config.policy.backend == "native" and _EXPERTS.search(name) and not Path(name).expanduser().is_dir():

@@ -233,7 +233,7 @@ def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfi
 
 
 def _dry_run(config: WholeConfig) -> int:
-    if hasattr(config, "policy"):  # an evaluation holds no more than the model and its cache
+    if isinstance(config, TrainMasterConfig):  # an evaluation holds no more than the model and its cache
         print(forecast_text(config), end="\n\n")
     print(dump_yaml(written(config)))
     if (ineffective := keys_without_effect_text(config)) is not None:
@@ -260,7 +260,7 @@ def _is_ready(config: WholeConfig) -> bool:
     stage("checking data, model and folders")
     if _print_findings(config):
         return False
-    name = (config.policy if hasattr(config, "policy") else config).tokenizer.name
+    name = (config.policy if isinstance(config, TrainMasterConfig) else config).tokenizer.name
     if name != TINY_RANDOM:
         resolve_tokenizer(name, ask_hub=False)  # the run looks for newer ones
     raise_if_interrupted()

@@ -10,8 +10,7 @@ from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import save_weights
 from nemo_rl_cpp.serving.http_server import HttpServer, listen
-from nemo_rl_cpp.serving.load import EngineSizes, load_model
-from nemo_rl_cpp.serving.model import Limits
+from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 from tokenizer_folders import byte_level
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]

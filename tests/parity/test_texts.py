@@ -12,11 +12,10 @@ from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.rollouts.rollouts import Conversations, EarlyScoring
-from nemo_rl_cpp.serving.answers import Header
+from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, Header
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody
-from nemo_rl_cpp.serving.kinds import ChatAnswer, CompletionAnswer
+from nemo_rl_cpp.serving.engine import LENGTH, Progress, Sample
 from nemo_rl_cpp.serving.model import ServedModel
-from nemo_rl_cpp.serving.requests import LENGTH, Progress, Sample
 from tokenizer_folders import byte_fallback, byte_level, unigram, words
 from tokenizers import decoders, pre_tokenizers
 

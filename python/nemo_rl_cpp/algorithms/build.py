@@ -66,9 +66,9 @@ from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, TrainedModelInterface
 from nemo_rl_cpp.report import ReportWriter
-from nemo_rl_cpp.report.alerts import Alerts
+from nemo_rl_cpp.report.findings import Alerts
 from nemo_rl_cpp.report.progress import Progress
-from nemo_rl_cpp.serving.attach import listener_of, serve_policy
+from nemo_rl_cpp.serving.generation import listener_of, serve_policy
 from nemo_rl_cpp.stages import stage
 from nemo_rl_cpp.user_code import serve
 

@@ -22,7 +22,7 @@ from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.memory import PhaseMemory
 from nemo_rl_cpp.metrics.performance import Devices, performance_metrics
 from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
-from nemo_rl_cpp.report.alerts import Alerts
+from nemo_rl_cpp.report.findings import Alerts
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.report.progress import Progress
 

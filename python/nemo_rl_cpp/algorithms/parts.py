@@ -55,7 +55,7 @@ from nemo_rl_cpp.models.memory import forecast_summary
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.report import ReportWriter
-from nemo_rl_cpp.report.defaults import schema_defaults
+from nemo_rl_cpp.report.given import schema_defaults
 from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 

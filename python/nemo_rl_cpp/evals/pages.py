@@ -12,8 +12,8 @@ from pathlib import Path
 from nemo_rl_cpp.evals.metrics import normal_interval
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.report.compare import Block, Comparison, Row, different_folders, differing_keys
+from nemo_rl_cpp.report.page import PageSection, document, parts
 from nemo_rl_cpp.report.samples import clip, printable
-from nemo_rl_cpp.report.shell import PageSection, document, parts
 
 PAGE = "evaluation.html"
 _MOST = 60

@@ -1,24 +1,145 @@
-"""Logs that are files of the run: metrics.jsonl, system.jsonl, TensorBoard events.
-
-All of them can be cut back to a step, so that a run that resumes from the checkpoint of that step leaves the same files
-as one that was never interrupted (but for times).
-"""
+"""Logs that are files of the run: metrics.jsonl, system.jsonl, TensorBoard events. All of them can be cut back to a step."""
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import socket
+import struct
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nemo_rl_cpp.config.access import to_json, to_plain
 from nemo_rl_cpp.config.base import read_section
 from nemo_rl_cpp.config.logger import TensorboardConfig
-from nemo_rl_cpp.files.durable import own_copy, read_text, write_atomic
+from nemo_rl_cpp.files.durable import fsync_path, own_copy, read_text, write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.loggers import tb_events
 from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
+
+if TYPE_CHECKING:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+
+PATTERN = "events.out.tfevents.*"
+
+
+class EventFile:
+    """The event file of a folder: the newest one that is there (or that `own_files` names), else a new one."""
+
+    def __init__(self, folder: Path, own_files: Collection[str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = sorted(path for path in folder.glob(PATTERN) if own_files is None or path.name in own_files)
+        self.path = files[-1] if files else _new_file(folder)
+        own_copy(self.path)
+        if files:
+            # a record torn by a kill would hide everything written after it
+            truncate_events(self.path, None)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if os.fstat(self._descriptor).st_size == 0:
+            self._append(file_version="brain.Event:2")
+
+    def add(self, step: int, summary: "Summary") -> None:
+        """Append one event of `step`."""
+        self._append(step=step, summary=summary)
+
+    def _append(self, **content: "int | str | Summary") -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        os.write(self._descriptor, _record(Event(wall_time=time.time(), **content).SerializeToString()))
+
+    def flush(self) -> None:
+        """Syncs the file to the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Closes the file; may be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SummaryWriter(EventFile):
+    """An event file under the names of TensorBoard's writer."""
+
+    def __init__(self, log_dir: str | Path, own_files: Collection[str] | None = None) -> None:
+        super().__init__(Path(log_dir), own_files)
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Append a number, stored as float32."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        limit = float(np.finfo(np.float32).max)
+        value = float(scalar_value) if not np.isfinite(scalar_value) else min(max(float(scalar_value), -limit), limit)
+        self.add(global_step, Summary(value=[Summary.Value(tag=_tag(tag), simple_value=value)]))
+
+    def add_histogram(self, tag: str, values: Sequence[float], global_step: int) -> None:
+        """Append a histogram of 30 equal bins over the values (finite, at least one)."""
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import make_histogram
+
+        bars = make_histogram(np.asarray(values, dtype=np.float64), 30)
+        self.add(global_step, Summary(value=[Summary.Value(tag=_tag(tag), histo=bars)]))
+
+    def add_hparams(self, hparam_dict: Mapping[str, object], metric_dict: Mapping[str, object]) -> None:
+        """Append the settings as a text, one `name: value` a line; `metric_dict` is ignored, since metrics are logged as such."""
+        from tensorboardX.summary import text
+
+        lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
+        self.add(0, text("hyperparams", f"```yaml\n{lines}\n```"))
+
+
+def _new_file(folder: Path) -> Path:
+    name, number = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}", 1
+    path = folder / name
+    while path.exists():  # another run's
+        path, number = folder / f"{name}.{number}", number + 1
+    return path
+
+
+def _tag(name: str) -> str:
+    """Return the name, which TensorBoard takes as it stands, with `_` for half of a surrogate pair."""
+    return name.encode(errors="replace").decode()
+
+
+def truncate_events(path: Path, step: int | None) -> None:
+    """Keeps the whole records whose step is not later (None: of any step), unchanged byte for byte. Atomic."""
+    content = path.read_bytes()
+    kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
+    if kept != content:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(kept)
+        fsync_path(temporary)
+        os.replace(temporary, path)
+
+
+def records(content: bytes) -> Iterator[tuple[bytes, "Event"]]:
+    """Yield (whole record, event) of an event file, up to the first record that is torn or damaged."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    position = 0
+    while position + 12 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, position)
+        end = position + 12 + length + 4
+        record = content[position:end]
+        if end > len(content) or record[8:12] != _masked_crc(record[:8]):
+            return
+        yield record, Event.FromString(record[12:-4])
+        position = end
+
+
+def _record(payload: bytes) -> bytes:
+    header = struct.pack("<Q", len(payload))
+    return header + _masked_crc(header) + payload + _masked_crc(payload)
+
+
+def _masked_crc(data: bytes) -> bytes:
+    from tensorboardX.record_writer import masked_crc32c
+
+    return struct.pack("<I", masked_crc32c(data))
+
 
 METRICS = "metrics.jsonl"
 SYSTEM = "system.jsonl"
@@ -97,7 +218,7 @@ class JsonlLogger(LoggerInterface):
 
 
 class TensorboardLogger(LoggerInterface):
-    """TensorBoard events (see `tb_events`): neither TensorBoard nor torch is needed to write them."""
+    """TensorBoard events (see `EventFile`): neither TensorBoard nor torch is needed to write them."""
 
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
         """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument. Several runs may share that folder: this one
@@ -108,7 +229,7 @@ class TensorboardLogger(LoggerInterface):
         self.writer = self._open()
         self._skipped: set[str] = set()
 
-    def _open(self) -> tb_events.SummaryWriter:
+    def _open(self) -> SummaryWriter:
         if self._list is None:
             return self.new_writer(log_dir=self.log_dir)
         own = self._own_files()
@@ -117,13 +238,13 @@ class TensorboardLogger(LoggerInterface):
             write_atomic(self._list, "".join(f"{name}\n" for name in [*own, writer.path.name]))
         return writer
 
-    new_writer: Callable[..., tb_events.SummaryWriter] = staticmethod(tb_events.SummaryWriter)
+    new_writer: Callable[..., SummaryWriter] = staticmethod(SummaryWriter)
 
     def _own_files(self) -> list[str]:
         if self._list is None:
-            return [path.name for path in Path(self.log_dir).glob(tb_events.PATTERN)]
+            return [path.name for path in Path(self.log_dir).glob(PATTERN)]
         listed = read_text(self._list).split() if self._list.is_file() else []
-        return [name for name in listed if fnmatch(name, tb_events.PATTERN) and "/" not in name]
+        return [name for name in listed if fnmatch(name, PATTERN) and "/" not in name]
 
     def log_metrics(
         self,
@@ -167,7 +288,7 @@ class TensorboardLogger(LoggerInterface):
         self.writer.close()
         for path in (Path(self.log_dir) / name for name in self._own_files()):
             if path.is_file():
-                tb_events.truncate_events(path, step)
+                truncate_events(path, step)
         self.writer = self._open()
 
 

@@ -15,8 +15,8 @@ from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.backends import TrackerLogger, WandbLogger
 from nemo_rl_cpp.loggers.files import METRICS, JsonlLogger
+from nemo_rl_cpp.loggers.folders import LogLedger
 from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
-from nemo_rl_cpp.loggers.ledger import LogLedger
 from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger
 
 

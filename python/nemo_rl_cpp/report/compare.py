@@ -15,13 +15,18 @@ from nemo_rl_cpp.files.durable import json_rows
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
-from nemo_rl_cpp.report.chart_data import metric_data
-from nemo_rl_cpp.report.history import MetricHistory, validation_word
-from nemo_rl_cpp.report.page import curves_section
-from nemo_rl_cpp.report.panels import panels_of
+from nemo_rl_cpp.report.history import MetricHistory, metric_data, panels_of, validation_word
+from nemo_rl_cpp.report.page import (
+    STEP_TIME,
+    PageSection,
+    curves_section,
+    document,
+    duration,
+    parts,
+    stage_shares,
+    timing_name,
+)
 from nemo_rl_cpp.report.samples import printable, writable
-from nemo_rl_cpp.report.sections import STEP_TIME, stage_shares, timing_name
-from nemo_rl_cpp.report.shell import PageSection, document, duration, parts
 from nemo_rl_cpp.report.writer import FACTS
 
 _WHERE_ONLY = ("logger.", "checkpointing.checkpoint_dir")

@@ -2,18 +2,131 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import NamedTuple
 
-from nemo_rl_cpp.report.findings_causes import (
-    cause_of_no_signal,
-    compares_groups,
-    context_advice,
-    context_is_full,
-    cut_costs_nothing,
-)
+from nemo_rl_cpp.config.access import as_number
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
-from nemo_rl_cpp.report.numbers import format_number as fmt
+from nemo_rl_cpp.report.history import format_number as fmt
+
+_NEARLY_ALL = 0.9
+
+
+def _loop(h: MetricHistory) -> str:
+    """The section of the training loop."""
+    return "ppo" if h.setting("ppo.num_prompts_per_step") is not None else "grpo"
+
+
+def compares_groups(h: MetricHistory) -> bool:
+    """Whether responses to one prompt are compared with one another: not where a critic judges each by itself, nor where
+    there is one response a prompt and the estimator needs no more."""
+    if _loop(h) == "ppo":
+        return False
+    return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
+
+
+def cause_of_no_signal(h: MetricHistory) -> str | None:
+    """What leaves (nearly) all samples without a learning signal, and the key to change; None where the metrics do not say."""
+    for cause in (_groups_of_one, _prompts_cut, _context_full, _masked_for_length, _answers_cut, _constant_reward):
+        if (found := cause(h)) is not None:
+            return found
+    return None
+
+
+def _groups_of_one(h: MetricHistory) -> str | None:
+    if _loop(h) != "grpo" or h.setting("grpo.num_generations_per_prompt") != 1:
+        return None
+    if h.setting("grpo.adv_estimator.name", "grpo") not in ("grpo", "gdpo"):
+        return None
+    return (
+        "grpo.num_generations_per_prompt is 1: a response is compared with the others to its prompt, and there are none. "
+        "Set it to 2 or more (8 and 16 are usual)."
+    )
+
+
+def _prompts_cut(h: MetricHistory) -> str | None:
+    share = h.recent("train/cut_prompts_rate")
+    if share is None or share < _NEARLY_ALL:
+        return None
+    limit = h.setting("data.max_input_seq_length")
+    longest = h.recent("train/mean_prompt_length")
+    given = f" (they have {fmt(longest)} on average)" if longest is not None else ""
+    return (
+        f"{'All' if share == 1 else 'Nearly all'} prompts have data.max_input_seq_length{f' = {limit}' if limit else ''} tokens or more{given}: "
+        "they are cut and train nothing. Raise data.max_input_seq_length (and policy.max_total_sequence_length), or shorten the prompts."
+    )
+
+
+def context_is_full(h: MetricHistory) -> bool:
+    """Whether responses end because prompt and response fill the context, before they have max_new_tokens."""
+    rate, mean = h.recent("train/truncation_rate"), h.recent("train/mean_gen_tokens_per_sample")
+    wanted, prompt = as_number(h.setting("policy.generation.max_new_tokens")), h.recent("train/mean_prompt_length")
+    limit = as_number(h.setting("policy.max_total_sequence_length"))
+    if None in (rate, mean, wanted, prompt, limit) or rate < 0.2:
+        return False
+    return mean < 0.9 * wanted and prompt + mean > 0.8 * limit
+
+
+def _context_full(h: MetricHistory) -> str | None:
+    return context_advice(h) if context_is_full(h) and (h.recent("train/truncation_rate") or 0) >= _NEARLY_ALL else None
+
+
+def context_advice(h: MetricHistory) -> str:
+    """What to do where `context_is_full`."""
+    limit, mean = h.setting("policy.max_total_sequence_length"), h.recent("train/mean_gen_tokens_per_sample")
+    prompt, wanted = h.recent("train/mean_prompt_length"), h.setting("policy.generation.max_new_tokens")
+    return (
+        f"Prompts of {fmt(prompt or 0)} tokens leave {fmt(mean or 0)} of policy.max_total_sequence_length = {limit} for a response "
+        f"(policy.generation.max_new_tokens is {wanted}): raise policy.max_total_sequence_length, or shorten the prompts."
+    )
+
+
+def _masked_for_length(h: MetricHistory) -> str | None:
+    rate, name = h.recent("train/truncation_rate"), _loop(h)
+    if rate is None or rate < _NEARLY_ALL or not h.setting(f"{name}.overlong_filtering"):
+        return None
+    return (
+        f"{name}.overlong_filtering masks every response that was cut off, and nearly all were: raise "
+        "policy.generation.max_new_tokens, or set it to false."
+    )
+
+
+def cut_costs_nothing(h: MetricHistory) -> bool:
+    """Whether responses that were cut off are rewarded as well as all, as where answers fill exactly their length. Steps in
+    which all were cut compare nothing: where there are no others, a reward that rises says it."""
+    cut, every, rate = (
+        dict(zip(*h.curve(name).finite(), strict=True))
+        for name in ("train/reward_of_truncated", "train/reward", "train/truncation_rate")
+    )
+    steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
+    if steps:
+        reward = sum(cut[step] for step in steps)
+        return reward > 0 and reward >= 0.9 * sum(every[step] for step in steps)
+    trend = h.trend("train/reward")
+    return bool(cut) and trend is not None and trend.sigmas > 3
+
+
+def _answers_cut(h: MetricHistory) -> str | None:
+    rate, reward = h.recent("train/truncation_rate"), h.curve("train/reward").finite().values
+    if rate is None or rate < _NEARLY_ALL or not reward or max(reward) > 0:
+        return None
+    return (
+        "Nearly all responses were cut off before they ended, and none was rewarded: raise policy.generation.max_new_tokens, or "
+        "add stop strings. A tokenizer that is not the model's own gives such text too: look at the samples."
+    )
+
+
+def _constant_reward(h: MetricHistory) -> str | None:
+    equal = h.recent("train/groups/pct_equal")
+    rewards = h.curve("train/accuracy", "train/reward").finite().values
+    if equal is None or equal < 100 or len(rewards) < 3 or len(set(rewards)) > 1:
+        return None
+    return (
+        f"Every response of every step had the same reward, {fmt(rewards[0])}. Either the reward function gives one number to "
+        "everything (call it with a right and a wrong answer), or the task is out of reach: look at the samples."
+    )
+
 
 LEVELS = ("bad", "warn", "good", "info")
 ERROR, NORM, REWARD, ACCURACY = (
@@ -33,14 +146,24 @@ class Finding(NamedTuple):
     metric: str
 
 
-Rule = Callable[[MetricHistory], Finding | None]
-RULES: list[Rule] = []
+Found = tuple[str, str, str] | tuple[str, str, str, str] | None
+"""Level, title and advice of a finding, and its metric where the rule names none."""
+RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 
-def rule(function: Rule) -> Rule:
-    """Add a function to the rules that `find` applies."""
-    RULES.append(function)
-    return function
+def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Callable[[MetricHistory], Finding | None]]:
+    """Add a function to the rules that `find` applies; `metric` is the one that its findings are about."""
+
+    def add(function: Callable[[MetricHistory], Found]) -> Callable[[MetricHistory], Finding | None]:
+        @wraps(function)
+        def apply(h: MetricHistory) -> Finding | None:
+            found = function(h)
+            return None if found is None else Finding(*(*found, metric)[:4])
+
+        RULES.append(apply)
+        return apply
+
+    return add
 
 
 def percent(share: float) -> str:
@@ -63,40 +186,37 @@ def find(history: MetricHistory) -> list[Finding]:
 # ---- the health of a run: exactness, gradients, memory, verifiers
 
 
-@rule
-def exactness(h: MetricHistory) -> Finding | None:
+@rule(ERROR)
+def exactness(h: MetricHistory) -> Found:
     """Whether trainer and generator give the same probabilities, in the steps whose samples the present weights made."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in zip(*h.curve(ERROR).finite()) if not stale.get(step)]
     if not values:
         return None
     if all(value == 1.0 for value in values):
-        return Finding(
+        return (
             "good",
             "token_mult_prob_error is exactly 1.0: trainer and generator agree bit for bit",
             f"In all {len(values)} steps the trained probabilities are the sampled ones.",
-            ERROR,
         )
     worst = max(values)
     if worst > 1.05:
-        return Finding(
+        return (
             "bad",
             f"Trainer and generator disagree: token_mult_prob_error reached {fmt(worst)}",
             "Above 1.05 the training signal is suspect: compare weights, precision and sampling parameters of the two.",
-            ERROR,
         )
     differing = sum(value != 1.0 for value in values)
-    return Finding(
+    return (
         "info",
         f"Trainer and generator differ slightly in {differing} of {len(values)} steps: "
         f"token_mult_prob_error up to {worst:.6g}",
         "Rounding differs between the two. loss_fn.use_importance_sampling_correction=true corrects for it.",
-        ERROR,
     )
 
 
-@rule
-def not_finite(h: MetricHistory) -> Finding | None:
+@rule()
+def not_finite(h: MetricHistory) -> Found:
     """Metrics of training that were nan or infinite."""
     for name in h.names("train/"):
         curve = h.curve(name)
@@ -104,7 +224,7 @@ def not_finite(h: MetricHistory) -> Finding | None:
             continue  # extrema over no token are infinite by definition
         broken = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
         if broken:
-            return Finding(
+            return (
                 "bad",
                 f"{name} was not finite in {count(len(broken), 'step')}, first in step {broken[0]}",
                 "Look at the samples of that step, and lower the learning rate.",
@@ -113,8 +233,8 @@ def not_finite(h: MetricHistory) -> Finding | None:
     return None
 
 
-@rule
-def gradient_spikes(h: MetricHistory) -> Finding | None:
+@rule(NORM)
+def gradient_spikes(h: MetricHistory) -> Found:
     """Gradient norms far above their usual size."""
     curve = h.curve(NORM).finite()
     if len(curve.values) < 10:
@@ -124,31 +244,29 @@ def gradient_spikes(h: MetricHistory) -> Finding | None:
     if not spikes:
         return None
     where = ", ".join(map(str, spikes[:5])) + (", ..." if len(spikes) > 5 else "")
-    return Finding(
+    return (
         "warn",
         f"The gradient norm spiked in {count(len(spikes), 'step')} ({where}): up to {fmt(max(curve.values))}, "
         f"usually {fmt(usual)}",
         "policy.max_grad_norm limits their effect; look at the samples of these steps.",
-        NORM,
     )
 
 
-@rule
-def vanishing_gradient(h: MetricHistory) -> Finding | None:
+@rule(NORM)
+def vanishing_gradient(h: MetricHistory) -> Found:
     """The gradient is 0."""
     values = h.curve(NORM).finite().values[-10:]
     if len(values) < 3 or any(value != 0 for value in values):
         return None
-    return Finding(
+    return (
         "bad",
         f"The gradient was 0 in the last {len(values)} steps",
         cause_of_no_signal(h) or "Nothing is learned: all advantages are 0, or every sample is masked.",
-        NORM,
     )
 
 
-@rule
-def verifier_timeouts(h: MetricHistory) -> Finding | None:
+@rule()
+def verifier_timeouts(h: MetricHistory) -> Found:
     """Answers whose verifier was stopped at its deadline."""
     names = [name for name in h.names() if "timeout" in name and not name.startswith("timing/")]
     # with several environments the plain name is the sum of the others
@@ -156,7 +274,7 @@ def verifier_timeouts(h: MetricHistory) -> Finding | None:
     number = h.total(*names)
     if number <= 0:
         return None
-    return Finding(
+    return (
         "warn",
         f"{count(number, 'answer')} could not be verified within their deadline and scored as failed",
         "Look for hostile or enormous answers among the samples, or raise the deadline of the environment.",
@@ -164,14 +282,14 @@ def verifier_timeouts(h: MetricHistory) -> Finding | None:
     )
 
 
-@rule
-def unmatchable_truths(h: MetricHistory) -> Finding | None:
+@rule()
+def unmatchable_truths(h: MetricHistory) -> Found:
     """Answers that scored 0 because no answer can match their truth."""
     names = [name for name in h.names() if name.endswith("verifier_unmatchable_truths")]
     number = h.total(*names)
     if number <= 0:
         return None
-    return Finding(
+    return (
         "bad",
         f"{count(number, 'answer')} scored 0 because nothing can match their truth, right answers too",
         "Mend these rows of the data: a truth is a number or an expression (of GSM8K's answers what follows ####), in multiple choice "
@@ -180,8 +298,8 @@ def unmatchable_truths(h: MetricHistory) -> Finding | None:
     )
 
 
-@rule
-def memory_growth(h: MetricHistory) -> Finding | None:
+@rule("memory/rss_gb")
+def memory_growth(h: MetricHistory) -> Found:
     """Resident memory grows all through the run."""
     name = "memory/rss_gb"
     values = h.curve(name).finite().values
@@ -192,58 +310,40 @@ def memory_growth(h: MetricHistory) -> Finding | None:
     # the first quarter is warm-up: only growth after it counts
     if not all(a < b for a, b in zip(means, means[1:], strict=False)) or means[3] < 1.15 * means[1]:
         return None
-    return Finding(
+    return (
         "warn",
         f"Memory keeps growing: {fmt(means[1])} to {fmt(means[3])} GiB after the warm-up",
         "Something is kept from step to step; the run may end for lack of memory.",
-        name,
-    )
-
-
-@rule
-def logprob_mismatch(h: MetricHistory) -> Finding | None:
-    """Tokens whose probability in training was not the sampled one, bit for bit."""
-    names = [name for name in h.names("train/") if name.endswith("mismatched_tokens")]
-    number = h.total(*names[:1])
-    if number <= 0:
-        return None
-    return Finding(
-        "warn",
-        f"Training gave {count(number, 'token')} another probability than generation did",
-        "policy.reuse_generation_logprobs=auto computes the log-probabilities again then; the weights, the precision "
-        "or the arithmetic of the two differ.",
-        names[0],
     )
 
 
 # ---- learning: reward, validation, exploration, usefulness of the batches
 
 
-@rule
-def reward_trend(h: MetricHistory) -> Finding | None:
+@rule(REWARD)
+def reward_trend(h: MetricHistory) -> Found:
     """Whether the training reward rose, fell or stayed, beyond the noise between steps."""
     trend = h.trend(REWARD)
     if trend is None:
         return None
     span = f"from {fmt(trend.first)} to {fmt(trend.last)} (means of the first and the last {trend.stretch} steps)"
     if trend.sigmas > 3:
-        return Finding("good", f"The reward rose {span}", "The policy is learning from its rewards.", REWARD)
+        return ("good", f"The reward rose {span}", "The policy is learning from its rewards.")
     if trend.sigmas < -3:
-        return Finding(
+        return (
             "bad",
             f"The reward fell {span}",
             "Look at the learning rate, the KL weight and the samples with the highest rewards.",
-            REWARD,
         )
     advice = (
         "The change is within the noise between steps: more steps, a higher learning rate or an easier task would "
         "show whether the policy learns."
     )
-    return Finding("warn", f"The reward has not clearly moved: {span}", advice, REWARD)
+    return ("warn", f"The reward has not clearly moved: {span}", advice)
 
 
-@rule
-def validation_trend(h: MetricHistory) -> Finding | None:
+@rule(ACCURACY)
+def validation_trend(h: MetricHistory) -> Found:
     """The validation at first, now and at its best."""
     curve = h.curve(ACCURACY).finite()
     if len(curve.values) < 2:
@@ -255,11 +355,11 @@ def validation_trend(h: MetricHistory) -> Finding | None:
     note = f"The best was {fmt(best)} at step {at}."
     if last > first:
         if _intervals_meet(h, curve.steps[0], curve.steps[-1]):
-            return Finding("info", f"{name} rose {text}", f"{note} The 95 % intervals of the two overlap.", ACCURACY)
-        return Finding("good", f"{name} rose {text}", note, ACCURACY)
+            return ("info", f"{name} rose {text}", f"{note} The 95 % intervals of the two overlap.")
+        return ("good", f"{name} rose {text}", note)
     level = "warn" if last < first else "info"
     word = "fell" if last < first else "is unchanged"
-    return Finding(level, f"{name} {word} {text}", f"The best was {fmt(best)} at step {at}.", ACCURACY)
+    return (level, f"{name} {word} {text}", f"The best was {fmt(best)} at step {at}.")
 
 
 def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
@@ -268,8 +368,8 @@ def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
     return first in high and last in low and low[last] <= high[first]
 
 
-@rule
-def past_its_best(h: MetricHistory) -> Finding | None:
+@rule(ACCURACY)
+def past_its_best(h: MetricHistory) -> Found:
     """The training reward still rises while validation has dropped well below its best."""
     curve, trend = h.curve(ACCURACY).finite(), h.trend(REWARD)
     if len(curve.values) < 3 or trend is None or trend.sigmas <= 0:
@@ -277,18 +377,17 @@ def past_its_best(h: MetricHistory) -> Finding | None:
     best, last = max(curve.values), curve.values[-1]
     if best > curve.values[0] and last < best - max(0.05, 0.25 * (best - curve.values[0])):
         at = curve.steps[curve.values.index(best)]
-        return Finding(
+        return (
             "warn",
             f"Validation {validation_word(h)} is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises",
             f"The policy may be fitting its training prompts or its verifier: the checkpoint of step {at} "
             "is the one to keep.",
-            ACCURACY,
         )
     return None
 
 
-@rule
-def equal_rewards(h: MetricHistory) -> Finding | None:
+@rule("train/groups/pct_equal")
+def equal_rewards(h: MetricHistory) -> Found:
     """The share of prompt groups whose rewards are all equal: they teach nothing, where groups are compared."""
     if not compares_groups(h):
         return None
@@ -302,7 +401,7 @@ def equal_rewards(h: MetricHistory) -> Finding | None:
     best = h.recent("train/groups/pct_equal_best", "train/baseline_reward/pct_1") or 0.0
     worst = h.recent("train/groups/pct_equal_worst", "train/baseline_reward/pct_0") or 0.0
     if level == "bad" and (cause := cause_of_no_signal(h)) is not None:
-        return Finding(level, f"{percent(share / 100)} of groups had equal rewards", cause, "train/groups/pct_equal")
+        return (level, f"{percent(share / 100)} of groups had equal rewards", cause)
     if best > 2 * worst:
         why = f"{percent(best / 100)} had the best reward throughout: the task is too easy. Use harder prompts."
     elif worst > 2 * best:
@@ -310,11 +409,11 @@ def equal_rewards(h: MetricHistory) -> Finding | None:
     else:
         why = "Some prompts are too easy and others too hard."
     why += " grpo.use_dynamic_sampling=true replaces such groups by others, at the price of more generation."
-    return Finding(level, f"{percent(share / 100)} of groups had equal rewards", why, "train/groups/pct_equal")
+    return (level, f"{percent(share / 100)} of groups had equal rewards", why)
 
 
-@rule
-def no_signal(h: MetricHistory) -> Finding | None:
+@rule("train/advantages/max")
+def no_signal(h: MetricHistory) -> Found:
     """Steps in which every advantage was 0."""
     low, high = h.curve("train/advantages/min"), h.curve("train/advantages/max")
     silent = sum(a == 0 == b for a, b in zip(low.values, high.values, strict=False))
@@ -326,65 +425,52 @@ def no_signal(h: MetricHistory) -> Finding | None:
         why = "All rewards within each group were equal. More generations per prompt or other prompts would help."
     else:
         why = "No response was better or worse than expected: look at the rewards of the samples."
-    return Finding(
-        level,
-        f"{silent} of {len(low.values)} steps had no learning signal: every advantage was 0",
-        cause or why,
-        "train/advantages/max",
-    )
+    return (level, f"{silent} of {len(low.values)} steps had no learning signal: every advantage was 0", cause or why)
 
 
-@rule
-def prompts_cut(h: MetricHistory) -> Finding | None:
+@rule("train/cut_prompts_rate")
+def prompts_cut(h: MetricHistory) -> Found:
     """Prompts that are longer than the limit are cut and train nothing."""
     share = h.recent("train/cut_prompts_rate")
     if not share:
         return None
     limit = h.setting("data.max_input_seq_length")
-    return Finding(
+    return (
         "bad" if share > 0.5 else "warn",
         f"{percent(share)} of prompts were too long: they were cut and train nothing",
         cause_of_no_signal(h)
         if share >= 0.9
         else f"Raise data.max_input_seq_length{f' (it is {limit})' if limit else ''}, or leave such prompts out of the data.",
-        "train/cut_prompts_rate",
     )
 
 
-@rule
-def truncation(h: MetricHistory) -> Finding | None:
+@rule("train/truncation_rate")
+def truncation(h: MetricHistory) -> Found:
     """Many responses end at the length limit."""
     rate = h.recent("train/truncation_rate")
     if rate is None or rate < 0.2:
         return None
     level = "bad" if rate > 0.6 else "warn"
     if context_is_full(h):
-        return Finding(
-            level,
-            f"{percent(rate)} of responses were cut off at the end of the context",
-            context_advice(h),
-            "train/truncation_rate",
-        )
+        return (level, f"{percent(rate)} of responses were cut off at the end of the context", context_advice(h))
     if cut_costs_nothing(h):
-        return Finding(
+        return (
             "info",
             f"{percent(rate)} of responses end at the length limit, and are rewarded as well as the others",
             "That is right where answers fill policy.generation.max_new_tokens; raise it where they need more.",
-            "train/truncation_rate",
         )
     if (h.recent("train/reward_of_truncated") or 0) > 0:
         level = "warn"  # they earn something: whether their ends are missed does not show
-    return Finding(
+    return (
         level,
         f"{percent(rate)} of responses were cut off at the length limit",
         "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
         "(grpo.reward_shaping, grpo.overlong_filtering).",
-        "train/truncation_rate",
     )
 
 
-@rule
-def entropy(h: MetricHistory) -> Finding | None:
+@rule()
+def entropy(h: MetricHistory) -> Found:
     """The policy has become nearly deterministic, or drifts towards noise."""
     name, trend = "train/approx_entropy", h.trend("train/approx_entropy")
     if trend is None or trend.first <= 0:
@@ -395,35 +481,34 @@ def entropy(h: MetricHistory) -> Finding | None:
             "The policy hardly explores any more. If the reward still has room, lower the learning rate, raise "
             "loss_fn.ratio_clip_max (clip higher) or the KL weight."
         )
-        return Finding("warn", f"The entropy collapsed {span}", advice, name)
+        return ("warn", f"The entropy collapsed {span}", advice, name)
     if trend.last >= max(3 * trend.first, 1.0) and trend.sigmas >= 3:
         advice = "The policy is becoming random: lower the learning rate or raise the KL weight."
-        return Finding("warn", f"The entropy grew {span}", advice, name)
+        return ("warn", f"The entropy grew {span}", advice, name)
     return None
 
 
-@rule
-def kl_drift(h: MetricHistory) -> Finding | None:
+@rule("train/kl_penalty")
+def kl_drift(h: MetricHistory) -> Found:
     """The policy is far from its reference."""
     kl = h.recent("train/kl_penalty")
     if kl is None or kl < 0.5:
         return None
-    return Finding(
+    return (
         "warn",
         f"The policy is far from its reference: KL {fmt(kl)} per token",
         "Raise loss_fn.reference_policy_kl_penalty or lower the learning rate if the text degrades.",
-        "train/kl_penalty",
     )
 
 
-@rule
-def value_quality(h: MetricHistory) -> Finding | None:
+@rule()
+def value_quality(h: MetricHistory) -> Found:
     """PPO: the critic explains nothing of the returns."""
     name = next((n for n in ("train/critic/explained_var", "train/explained_var") if h.curve(n).values), None)
     explained = h.recent(name) if name else None
     if explained is None or explained >= 0:
         return None
-    return Finding(
+    return (
         "warn",
         f"The value model explains nothing: explained variance {fmt(explained)}",
         "Its predictions are worse than the mean return: train it longer before the policy "
@@ -432,17 +517,78 @@ def value_quality(h: MetricHistory) -> Finding | None:
     )
 
 
-@rule
-def sampling_cost(h: MetricHistory) -> Finding | None:
+@rule("train/dynamic_sampling_num_gen_batches")
+def sampling_cost(h: MetricHistory) -> Found:
     """Dynamic sampling generates several batches a step."""
     name = "train/dynamic_sampling_num_gen_batches"
     count = h.recent(name)
     if count is None or count < 3 or math.isnan(count):
         return None
-    return Finding(
+    return (
         "warn",
         f"Dynamic sampling needed {fmt(count)} generation batches a step",
         "Few groups have differing rewards: choose prompts nearer to the policy's ability, or raise "
         "grpo.batch_multiplier to generate them in one go.",
-        name,
     )
+
+
+_FIRST_LOOK = 3  # steps: one step of a small batch proves nothing
+
+
+class Alerts:
+    """Follows the metrics of this process's steps, with or without a report.
+
+    Findings are looked for at every step at first and ever more seldom (each twentieth of the run so far), so that a long run
+    spends next to nothing on them.
+    """
+
+    def __init__(self, settings: Mapping[str, object] | None = None) -> None:
+        """`settings`: the run's configuration as a plain mapping, see `MetricHistory`."""
+        self.history = MetricHistory(settings=settings)
+        self._steps = 0
+        self._next = _FIRST_LOOK
+        self._told: set[str] = set()
+
+    def validation(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Takes in the metrics of a validation."""
+        self._add(step, metrics, "validation")
+
+    def step(self, step: int, metrics: Mapping[str, object]) -> list[str]:
+        """Takes in a step; what is serious and was not said before, a line each."""
+        self._add(step, metrics, "train")
+        self._steps += 1
+        if self._steps < self._next:
+            return []
+        self._next = self._steps + max(1, self._steps // 20)
+        return [_line(finding) for finding in self.serious() if self._is_new(finding)]
+
+    def serious(self) -> list[Finding]:
+        """The serious findings, each piece of advice once: the consequences of one cause share it."""
+        found = [finding for finding in find(self.history) if finding.level == "bad"]
+        return list({finding.advice: finding for finding in reversed(found)}.values())[::-1]
+
+    @property
+    def learned_nothing(self) -> bool:
+        """Whether no step of this process changed the policy: every gradient was 0."""
+        norms = self.history.curve("train/grad_norm").values
+        return bool(norms) and all(norm == 0 for norm in norms)
+
+    def table(self) -> dict[str, str]:
+        """Rows for the table at the end of a run."""
+        return {
+            f"serious {number}" if number > 1 else "serious": _line(finding, "")
+            for number, finding in enumerate(self.serious(), start=1)
+        }
+
+    def _add(self, step: int, metrics: Mapping[str, object], prefix: str) -> None:
+        numbers = {f"{prefix}/{name}": value for name, value in metrics.items() if as_number(value) is not None}
+        self.history.add({"step": step, **numbers})
+
+    def _is_new(self, finding: Finding) -> bool:
+        known = finding.metric in self._told
+        self._told.add(finding.metric)
+        return not known
+
+
+def _line(finding: Finding, head: str = "serious: ") -> str:
+    return f"{head}{finding.title}. {finding.advice}".rstrip()

@@ -1,13 +1,45 @@
-"""The metrics of a run as series over steps, read from metrics.jsonl."""
+"""The metrics of a run as series over steps, and the curves that a page shows of them."""
 
+import base64
+import gzip
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_number, cfg_get
 from nemo_rl_cpp.files.durable import json_rows
 from nemo_rl_cpp.files.yaml_text import Plain
+
+MAX_POINTS = 400
+
+
+def format_number(value: float) -> str:
+    """A short text for an axis or a tile: 4 significant digits, k/M/G for large numbers."""
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
+    if value != 0 and abs(value) < 1e-3:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """At most about `limit` points that still show every spike: the lowest and the highest of each stretch."""
+    if len(xs) <= limit:
+        return list(xs), list(ys)
+    keep: set[int] = {0, len(xs) - 1}
+    size = len(xs) / (limit / 2)
+    for bucket in range(limit // 2):
+        members = [i for i in range(int(bucket * size), min(int((bucket + 1) * size), len(xs))) if math.isfinite(ys[i])]
+        if members:
+            keep |= {min(members, key=ys.__getitem__), max(members, key=ys.__getitem__)}
+    order = sorted(keep)
+    return [xs[i] for i in order], [ys[i] for i in order]
 
 
 class Curve(NamedTuple):
@@ -162,3 +194,176 @@ def _right_or_wrong(history: MetricHistory) -> bool:
     return all(
         abs(mean * counts[step] - round(mean * counts[step])) < 1e-3 for step, mean in means.items() if step in counts
     )
+
+
+MOST_POINTS = 500
+
+
+def packed(data: Plain) -> str:
+    """Plain data as gzipped JSON in base64: a text without any character that HTML knows. A lone surrogate, which UTF-8 does not
+    have, becomes a question mark."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
+
+
+def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:
+    """{"runs": [{"name", "axes": [steps], "metrics": {name: entry}}]}.
+
+    An entry is [axis, values], where `axis` numbers the steps' list and one number stands for a constant; behind them come [axis, means]
+    where a long curve was thinned to the lowest and highest value of each stretch. A text is the name of a metric with the same
+    values. What is not finite is null.
+    """
+    return {"runs": [_run(name, history) for name, history in runs.items()]}
+
+
+def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
+    axes: list[list[float]] = []
+    numbers: dict[tuple[float, ...], int] = {}
+    seen: dict[tuple[tuple[int, ...], tuple[float, ...]], str] = {}
+    metrics: dict[str, Plain] = {}
+
+    def axis(steps: Sequence[float]) -> int:
+        key = tuple(steps)
+        if key not in numbers:
+            numbers[key] = len(axes)
+            axes.append(list(steps))
+        return numbers[key]
+
+    for metric in history.names():
+        curve = history.curve(metric)
+        same = (tuple(curve.steps), tuple(curve.values))
+        if same in seen:
+            metrics[metric] = seen[same]
+            continue
+        seen[same] = metric
+        if len(set(curve.values)) == 1 and curve.values[0] - curve.values[0] == 0:
+            steps = curve.steps if len(curve.steps) <= MOST_POINTS else downsample(*curve, MOST_POINTS)[0]
+            metrics[metric] = [axis(steps), _short(curve.values[0])]
+        elif len(curve.steps) <= MOST_POINTS:
+            metrics[metric] = [axis(curve.steps), [_short(value) for value in curve.values]]
+        else:
+            steps, values = downsample(*curve, MOST_POINTS)
+            middles, means = _means(curve)
+            metrics[metric] = [axis(steps), [_short(v) for v in values], axis(middles), [_short(v) for v in means]]
+    return {"name": name, "axes": [*axes], "metrics": metrics}
+
+
+def _means(curve: Curve) -> tuple[list[float], list[float]]:
+    """The means of stretches of a long curve, each at its last step."""
+    steps, values = curve.finite()
+    size = len(values) / (MOST_POINTS // 2)
+    if size <= 1:
+        return [*steps], values
+    cuts = [round(number * size) for number in range(MOST_POINTS // 2 + 1)]
+    pairs = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    return [steps[b - 1] for _, b in pairs], [sum(values[a:b]) / (b - a) for a, b in pairs]
+
+
+def _short(value: float) -> float | int | None:
+    """Six significant digits; a whole number without its point."""
+    if value - value != 0:
+        return None
+    if value == int(value) and abs(value) < 1e15:
+        return int(value)
+    return float(f"{value:.6g}")
+
+
+class Line(NamedTuple):
+    """A metric in a panel. `low` and `high` are the metrics that bound its interval, drawn as a band."""
+
+    label: str
+    metric: str
+    low: str | None = None
+    high: str | None = None
+
+
+class Panel(NamedTuple):
+    """A chart: its title, unit and lines. `zero`: the axis begins at 0; `smooth`: a running mean over a faint line."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    zero: bool = False
+    smooth: bool = False
+    wide: bool = False
+
+    def spec(self) -> dict[str, Plain]:
+        """What chart.js draws."""
+        lines = [{k: v for k, v in line._asdict().items() if v is not None} for line in self.lines]
+        return {"title": self.title, "zero": self.zero, "smooth": self.smooth, "lines": [*lines]}
+
+
+class Panels(NamedTuple):
+    """The panels of a run: those that move, and those whose every line has one value throughout."""
+
+    moving: list[Panel]
+    flat: list[Panel]
+
+
+_LOW, _HIGH = "validation/accuracy_ci95_low", "validation/accuracy_ci95_high"
+_PANELS = (
+    Panel("Reward", "", [Line("reward", "train/reward")], smooth=True, wide=True),
+    Panel("Validation", "", [Line("", "validation/accuracy", _LOW, _HIGH), Line("pass@k", "validation/pass_k")]),
+    Panel("Loss", "", [Line("loss", "train/loss")], smooth=True),
+    Panel("Gradient norm", "", [Line("grad_norm", "train/grad_norm")], zero=True, smooth=True),
+    Panel("Entropy", "nats per token", [Line("approx_entropy", "train/approx_entropy")], zero=True),
+    Panel(
+        "Response length",
+        "tokens",
+        [Line("mean", "train/mean_gen_tokens_per_sample"), Line("longest", "train/max_gen_tokens_per_sample")],
+        zero=True,
+    ),
+    Panel("Cut off at the length limit", "share", [Line("truncation_rate", "train/truncation_rate")], zero=True),
+    Panel(
+        "Groups with equal rewards",
+        "%",
+        [
+            Line("all", "train/groups/pct_equal"),
+            Line("best", "train/groups/pct_equal_best"),
+            Line("worst", "train/groups/pct_equal_worst"),
+        ],
+        zero=True,
+    ),
+    Panel("KL to the reference", "per token", [Line("kl_penalty", "train/kl_penalty")]),
+    Panel(
+        "Probability ratio",
+        "",
+        [
+            Line("mean", "train/probs_ratio"),
+            Line("lowest", "train/probs_ratio_min"),
+            Line("highest", "train/probs_ratio_max"),
+        ],
+    ),
+    Panel("Learning rate", "", [Line("lr", "train/lr")], zero=True),
+    Panel(
+        "Speed",
+        "tokens per second",
+        [Line("whole step", "performance/tokens_per_sec"), Line("generation", "performance/generation_tokens_per_sec")],
+        zero=True,
+    ),
+    Panel("token_mult_prob_error", "1 is exact", [Line("token_mult_prob_error", "train/token_mult_prob_error")]),
+    Panel("Value loss", "", [Line("critic/loss", "train/critic/loss")], zero=True),
+    Panel("Explained variance", "of the value model", [Line("explained_var", "train/critic/explained_var")]),
+    Panel("Memory after each step", "GiB", [Line("rss", "memory/rss_gb")], zero=True),
+)
+
+
+def panels_of(histories: Sequence[MetricHistory]) -> Panels:
+    """The panels that any of the runs has values for. A panel is flat when every line of it has one value in all runs."""
+    result = Panels([], [])
+    for panel in _PANELS:
+        lines = [line for line in panel.lines if any(h.curve(line.metric).finite().values for h in histories)]
+        if not lines:
+            continue
+        if panel.title == "Validation":
+            word = validation_word(*histories)
+            lines = [line._replace(label=line.label or word) for line in lines]
+            panel = panel._replace(title=f"Validation {word}")
+        is_flat = all(_is_flat([h.curve(line.metric).finite().values for h in histories]) for line in lines)
+        (result.flat if is_flat else result.moving).append(panel._replace(lines=lines))
+    return result
+
+
+def _is_flat(curves: Sequence[Sequence[float]]) -> bool:
+    values = [value for curve in curves for value in curve]
+    return len(set(values)) <= 1 and max(map(len, curves)) > 1

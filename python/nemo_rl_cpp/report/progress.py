@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.metrics.timer import TOTAL
-from nemo_rl_cpp.report.numbers import format_number
+from nemo_rl_cpp.report.history import format_number
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.stages import stage
 

@@ -21,10 +21,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
-from nemo_rl_cpp.serving.answers import Header, Json, error_body, event
+from nemo_rl_cpp.serving.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    GenerateAnswer,
+    Header,
+    Json,
+    TextAnswer,
+    error_body,
+    event,
+)
 from nemo_rl_cpp.serving.bodies import Body, ChatBody, CompletionBody, GenerateBody, RequestError, read_body
-from nemo_rl_cpp.serving.kinds import ChatAnswer, CompletionAnswer, GenerateAnswer, TextAnswer
-from nemo_rl_cpp.serving.requests import Draw, PendingRequest, Progress, Sample, ServingError
+from nemo_rl_cpp.serving.engine import Draw, PendingRequest, Progress, Sample, ServingError
 from nemo_rl_cpp.serving.rollouts import HEADER, Call, Rollout
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.command_line import add_engine_options, add_model_option
-from nemo_rl_cpp.serving.engine_thread import EngineThread
+from nemo_rl_cpp.serving.engine import EngineThread
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.http_server import HttpServer
@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from nemo_rl_cpp.serving.http_server import HttpServer, listen
-    from nemo_rl_cpp.serving.load import EngineSizes, load_model
-    from nemo_rl_cpp.serving.model import Limits
+    from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)

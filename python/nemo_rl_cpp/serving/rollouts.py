@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.serving.bodies import RequestError
-from nemo_rl_cpp.serving.requests import LENGTH, STOP_TOKEN, Draw, Sample
+from nemo_rl_cpp.serving.engine import LENGTH, STOP_TOKEN, Draw, Sample
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.chat import AssistantTurn

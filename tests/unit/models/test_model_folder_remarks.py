@@ -11,7 +11,7 @@ from nemo_rl_cpp.models import model_folder
 from nemo_rl_cpp.models.hf.folder import open_frozen
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, parameter_shapes
 from nemo_rl_cpp.models.model_folder import open_model_folder
-from nemo_rl_cpp.serving.load import load_model
+from nemo_rl_cpp.serving.model import load_model
 from safetensors.torch import save_file
 
 

@@ -1,6 +1,6 @@
 """Serious findings in the terminal: when they are said, how often, and what the last table says."""
 
-from nemo_rl_cpp.report.alerts import Alerts
+from nemo_rl_cpp.report.findings import Alerts
 
 DEAD = {
     "grad_norm": 0.0,
@@ -39,7 +39,7 @@ def test_what_becomes_serious_later_is_said_then():
 
 def test_a_long_run_is_looked_at_ever_more_seldom(monkeypatch):
     looks = []
-    monkeypatch.setattr("nemo_rl_cpp.report.alerts.find", lambda history: looks.append(1) or [])
+    monkeypatch.setattr("nemo_rl_cpp.report.findings.find", lambda history: looks.append(1) or [])
     alerts = Alerts()
     for step in range(1, 2001):
         alerts.step(step, {})

@@ -212,13 +212,6 @@ CASES = [
         H(memory__rss_gb=[1.0] * 10 + [2.0] * 30),
     ),
     (
-        findings.logprob_mismatch,
-        H(train__exactness__mismatched_tokens=[0.0, 1.0]),
-        "warn",
-        "gave 1 token another probability",
-        H(train__exactness__mismatched_tokens=[0.0]),
-    ),
-    (
         findings.verifier_timeouts,
         H(train__verifier_timeouts=[3.0], train__math__verifier_timeouts=[3.0]),
         "warn",

@@ -1,6 +1,5 @@
 from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.report.defaults import schema_defaults
-from nemo_rl_cpp.report.given import given_keys
+from nemo_rl_cpp.report.given import given_keys, schema_defaults
 
 
 def test_overrides_on_a_shipped_file_are_what_was_set():

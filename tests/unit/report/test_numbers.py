@@ -1,6 +1,6 @@
 import math
 
-from nemo_rl_cpp.report.numbers import downsample, format_number
+from nemo_rl_cpp.report.history import downsample, format_number
 
 
 def test_numbers_are_short():

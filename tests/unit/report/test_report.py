@@ -14,12 +14,10 @@ import pytest
 import synthetic_run
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.report import ReportWriter, write_report
-from nemo_rl_cpp.report.defaults import schema_defaults
+from nemo_rl_cpp.report.given import schema_defaults
 from nemo_rl_cpp.report.history import MetricHistory
-from nemo_rl_cpp.report.page import RunFacts, render
+from nemo_rl_cpp.report.page import RunFacts, differences, duration, render, stage_shares
 from nemo_rl_cpp.report.samples import SampleBook
-from nemo_rl_cpp.report.sections import differences, stage_shares
-from nemo_rl_cpp.report.shell import duration
 from pydantic import BaseModel, Field
 
 VOID = {"wbr", "meta", "link", "br", "img", "input", "hr"}

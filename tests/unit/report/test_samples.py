@@ -1,15 +1,16 @@
 import json
 
-from nemo_rl_cpp.report.rollouts import Answer, read_groups
 from nemo_rl_cpp.report.samples import (
     BUDGET,
     MAX_ANSWERS,
     MAX_CHARS,
     MAX_TOKENS,
+    Answer,
     SampleBook,
     clip,
     outside_in,
     pick,
+    read_groups,
     spread,
 )
 

@@ -1,7 +1,6 @@
 import pytest
 from nemo_rl_cpp.report.findings import validation_trend
-from nemo_rl_cpp.report.history import MetricHistory, validation_word
-from nemo_rl_cpp.report.panels import panels_of
+from nemo_rl_cpp.report.history import MetricHistory, panels_of, validation_word
 
 
 @pytest.mark.parametrize(

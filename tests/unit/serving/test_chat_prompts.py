@@ -4,13 +4,11 @@ import httpx
 import pytest
 from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.serving.answers import Header, Speech, chat_logprobs, completion_logprobs
+from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, Header, Speech, chat_logprobs, completion_logprobs
 from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody
-from nemo_rl_cpp.serving.chat import AssistantTurn, chat_prompt, turn_of
-from nemo_rl_cpp.serving.kinds import ChatAnswer, CompletionAnswer
+from nemo_rl_cpp.serving.chat import MARKS, AssistantTurn, chat_prompt, find_calls, turn_of
+from nemo_rl_cpp.serving.engine import LENGTH, STOP_STRING, Progress, Sample, Sampling
 from nemo_rl_cpp.serving.model import ServedModel
-from nemo_rl_cpp.serving.requests import LENGTH, STOP_STRING, Progress, Sample, Sampling
-from nemo_rl_cpp.serving.tool_calls import MARKS, find_calls
 from served import SPECIAL, TEMPLATE, make_folder, serving
 from tokenizer_folders import byte_fallback, byte_level
 

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.generation.native import NativeGeneration
-from nemo_rl_cpp.serving import attach
+from nemo_rl_cpp.serving import generation as attach
 from nemo_rl_cpp.serving.command import wait_for_end
-from nemo_rl_cpp.serving.engine_thread import EngineThread
+from nemo_rl_cpp.serving.engine import Draw, EngineThread, PendingRequest, Sampling
 from nemo_rl_cpp.serving.http_server import listen
-from nemo_rl_cpp.serving.requests import Draw, PendingRequest, Sampling
 
 
 class Stuck:

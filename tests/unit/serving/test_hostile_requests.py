@@ -6,7 +6,7 @@ import threading
 
 import httpx
 import pytest
-from nemo_rl_cpp.serving.requests import Progress, ServingError
+from nemo_rl_cpp.serving.engine import Progress, ServingError
 from served import make_folder, serving
 
 KEY = "a key"

@@ -2,8 +2,8 @@
 
 import pytest
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.serving.engine_thread import engine_maker, longest_in_cache
-from nemo_rl_cpp.serving.load import EngineSizes, length_that_fits, load_model
+from nemo_rl_cpp.serving.engine import engine_maker, longest_in_cache
+from nemo_rl_cpp.serving.model import EngineSizes, length_that_fits, load_model
 from served import make_folder
 
 

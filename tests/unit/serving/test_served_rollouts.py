@@ -5,8 +5,8 @@ from itertools import permutations
 import pytest
 from nemo_rl_cpp.rollouts.agent_rollouts import message_log
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateParams, RequestError
+from nemo_rl_cpp.serving.engine import Sample, Sampling
 from nemo_rl_cpp.serving.model import ServedModel
-from nemo_rl_cpp.serving.requests import Sample, Sampling
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, Rollouts, TrainedSampling, longest_chain
 
 

@@ -259,31 +259,4 @@ Bins pack_modified_first_fit_decreasing(std::span<const std::int64_t> lengths, s
   return bins;
 }
 
-Bins adjust_bin_count(Bins bins, std::int64_t min_bin_count, std::int64_t bin_count_multiple) {
-  NRL_CHECK_ARG(min_bin_count >= 0, "min_bin_count is ", min_bin_count, "; it must not be negative");
-  NRL_CHECK_ARG(bin_count_multiple >= 1, "bin_count_multiple is ", bin_count_multiple, "; it must be at least 1");
-  const auto current = static_cast<std::int64_t>(bins.size());
-  const std::int64_t least = std::max(current, min_bin_count);
-  const std::int64_t target = (least + bin_count_multiple - 1) / bin_count_multiple * bin_count_multiple;
-  std::size_t sequences = 0;
-  std::vector<std::pair<std::size_t, std::size_t>> fullest;
-  for (std::size_t i = 0; i < bins.size(); ++i) {
-    sequences += bins[i].size();
-    fullest.emplace_back(bins[i].size(), i);
-  }
-  NRL_CHECK_ARG(target == current || static_cast<std::int64_t>(sequences) >= target, "Cannot create ", target,
-                " bins with only ", sequences, " sequences (at least ", min_bin_count, " bins, a multiple of ",
-                bin_count_multiple, ")");
-  std::sort(fullest.begin(), fullest.end(), std::greater<>());
-  std::size_t source = 0;
-  for (std::int64_t i = current; i < target; ++i) {
-    while (bins[fullest[source].second].size() <= 1) ++source;
-    auto& from = bins[fullest[source].second];
-    const std::int64_t moved = from.back();
-    from.pop_back();
-    bins.push_back({moved});
-  }
-  return bins;
-}
-
 }  // namespace nemo_rl::batching

@@ -24,8 +24,4 @@ Bins pack_first_fit_decreasing(std::span<const std::int64_t> lengths, std::int64
 /// phase: left-over sequences go to the least loaded left-over bin. Lengths must be positive.
 Bins pack_modified_first_fit_decreasing(std::span<const std::int64_t> lengths, std::int64_t capacity);
 
-/// Raises the number of bins to at least `min_bin_count` and to a multiple of `bin_count_multiple`, by moving the last
-/// sequence of the bins with most sequences into bins of their own.
-Bins adjust_bin_count(Bins bins, std::int64_t min_bin_count, std::int64_t bin_count_multiple);
-
 }  // namespace nemo_rl::batching

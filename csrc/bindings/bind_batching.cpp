@@ -43,8 +43,6 @@ void bind_batching(py::module_& m) {
         return batching::pack_modified_first_fit_decreasing(lengths, capacity);
       },
       "lengths"_a, "capacity"_a, release_gil());
-  m.def("adjust_bin_count", &batching::adjust_bin_count, "bins"_a, "min_bin_count"_a, "bin_count_multiple"_a,
-        release_gil());
 
   py::class_<batching::DynamicBatchingPlan>(m, "DynamicBatchingPlan")
       .def_readonly("order", &batching::DynamicBatchingPlan::order)

@@ -109,22 +109,6 @@ void bind_clipped_pg_loss(py::module_& m) {
   m.def("clipped_pg_metric_names", &ops::clipped_pg_metric_names);
 }
 
-void bind_kl(py::module_& m) {
-  m.def(
-      "calculate_kl",
-      [](const at::Tensor& logprobs, const at::Tensor& reference, const std::string& type, double input_clamp,
-         double output_clamp, const OptTensor& weights, bool with_gradient) {
-        const auto estimator = ops::parse_kl_estimator(type);
-        py::gil_scoped_release release;
-        auto r = ops::calculate_kl(logprobs, reference, estimator, input_clamp, output_clamp, or_undefined(weights),
-                                   with_gradient);
-        return std::make_tuple(r.kl, with_gradient ? OptTensor(r.d_r) : OptTensor(),
-                               with_gradient ? OptTensor(r.d_weight) : OptTensor());
-      },
-      py::arg("logprobs"), py::arg("reference"), py::arg("kl_type"), py::arg("input_clamp"), py::arg("output_clamp"),
-      py::arg("weights"), py::arg("with_gradient"));
-}
-
 void bind_value_loss(py::module_& m) {
   m.def(
       "mse_value_loss",
@@ -144,7 +128,6 @@ void bind_value_loss(py::module_& m) {
 void bind_losses(py::module_& m) {
   bind_clipped_pg_loss(m);
   bind_token_loss(m);
-  bind_kl(m);
   bind_value_loss(m);
 }
 

@@ -149,15 +149,6 @@ PYBIND11_MODULE(_config, m) {
       "A file with its parents (looked for in `folders` too); interpolations stay as text");
 
   m.def(
-      "merge",
-      [](const py::dict& base, const py::dict& child) {
-        Node merged = from_python(base);
-        merge_file(merged, from_python(child));
-        return to_python(merged);
-      },
-      py::arg("base"), py::arg("child"), "`child` laid over `base`, with the _override_ marker");
-
-  m.def(
       "apply_overrides",
       [](const py::dict& config, const py::sequence& overrides) {
         Node tree = from_python(config);
@@ -166,14 +157,4 @@ PYBIND11_MODULE(_config, m) {
         return py::make_tuple(to_python(tree), problem_list(problems));
       },
       py::arg("config"), py::arg("overrides"), "Hydra overrides on a plain dict -> (dict, problems)");
-
-  m.def(
-      "resolve",
-      [](const py::dict& config) {
-        Node tree = from_python(config);
-        std::vector<Problem> problems;
-        resolve_interpolations(tree, {}, problems);
-        return py::make_tuple(to_python(tree), problem_list(problems));
-      },
-      py::arg("config"), "Interpolations of a plain dict resolved -> (dict, problems)");
 }

@@ -18,8 +18,6 @@ using kernels::kPGRowSize;
 
 runtime::CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32("clipped_pg_loss");
 runtime::CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64("clipped_pg_loss");
-runtime::CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32("calculate_kl");
-runtime::CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64("calculate_kl");
 
 const std::vector<std::string>& clipped_pg_metric_names() {
   static const std::vector<std::string> names = {"loss",
@@ -215,43 +213,6 @@ ClippedPGResult clipped_pg_loss(const ClippedPGInputs& inputs, const ClippedPGCo
     run_cpu<double>(p, config, kernels::clipped_pg_loss_f64, row_data, out);
   }
   out.loss = out.metrics.select(0, kernels::kLoss).to(p.curr.scalar_type());
-  return out;
-}
-
-KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, KlEstimator type, double input_clamp,
-                      double output_clamp, const at::Tensor& weights, bool with_gradient) {
-  check_real(logprobs, "logprobs");
-  NRL_CHECK_ARG(logprobs.sizes() == reference.sizes(), "logprobs has shape ", logprobs.sizes(),
-                " and logprobs_reference ", reference.sizes(), "; expected one shape");
-  NRL_CHECK_ARG(logprobs.device() == reference.device(), "logprobs are on ", logprobs.device(),
-                " and logprobs_reference on ", reference.device());
-  const at::Tensor x = logprobs.detach().contiguous();
-  const at::Tensor ref = reference.detach().to(x.scalar_type()).contiguous();
-  const at::Tensor w =
-      weights.defined() ? weights.detach().to(x.scalar_type()).expand_as(x).contiguous() : at::Tensor();
-  KlResult out;
-  out.kl = at::empty(x.sizes(), x.options());
-  if (with_gradient) {
-    out.d_r = at::empty(x.sizes(), x.options());
-    out.d_weight = at::empty(x.sizes(), x.options());
-  }
-  const auto run = [&]<class T>(T, auto* kernel, const auto& cuda) {
-    kernels::KlArgs<T> a;
-    a.size = x.numel();
-    a.logprobs = x.const_data_ptr<T>();
-    a.reference = ref.const_data_ptr<T>();
-    a.weights = w.defined() ? w.const_data_ptr<T>() : nullptr;
-    a.out = out.kl.mutable_data_ptr<T>();
-    a.d_r = with_gradient ? out.d_r.mutable_data_ptr<T>() : nullptr;
-    a.d_weight = with_gradient ? out.d_weight.mutable_data_ptr<T>() : nullptr;
-    a.type = type;
-    a.input_clamp = input_clamp;
-    a.output_clamp = output_clamp;
-    if (x.is_cuda()) return cuda.get(x)(a);
-    at::parallel_for(0, a.size, 16384, [&](std::int64_t begin, std::int64_t end) { kernel(a, begin, end); });
-  };
-  if (x.scalar_type() == at::kFloat) run(float{}, kernels::calculate_kl_f32, calculate_kl_cuda_f32);
-  else run(double{}, kernels::calculate_kl_f64, calculate_kl_cuda_f64);
   return out;
 }
 

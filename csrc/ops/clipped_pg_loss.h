@@ -51,23 +51,9 @@ RatioMode parse_ratio_mode(const std::string& name);
 ImportanceSampling parse_importance_sampling(const std::string& name);
 KlEstimator parse_kl_estimator(const std::string& name);
 
-/// KL(pi || reference) estimate a token, elementwise over tensors of one shape; infinite clamps are none.
-struct KlResult {
-  at::Tensor kl;
-  at::Tensor d_r;       ///< d kl / d(reference - logprobs)
-  at::Tensor d_weight;  ///< d kl / d(weights)
-};
-KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, KlEstimator type, double input_clamp,
-                      double output_clamp, const at::Tensor& weights, bool with_gradient);
-
 template <class T>
 using ClippedPGLauncher = void(const kernels::ClippedPGArgs<T>&, const ClippedPGConfig&, double* rows, double* metrics);
 extern runtime::CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32;
 extern runtime::CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64;
-
-template <class T>
-using KlLauncher = void(const kernels::KlArgs<T>&);
-extern runtime::CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32;
-extern runtime::CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64;
 
 }  // namespace nemo_rl::ops

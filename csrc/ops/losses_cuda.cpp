@@ -27,11 +27,6 @@ void clipped_pg_loss_on_cuda(const kernels::ClippedPGArgs<T>& a, const ClippedPG
 }
 
 template <class T>
-void calculate_kl_on_cuda(const kernels::KlArgs<T>& a) {
-  check_launch(kernels::calculate_kl_launch(a, stream()), "calculate_kl", 1, a.size);
-}
-
-template <class T>
 void value_loss_on_cuda(const kernels::ValueLossArgs<T>& a, const ValueLossConfig& c, double* rows, double* metrics) {
   check_launch(kernels::value_loss_launch(a, c, rows, metrics, stream()), "mse_value_loss", a.num_rows, a.num_tokens);
 }
@@ -55,8 +50,6 @@ void whiten_on_cuda(const kernels::MaskedArgs<T>& a, kernels::WhitenRule rule, b
 const bool registered = [] {
   clipped_pg_loss_cuda_f32.set(clipped_pg_loss_on_cuda<float>);
   clipped_pg_loss_cuda_f64.set(clipped_pg_loss_on_cuda<double>);
-  calculate_kl_cuda_f32.set(calculate_kl_on_cuda<float>);
-  calculate_kl_cuda_f64.set(calculate_kl_on_cuda<double>);
   value_loss_cuda_f32.set(value_loss_on_cuda<float>);
   value_loss_cuda_f64.set(value_loss_on_cuda<double>);
   gae_cuda_f32.set(gae_on_cuda<float>);

@@ -203,18 +203,6 @@ __global__ void metrics_kernel(const double* rows, std::int64_t num_rows, std::i
   if (threadIdx.x == 0) clipped_pg_finalize(merged, num_tokens, c, loss_weights<T>(counts), metrics);
 }
 
-template <class T>
-__global__ void kl_kernel(KlArgs<T> a) {
-  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  for (std::int64_t i = blockIdx.x * static_cast<std::int64_t>(blockDim.x) + threadIdx.x; i < a.size; i += stride) {
-    const KlTerm<T> k = kl_term(a.type, a.logprobs[i], a.reference[i], a.weights ? a.weights[i] : T(1),
-                                static_cast<T>(a.input_clamp), static_cast<T>(a.output_clamp));
-    a.out[i] = k.value;
-    if (a.d_r) a.d_r[i] = k.d_r;
-    if (a.d_weight) a.d_weight[i] = k.d_weight;
-  }
-}
-
 }  // namespace
 
 template <class T>
@@ -227,19 +215,9 @@ cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<T>& args, const ClippedPG
   return cudaGetLastError();
 }
 
-template <class T>
-cudaError_t calculate_kl_launch(const KlArgs<T>& args, cudaStream_t stream) {
-  if (args.size == 0) return cudaSuccess;
-  const std::int64_t blocks = (args.size + kThreads - 1) / kThreads;
-  kl_kernel<T><<<static_cast<unsigned>(blocks < 65536 ? blocks : 65536), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
-
 template cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<float>&, const ClippedPGConfig&, double*, double*,
                                             cudaStream_t);
 template cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<double>&, const ClippedPGConfig&, double*, double*,
                                             cudaStream_t);
-template cudaError_t calculate_kl_launch(const KlArgs<float>&, cudaStream_t);
-template cudaError_t calculate_kl_launch(const KlArgs<double>&, cudaStream_t);
 
 }  // namespace nemo_rl::kernels

@@ -15,8 +15,6 @@ namespace nemo_rl::kernels {
 template <class T>
 cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<T>& args, const ClippedPGConfig& config, double* rows,
                                    double* metrics, cudaStream_t stream);
-template <class T>
-cudaError_t calculate_kl_launch(const KlArgs<T>& args, cudaStream_t stream);
 /// rows: workspace [B, kValueRowSize]; metrics: [kNumValueMetrics].
 template <class T>
 cudaError_t value_loss_launch(const ValueLossArgs<T>& args, const ValueLossConfig& config, double* rows,

@@ -47,27 +47,5 @@ TEST(Packing, EveryIndexOnceAndNoBinOverCapacity) {
   }
 }
 
-TEST(Packing, BinCountIsRaisedFromTheFullestBins) {
-  EXPECT_EQ(adjust_bin_count({{0, 1, 2}, {3, 4}}, 0, 4), (Bins{{0}, {3, 4}, {2}, {1}}));
-  EXPECT_EQ(adjust_bin_count({{0, 1}, {2, 3}}, 3, 1), (Bins{{0, 1}, {2}, {3}}));  // a tie: the later bin gives
-  EXPECT_THROW(adjust_bin_count({{0, 1}}, 3, 1), std::invalid_argument);
-  EXPECT_EQ(adjust_bin_count({}, 0, 4), Bins{});
-}
-
-TEST(Packing, ConcatenativeKeepsOrderAndCountLimit) {
-  EXPECT_EQ(pack_concatenative(Lengths{1, 1, 1, 1}, 10, 3), (Bins{{0, 1, 2}, {3}}));
-  EXPECT_THROW(pack_concatenative(Lengths{11}, 10, -1), std::invalid_argument);
-}
-
-TEST(DynamicBatching, RowsAreDealtByLengthAndKeptWithinTheBudget) {
-  // sorted: rows 1(1) 3(2) 0(3) 2(8); shard 0: 1, 0; shard 1: 3, 2. Places: max(1,2)->4, max(3,8)->8
-  const auto plan = plan_dynamic_batching(Lengths{3, 1, 8, 2}, {4, 2, 8, 4, 8});
-  EXPECT_EQ(plan.order, (Lengths{1, 0, 3, 2}));
-  using Spans = std::vector<std::array<std::int64_t, 2>>;
-  EXPECT_EQ(plan.micro_batch_indices, (std::vector<Spans>{{{0, 1}, {1, 2}}}));
-  EXPECT_EQ(plan.micro_batch_lengths, (std::vector<Lengths>{{4, 8}}));
-  EXPECT_THROW(plan_dynamic_batching(Lengths{9}, {1, 1, 8, 1, 16}), std::invalid_argument);
-}
-
 }  // namespace
 }  // namespace nemo_rl::batching

@@ -160,7 +160,5 @@ def test_dictionaries_from_python():
         ({"a": "\ud800"}, "not UTF-8"),
     ):
         with pytest.raises(ValueError, match=message):
-            _config.resolve(value)
-        with pytest.raises(ValueError, match=message):
-            _config.merge({}, value)
-    assert _config.resolve({"a": -(2**63)}) == ({"a": -(2**63)}, [])
+            _config.apply_overrides(value, [])
+    assert _config.apply_overrides({"a": -(2**63)}, []) == ({"a": -(2**63)}, [])

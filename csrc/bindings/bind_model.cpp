@@ -85,12 +85,15 @@ void bind_trainer(py::module_& m) {
       .def_readonly("finite", &OptimizerStep::finite);
   py::class_<Trainer>(m, "Trainer", "See csrc/trainer/trainer.h")
       .def(py::init([](std::shared_ptr<model::DecoderModel> model, std::shared_ptr<distributed::Communicator> ranks,
-                       std::shared_ptr<distributed::Communicator> beside, bool shard_gradients) {
+                       std::shared_ptr<distributed::Communicator> beside, bool shard_gradients,
+                       std::optional<at::ScalarType> exp_avg, std::optional<at::ScalarType> exp_avg_sq) {
              return std::make_unique<Trainer>(std::move(model),
-                                              TrainedTogether{std::move(ranks), std::move(beside), shard_gradients});
+                                              TrainedTogether{std::move(ranks), std::move(beside), shard_gradients},
+                                              MomentTypes{exp_avg, exp_avg_sq});
            }),
            py::arg("model"), py::arg("ranks") = nullptr, py::arg("beside") = nullptr,
-           py::arg("shard_gradients") = false)
+           py::arg("shard_gradients") = false, py::arg("exp_avg_dtype") = py::none(),
+           py::arg("exp_avg_sq_dtype") = py::none())
       .def("begin_sum", &Trainer::begin_sum)
       .def("abandon_sum", &Trainer::abandon_sum, release_gil())
       .def("end_block", &Trainer::end_block, release_gil())

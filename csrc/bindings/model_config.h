@@ -37,8 +37,7 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   model::ModelConfig c;
   auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
   get("vocab_size", c.vocab_size), get("hidden_size", c.hidden_size), get("intermediate_size", c.intermediate_size);
-  get("num_heads", c.num_heads), get("num_kv_heads", c.num_kv_heads),
-      get("head_dim", c.head_dim);
+  get("num_heads", c.num_heads), get("num_kv_heads", c.num_kv_heads), get("head_dim", c.head_dim);
   get("rms_norm_eps", c.rms_norm_eps), get("tie_word_embeddings", c.tie_word_embeddings);
   get("qkv_bias", c.qkv_bias), get("output_bias", c.output_bias), get("mlp_bias", c.mlp_bias);
   c.qk_norm = qk_norm_from(d["qk_norm"].cast<std::string>());

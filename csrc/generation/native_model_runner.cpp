@@ -103,7 +103,8 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
 
 model::Attention NativeModelRunner::attention() {
   return [this](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
-    ops::attention_paged(qkv, step_, model_->decoder().attention_heads(layer), cache_[static_cast<std::size_t>(layer)], out, lse);
+    ops::attention_paged(qkv, step_, model_->decoder().attention_heads(layer), cache_[static_cast<std::size_t>(layer)],
+                         out, lse);
   };
 }
 

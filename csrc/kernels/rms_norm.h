@@ -1,4 +1,5 @@
-// Root-mean-square normalisation (Zhang and Sennrich, 2019): y = x · rstd · (offset + w), rstd = 1 / sqrt(mean(x^2) + eps).
+// Root-mean-square normalisation (Zhang and Sennrich, 2019): y = x · rstd · (offset + w), rstd = 1 / sqrt(mean(x^2) +
+// eps).
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,5 @@
-// Rotary position embedding (Su et al., 2021), Hugging Face's pairing: dimension i with i + R/2 of the first R of a head.
+// Rotary position embedding (Su et al., 2021), Hugging Face's pairing: dimension i with i + R/2 of the first R of a
+// head.
 #pragma once
 #include <cstdint>
 

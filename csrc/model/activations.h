@@ -63,7 +63,9 @@ class SavedActivations : public ActivationSink, public ActivationSource {
   at::Tensor stream(std::int64_t l) override;
   LayerActivations layer(std::int64_t l) override;
   /// The last layer's buffers still hold its own.
-  bool holds_input_alone(std::int64_t l) const override { return checkpoint_ && l + 1 < decoder_.config().num_layers(); }
+  bool holds_input_alone(std::int64_t l) const override {
+    return checkpoint_ && l + 1 < decoder_.config().num_layers();
+  }
 
  private:
   const Decoder& decoder_;

@@ -56,17 +56,17 @@ struct ModelConfig {
   std::int64_t vocab_size = 0;         ///< V
   std::int64_t hidden_size = 0;        ///< D
   std::int64_t intermediate_size = 0;  ///< I
-  std::int64_t num_heads = 0;     ///< N
-  std::int64_t num_kv_heads = 0;  ///< K
-  std::int64_t head_dim = 0;      ///< H
+  std::int64_t num_heads = 0;          ///< N
+  std::int64_t num_kv_heads = 0;       ///< K
+  std::int64_t head_dim = 0;           ///< H
   std::vector<LayerConfig> layers;
   std::vector<RopeConfig> ropes;
   double rms_norm_eps = 1e-6;
-  double norm_offset = 0;            ///< norms multiply by offset + w: 1 in Gemma
-  double attention_scale = 0;        ///< of the scores
-  double embedding_multiplier = 1;   ///< Granite's: of the embedding,
-  double residual_multiplier = 1;    ///< of what attention and the MLP add to the residual stream,
-  double logit_multiplier = 1;       ///< and of the logits
+  double norm_offset = 0;           ///< norms multiply by offset + w: 1 in Gemma
+  double attention_scale = 0;       ///< of the scores
+  double embedding_multiplier = 1;  ///< Granite's: of the embedding,
+  double residual_multiplier = 1;   ///< of what attention and the MLP add to the residual stream,
+  double logit_multiplier = 1;      ///< and of the logits
   bool tie_word_embeddings = false;
   bool qkv_bias = false;     ///< Qwen2; Llama with attention_bias
   bool output_bias = false;  ///< bias of o_proj: Llama with attention_bias

@@ -34,8 +34,8 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::
     ropes_.emplace_back(rope, device());
   }
   for (const auto& layer : config_.layers)
-    NRL_CHECK_ARG(layer.window >= 0 && layer.rope < static_cast<int>(ropes_.size()), "a layer has window ", layer.window,
-                  " and rotary table ", layer.rope, " of ", ropes_.size());
+    NRL_CHECK_ARG(layer.window >= 0 && layer.rope < static_cast<int>(ropes_.size()), "a layer has window ",
+                  layer.window, " and rotary table ", layer.rope, " of ", ropes_.size());
 }
 
 ops::AttentionHeads Decoder::attention_heads(std::int64_t l) const {

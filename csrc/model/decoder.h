@@ -26,8 +26,8 @@ class ActivationSource;
 /// attention(layer, qkv, out, lse): out [T, N·H]; lse is undefined where nothing is kept.
 using Attention = std::function<void(std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse)>;
 /// attention_backward(layer, qkv, out, d_out, lse, d_qkv)
-using AttentionBackward = std::function<void(std::int64_t layer, const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out,
-                                             const at::Tensor& lse, at::Tensor& d_qkv)>;
+using AttentionBackward = std::function<void(std::int64_t layer, const at::Tensor& qkv, const at::Tensor& out,
+                                             const at::Tensor& d_out, const at::Tensor& lse, at::Tensor& d_qkv)>;
 using LayerDone = std::function<void(std::int64_t layer)>;
 
 class Decoder {
@@ -81,11 +81,11 @@ class Decoder {
  private:
   /// What all layers of a forward share: buffers that each writes and nobody reads later.
   struct Scratch {
-    at::Tensor normed;                           ///< [T, D] S: what a branch reads
-    at::Tensor act;                              ///< [T, I] S
-    at::Tensor gate_up;                          ///< [T, 2I] S, where the gated product does not end in the activation
-    at::Tensor branch_out;                       ///< [T, D] A, where a norm, a sum over peers or a factor stands behind a branch
-    at::Tensor branch;                           ///< [T, D] S, the same normalised
+    at::Tensor normed;      ///< [T, D] S: what a branch reads
+    at::Tensor act;         ///< [T, I] S
+    at::Tensor gate_up;     ///< [T, 2I] S, where the gated product does not end in the activation
+    at::Tensor branch_out;  ///< [T, D] A, where a norm, a sum over peers or a factor stands behind a branch
+    at::Tensor branch;      ///< [T, D] S, the same normalised
     const ops::PackedWeights* packed = nullptr;  ///< copies of weights, for few rows
   };
   Scratch scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed = nullptr) const;

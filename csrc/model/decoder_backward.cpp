@@ -48,7 +48,8 @@ at::Tensor Decoder::branch_gradient(const at::Tensor& dh, const Branch& branch, 
 void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm,
                                  const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const {
   if (peers_ != nullptr) peers_->sum(d_normed, "adding the gradients of all slices of a layer");
-  if (norm.defined()) return ops::rms_norm_backward(d_normed, h, norm, config_.norm_offset, rstd, dh, /*accumulate=*/true, d_norm);
+  if (norm.defined())
+    return ops::rms_norm_backward(d_normed, h, norm, config_.norm_offset, rstd, dh, /*accumulate=*/true, d_norm);
   dh.add_(d_normed);
 }
 

@@ -8,7 +8,8 @@
 namespace nemo_rl::model {
 
 void RopeTable::reserve(std::int64_t positions) {
-  const std::int64_t have = cos_.defined() ? cos_.size(0) : 0, half = static_cast<std::int64_t>(config_.inv_freq.size());
+  const std::int64_t have = cos_.defined() ? cos_.size(0) : 0,
+                     half = static_cast<std::int64_t>(config_.inv_freq.size());
   if (positions <= have) return;
   const std::int64_t size = std::max<std::int64_t>({positions, 2 * have, 256});
   auto cos = at::empty({size, half}), sin = at::empty({size, half});

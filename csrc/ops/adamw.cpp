@@ -4,8 +4,7 @@
 
 #include <cmath>
 
-#include "kernels/adamw.h"
-#include "ops/kernel_types.h"
+#include "ops/adamw_arguments.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
@@ -17,51 +16,31 @@ namespace {
 
 constexpr std::int64_t kBlock = kFlatBlock;
 
-template <class A>
-void step_flat(kernels::AdamW<A>* kernel, const kernels::AdamWArgs<A>& args, std::int64_t n) {
+template <class A, class M, class V>
+void step_flat(kernels::AdamW<A, M, V>* kernel, const AdamWBuffers& b, const AdamWSettings& s, std::int64_t step,
+               double grad_scale) {
+  const auto args = adamw_arguments<A, M, V>(b, s, step, grad_scale);
+  const std::int64_t n = b.weights.numel();
   at::parallel_for(0, (n + kBlock - 1) / kBlock, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t b = begin; b < end; ++b) kernel(args, b * kBlock, std::min(n, (b + 1) * kBlock));
+    for (std::int64_t i = begin; i < end; ++i) kernel(args, i * kBlock, std::min(n, (i + 1) * kBlock));
   });
-}
-
-template <class A>
-kernels::AdamWArgs<A> arguments(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
-                                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute,
-                                const AdamWSettings& s, std::int64_t step, double grad_scale) {
-  return {mutable_ptr<A>(weights),
-          ptr<A>(grads),
-          mutable_ptr<A>(exp_avg),
-          mutable_ptr<A>(exp_avg_sq),
-          compute ? mutable_ptr<bfloat16>(*compute) : nullptr,
-          s.lr,
-          s.beta1,
-          s.beta2,
-          s.eps,
-          s.weight_decay,
-          1.0 - std::pow(s.beta1, static_cast<double>(step)),
-          1.0 - std::pow(s.beta2, static_cast<double>(step)),
-          grad_scale};
 }
 
 }  // namespace
 
-void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
-                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute, const AdamWSettings& settings,
-                std::int64_t step, double grad_scale) {
-  const std::int64_t n = weights.numel();
-  NRL_CHECK(
-      grads.numel() == n && exp_avg.numel() == n && exp_avg_sq.numel() == n && (!compute || compute->numel() == n),
-      "adamw_step: buffers of different length");
-  if (weights.is_cuda())
-    return adamw_step_cuda.get(weights)(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale);
-  if (weights.scalar_type() == at::kDouble) {
-    step_flat(kernels::adamw_f64,
-              arguments<double>(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale), n);
-  } else {
-    NRL_CHECK_ARG(weights.scalar_type() == at::kFloat, "adamw_step: weights must be float32 or float64");
-    step_flat(kernels::adamw_f32,
-              arguments<float>(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale), n);
-  }
+void adamw_step(const AdamWBuffers& b, const AdamWSettings& settings, std::int64_t step, double grad_scale) {
+  const std::int64_t n = b.weights.numel();
+  NRL_CHECK(b.grads.numel() == n && b.exp_avg.numel() == n && b.exp_avg_sq.numel() == n &&
+                (!b.compute || b.compute->numel() == n),
+            "adamw_step: buffers of different length");
+  if (b.weights.is_cuda()) return adamw_step_cuda.get(b.weights)(b, settings, step, grad_scale);
+  const auto run = [&](auto* kernel) { step_flat(kernel, b, settings, step, grad_scale); };
+  if (b.weights.scalar_type() == at::kDouble) return run(kernels::adamw_f64);
+  NRL_CHECK_ARG(b.weights.scalar_type() == at::kFloat, "adamw_step: weights must be float32 or float64");
+  const bool short_first = b.exp_avg.scalar_type() == at::kBFloat16;
+  const bool short_second = b.exp_avg_sq.scalar_type() == at::kBFloat16;
+  if (short_first) return short_second ? run(kernels::adamw_f32_bf16_bf16) : run(kernels::adamw_f32_bf16_f32);
+  return short_second ? run(kernels::adamw_f32_f32_bf16) : run(kernels::adamw_f32);
 }
 
 at::Tensor block_squares(const at::Tensor& x) {

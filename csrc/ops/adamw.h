@@ -14,11 +14,15 @@ struct AdamWSettings {
   double weight_decay = 0.01;
 };
 
-/// One step of torch.optim.AdamW on flat buffers [n]; `step` counts from 1; `grad_scale` multiplies the gradients
-/// first; `compute` (bfloat16) receives the rounded weights.
-void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
-                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute, const AdamWSettings& settings,
-                std::int64_t step, double grad_scale);
+/// Flat buffers [n] of a shard of the weights; a moment is float32 or bfloat16 (float64 for float64 weights).
+struct AdamWBuffers {
+  at::Tensor weights, grads, exp_avg, exp_avg_sq;
+  std::optional<at::Tensor> compute;  ///< bfloat16: receives the rounded weights
+  std::int64_t first = 0;             ///< place of the shard in the whole buffer, in elements
+};
+
+/// One step of torch.optim.AdamW; `step` counts from 1; `grad_scale` multiplies the gradients first.
+void adamw_step(const AdamWBuffers& buffers, const AdamWSettings& settings, std::int64_t step, double grad_scale);
 
 /// Elements of a block: a gradient norm is summed over blocks in order, so a shard begins at a multiple of it.
 constexpr std::int64_t kFlatBlock = 16384;
@@ -33,9 +37,8 @@ double norm_of_blocks(const at::Tensor& squares);
 /// compute = weights rounded to bfloat16.
 void round_weights(const at::Tensor& weights, const at::Tensor& compute);
 
-using AdamWLauncher = void(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
-                           const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute,
-                           const AdamWSettings& settings, std::int64_t step, double grad_scale);
+using AdamWLauncher = void(const AdamWBuffers& buffers, const AdamWSettings& settings, std::int64_t step,
+                           double grad_scale);
 extern runtime::CudaSlot<AdamWLauncher> adamw_step_cuda;
 extern runtime::CudaSlot<double(const at::Tensor& x)> l2_norm_cuda;
 

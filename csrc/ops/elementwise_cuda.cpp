@@ -5,7 +5,7 @@
 
 #include "kernels/cuda/model_launchers.h"
 #include "kernels/weight_digest.h"
-#include "ops/adamw.h"
+#include "ops/adamw_arguments.h"
 #include "ops/embedding.h"
 #include "ops/kernel_types.h"
 #include "ops/rms_norm.h"
@@ -83,16 +83,16 @@ void dispatch_norm(const at::Tensor& x, const at::Tensor& w, const char* op, F&&
   throw ArgumentError(detail::concat(op, " on CUDA: x in ", c10::toString(in), ", weight in ", c10::toString(type)));
 }
 
-void rms_norm_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, double eps, double offset,
-                              const at::Tensor& y, const std::optional<at::Tensor>& rstd) {
+void rms_norm_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, double eps, double offset, const at::Tensor& y,
+                              const std::optional<at::Tensor>& rstd) {
   const runtime::CudaLaunch launch(x, "rms_norm_forward");
   const std::int64_t D = w.numel();
   dispatch_norm(x, w, launch.op, [&]<class X, class T>(X, T) {
-    const kernels::RmsNormForwardArgs<X, T> args{
-        ptr<X>(x),         x.stride(0), ptr<T>(w),
-        mutable_ptr<T>(y), y.stride(0), rstd ? mutable_ptr<float>(*rstd) : nullptr,
-        x.size(1) / D,     D,           eps,
-        offset};
+    const kernels::RmsNormForwardArgs<X, T> args{ptr<X>(x),     x.stride(0),
+                                                 ptr<T>(w),     mutable_ptr<T>(y),
+                                                 y.stride(0),   rstd ? mutable_ptr<float>(*rstd) : nullptr,
+                                                 x.size(1) / D, D,
+                                                 eps,           offset};
     launch.check(kernels::rms_norm_forward_launch(args, x.size(0), launch.stream));
   });
 }
@@ -124,15 +124,9 @@ void rope_on_cuda(const at::Tensor& x, std::int64_t heads, std::int64_t H, const
                 cos.device().str());
   runtime::dispatch_cuda(x.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
-    const kernels::RopeArgs<T> args{mutable_ptr<T>(x),
-                                    x.stride(0),
-                                    ptr<std::int64_t>(positions),
-                                    ptr<float>(cos),
-                                    ptr<float>(sin),
-                                    heads,
-                                    H,
-                                    2 * cos.size(1),
-                                    inverse};
+    const kernels::RopeArgs<T> args{
+        mutable_ptr<T>(x), x.stride(0), ptr<std::int64_t>(positions), ptr<float>(cos), ptr<float>(sin), heads, H,
+        2 * cos.size(1),   inverse};
     launch.check(kernels::rope_launch(args, x.size(0), launch.stream));
   });
 }
@@ -158,25 +152,22 @@ void swiglu_backward_on_cuda(const at::Tensor& d_act, const at::Tensor& gate_up,
 
 // ---------------------------------------------------------------- flat buffers
 
-void adamw_step_on_cuda(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
-                        const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute, const AdamWSettings& s,
-                        std::int64_t step, double grad_scale) {
-  const runtime::CudaLaunch launch(weights, "adamw_step");
-  NRL_CHECK_ARG(weights.scalar_type() == at::kFloat, "adamw_step: weights on CUDA must be float32");
-  const kernels::AdamWArgs<float> args{mutable_ptr<float>(weights),
-                                       ptr<float>(grads),
-                                       mutable_ptr<float>(exp_avg),
-                                       mutable_ptr<float>(exp_avg_sq),
-                                       compute ? mutable_ptr<bfloat16>(*compute) : nullptr,
-                                       s.lr,
-                                       s.beta1,
-                                       s.beta2,
-                                       s.eps,
-                                       s.weight_decay,
-                                       1.0 - std::pow(s.beta1, static_cast<double>(step)),
-                                       1.0 - std::pow(s.beta2, static_cast<double>(step)),
-                                       grad_scale};
-  launch.check(kernels::adamw_launch(args, weights.numel(), launch.stream));
+void adamw_step_on_cuda(const AdamWBuffers& b, const AdamWSettings& s, std::int64_t step, double grad_scale) {
+  const runtime::CudaLaunch launch(b.weights, "adamw_step");
+  NRL_CHECK_ARG(b.weights.scalar_type() == at::kFloat, "adamw_step: weights on CUDA must be float32");
+  const auto run = [&]<class M, class V>(M, V) {
+    launch.check(
+        kernels::adamw_launch(adamw_arguments<float, M, V>(b, s, step, grad_scale), b.weights.numel(), launch.stream));
+  };
+  const bool short_second = b.exp_avg_sq.scalar_type() == at::kBFloat16;
+  if (b.exp_avg.scalar_type() == at::kBFloat16) {
+    if (short_second) run(bfloat16{}, bfloat16{});
+    else run(bfloat16{}, float{});
+  } else if (short_second) {
+    run(float{}, bfloat16{});
+  } else {
+    run(float{}, float{});
+  }
 }
 
 double l2_norm_on_cuda(const at::Tensor& x) {

@@ -6,8 +6,8 @@
 
 namespace nemo_rl::ops {
 
-/// y = x · rstd · (offset + w) over the last `D = w.numel()` elements; x [T, inner·D] (rows may be strided), y alike, rstd [T,
-/// inner] (kept for the backward pass if given). x is in the dtype of w or in its accumulation dtype.
+/// y = x · rstd · (offset + w) over the last `D = w.numel()` elements; x [T, inner·D] (rows may be strided), y alike,
+/// rstd [T, inner] (kept for the backward pass if given). x is in the dtype of w or in its accumulation dtype.
 void rms_norm_forward(const at::Tensor& x, const at::Tensor& w, double eps, double offset, const at::Tensor& y,
                       const std::optional<at::Tensor>& rstd);
 
@@ -16,8 +16,8 @@ void rms_norm_forward(const at::Tensor& x, const at::Tensor& w, double eps, doub
 void rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, double offset,
                        const at::Tensor& rstd, const at::Tensor& dx, bool accumulate, const at::Tensor& dw);
 
-using RmsNormForwardLauncher = void(const at::Tensor& x, const at::Tensor& w, double eps, double offset, const at::Tensor& y,
-                                    const std::optional<at::Tensor>& rstd);
+using RmsNormForwardLauncher = void(const at::Tensor& x, const at::Tensor& w, double eps, double offset,
+                                    const at::Tensor& y, const std::optional<at::Tensor>& rstd);
 using RmsNormBackwardLauncher = void(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, double offset,
                                      const at::Tensor& rstd, const at::Tensor& dx, bool accumulate,
                                      const at::Tensor& dw);

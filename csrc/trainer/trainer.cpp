@@ -50,9 +50,10 @@ void check_result(const at::Tensor& out, const RowBatch& batch, at::ScalarType d
 
 }  // namespace
 
-Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together)
+Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together, MomentTypes moments)
     : model_(std::move(model)),
       gradients_(*model_, std::move(together)),
+      moments_(moments),
       head_(model::VocabSlice(model_->config(), model_->peers())) {
   NRL_CHECK_ARG(gradients_.shards() == nullptr || model_->device().is_cpu(),
                 "several processes train one model on the CPU only, not on ", model_->device().str());
@@ -214,11 +215,11 @@ void Trainer::backward() {
 void Trainer::backward_body(const at::Tensor& dh) {
   auto& decoder = model_->decoder();
   const auto attention = attention_over(packed_.sequences, decoder);
-  const model::AttentionBackward attention_backward =
-      [&](std::int64_t layer, const at::Tensor& qkv, const at::Tensor& o, const at::Tensor& d_o, const at::Tensor& lse,
-          at::Tensor& d_qkv) {
-        ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, decoder.attention_heads(layer), d_qkv);
-      };
+  const model::AttentionBackward attention_backward = [&](std::int64_t layer, const at::Tensor& qkv,
+                                                          const at::Tensor& o, const at::Tensor& d_o,
+                                                          const at::Tensor& lse, at::Tensor& d_qkv) {
+    ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, decoder.attention_heads(layer), d_qkv);
+  };
   NRL_CHECK(activations_ != nullptr, "backward without a forward that keeps its activations");
   const auto done = std::exchange(last_backward_, false) ? gradients_.begin_sum() : model::LayerDone();
   decoder.backward(*activations_, dh, attention, attention_backward, gradients_.views(), model_->workspace(), done);
@@ -237,13 +238,18 @@ void Trainer::end_block() {
 }
 
 const at::Tensor& Trainer::exp_avg() {
-  if (!exp_avg_.defined()) exp_avg_ = runtime::zeros_large({shard().size()}, model_->masters().options());
+  if (!exp_avg_.defined()) exp_avg_ = zero_moments(moments_.exp_avg);
   return exp_avg_;
 }
 
 const at::Tensor& Trainer::exp_avg_sq() {
-  if (!exp_avg_sq_.defined()) exp_avg_sq_ = runtime::zeros_large({shard().size()}, model_->masters().options());
+  if (!exp_avg_sq_.defined()) exp_avg_sq_ = zero_moments(moments_.exp_avg_sq);
   return exp_avg_sq_;
+}
+
+at::Tensor Trainer::zero_moments(std::optional<at::ScalarType> type) const {
+  const auto masters = model_->masters().options();
+  return runtime::zeros_large({shard().size()}, type ? masters.dtype(*type) : masters);
 }
 
 OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_norm) {
@@ -267,7 +273,8 @@ void Trainer::update(const ops::AdamWSettings& settings, double scale) {
   const auto masters = model_->masters().numel() == shard().size() ? model_->masters() : own(model_->masters());
   const auto compute =
       model_->has_separate_masters() ? std::optional<at::Tensor>(own(model_->compute())) : std::nullopt;
-  ops::adamw_step(masters, gradients_.of_shard(), exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
+  ops::adamw_step({masters, gradients_.of_shard(), exp_avg(), exp_avg_sq(), compute, shard().begin}, settings,
+                  optimizer_steps_, scale);
   if (auto* const ranks = gradients_.shards())
     ranks->all_gather(model_->updated(), ops::kFlatBlock, "the new weights of all ranks");
   if (model_->adapters() != nullptr) model_->masters_changed();

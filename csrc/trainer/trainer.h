@@ -25,12 +25,18 @@ struct ForwardOptions {
   bool checkpoint = false;  ///< keep only layer inputs and compute the rest again
 };
 
+/// The types of AdamW's moments: undefined is that of the master weights; or bfloat16, rounded as kernels/adamw.h says.
+struct MomentTypes {
+  std::optional<at::ScalarType> exp_avg, exp_avg_sq;
+};
+
 class Trainer {
  public:
   /// `together`: the processes that train one model, each a part of the samples; by default this one alone. Each holds
   /// all weights of its model (or the same slice of it: DecoderModel's `peers`), and masters and optimizer state of its
   /// own shard. The model must lie on the CPU then.
-  explicit Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together = {});
+  /// `moments`: what AdamW's are kept in.
+  explicit Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together = {}, MomentTypes moments = {});
 
   model::DecoderModel& model() { return *model_; }
 
@@ -93,11 +99,13 @@ class Trainer {
  private:
   bool values() const { return model_->config().value_head; }
   void update(const ops::AdamWSettings& settings, double scale);
+  at::Tensor zero_moments(std::optional<at::ScalarType> type) const;
   void forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
   std::vector<model::KeptActivations::Node> kept_nodes() const;
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
   Gradients gradients_;
+  MomentTypes moments_;
   at::Tensor exp_avg_, exp_avg_sq_;
   std::int64_t optimizer_steps_ = 0, reused_tokens_ = 0;
   model::LmHead head_;

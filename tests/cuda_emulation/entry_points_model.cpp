@@ -14,7 +14,8 @@ using Int = std::int64_t;
 namespace {
 
 AttentionShape attention_shape(Int N, Int K, Int H, Int bf16, Int window = 0) {
-  return {N, K, H, 1.0 / std::sqrt(static_cast<double>(H)), bf16 ? ElementType::bfloat16 : ElementType::float32, window};
+  return {N,     K, H, 1.0 / std::sqrt(static_cast<double>(H)), bf16 ? ElementType::bfloat16 : ElementType::float32,
+          window};
 }
 
 AttentionRows rows_kind(Int many) { return many ? AttentionRows::many : AttentionRows::few; }
@@ -26,14 +27,13 @@ SamplingRule sampling_rule(double temperature, double top_p, Int top_k, Int gree
 template <class X, class T>
 Int rms_norm_forward_of(void* x, void* w, double offset, void* y, float* rstd, Int inner, Int D, Int groups) {
   const RmsNormForwardArgs<X, T> args{
-      static_cast<X*>(x), inner * D, static_cast<T*>(w), static_cast<T*>(y), inner * D, rstd, inner, D, 1e-6,
-      offset};
+      static_cast<X*>(x), inner * D, static_cast<T*>(w), static_cast<T*>(y), inner * D, rstd, inner, D, 1e-6, offset};
   return rms_norm_forward_launch(args, groups, nullptr);
 }
 
 template <class X, class G, class T>
-Int rms_norm_backward_of(void* dy, void* x, void* w, double offset, float* rstd, void* dx, Int accumulate, Int inner, Int D,
-                         Int groups, float* parts, float* dw) {
+Int rms_norm_backward_of(void* dy, void* x, void* w, double offset, float* rstd, void* dx, Int accumulate, Int inner,
+                         Int D, Int groups, float* parts, float* dw) {
   const Int stride = inner * D;
   const RmsNormBackwardArgs<X, G, T> args{static_cast<G*>(dy),
                                           stride,
@@ -70,14 +70,15 @@ Int backward_keys(Int H, Int bf16) { return AttentionBackwardBlocks(attention_sh
 
 Int attention_forward(Int N, Int K, Int H, Int bf16, Int window, void* qkv, void* cache, std::int32_t* tables,
                       AttentionBlock* blocks, Int num_blocks, void* out, float* lse, Int many) {
-  const AttentionCudaArgs args{attention_shape(N, K, H, bf16, window), qkv, cache, tables, blocks, num_blocks, out, lse};
+  const AttentionCudaArgs args{
+      attention_shape(N, K, H, bf16, window), qkv, cache, tables, blocks, num_blocks, out, lse};
   return attention_forward_launch(args, rows_kind(many), nullptr);
 }
 
 /// A step over the cache as ops/attention_cuda.cpp runs it. A slice is {query_start, query_length, context_length,
 /// first entry of its table in `tables`, entries}.
-Int attention_paged(Int N, Int K, Int H, Int bf16, Int window, void* qkv, Int* slices, Int num_slices, std::int32_t* tables,
-                    Int rows, void* cache, void* out) {
+Int attention_paged(Int N, Int K, Int H, Int bf16, Int window, void* qkv, Int* slices, Int num_slices,
+                    std::int32_t* tables, Int rows, void* cache, void* out) {
   const AttentionShape shape = attention_shape(N, K, H, bf16, window);
   std::vector<PagedSlice> all;
   for (Int i = 0; i < num_slices; ++i, slices += 5)
@@ -101,8 +102,8 @@ Int kv_copy(Int K, Int H, Int bf16, void* cache, Int from, Int to, Int length) {
   return kv_cache_copy_launch(attention_shape(K, K, H, bf16), cache, from, to, length, nullptr);
 }
 
-Int attention_backward(Int N, Int K, Int H, Int bf16, Int window, void* qkv, void* out, void* d_out, float* lse, float* dots,
-                       AttentionSequence* sequences, Int* sharers, AttentionBlock* blocks, Int num_blocks,
+Int attention_backward(Int N, Int K, Int H, Int bf16, Int window, void* qkv, void* out, void* d_out, float* lse,
+                       float* dots, AttentionSequence* sequences, Int* sharers, AttentionBlock* blocks, Int num_blocks,
                        AttentionKeyBlock* key_blocks, Int num_key_blocks, Int tokens, void* d_qkv) {
   const AttentionBackwardCudaArgs args{attention_shape(N, K, H, bf16, window),
                                        qkv,
@@ -153,19 +154,21 @@ Int pairs_gradient(float* logits, Int rows, Int V, double temperature, double to
 // ---------------------------------------------------------------- norms, activations, embedding
 
 /// Types of x and of the weights.
-Int rms_norm_forward(void* x, void* w, double offset, void* y, float* rstd, Int inner, Int D, Int groups, Int x_bf16, Int w_bf16) {
+Int rms_norm_forward(void* x, void* w, double offset, void* y, float* rstd, Int inner, Int D, Int groups, Int x_bf16,
+                     Int w_bf16) {
   if (x_bf16) return rms_norm_forward_of<bfloat16, bfloat16>(x, w, offset, y, rstd, inner, D, groups);
   if (w_bf16) return rms_norm_forward_of<float, bfloat16>(x, w, offset, y, rstd, inner, D, groups);
   return rms_norm_forward_of<float, float>(x, w, offset, y, rstd, inner, D, groups);
 }
 
-Int rms_norm_backward(void* dy, void* x, void* w, double offset, float* rstd, void* dx, Int accumulate, Int inner, Int D, Int groups,
-                      float* parts, float* dw, Int x_bf16, Int w_bf16) {
+Int rms_norm_backward(void* dy, void* x, void* w, double offset, float* rstd, void* dx, Int accumulate, Int inner,
+                      Int D, Int groups, float* parts, float* dw, Int x_bf16, Int w_bf16) {
   if (x_bf16)
-    return rms_norm_backward_of<bfloat16, bfloat16, bfloat16>(dy, x, w, offset, rstd, dx, accumulate, inner, D, groups, parts,
-                                                              dw);
+    return rms_norm_backward_of<bfloat16, bfloat16, bfloat16>(dy, x, w, offset, rstd, dx, accumulate, inner, D, groups,
+                                                              parts, dw);
   if (w_bf16)
-    return rms_norm_backward_of<float, float, bfloat16>(dy, x, w, offset, rstd, dx, accumulate, inner, D, groups, parts, dw);
+    return rms_norm_backward_of<float, float, bfloat16>(dy, x, w, offset, rstd, dx, accumulate, inner, D, groups, parts,
+                                                        dw);
   return rms_norm_backward_of<float, float, float>(dy, x, w, offset, rstd, dx, accumulate, inner, D, groups, parts, dw);
 }
 
@@ -175,8 +178,9 @@ Int rope(void* x, Int stride, Int* positions, float* cos, float* sin, Int heads,
     return rope_launch(
         RopeArgs<bfloat16>{static_cast<bfloat16*>(x), stride, positions, cos, sin, heads, H, rotary, inverse != 0},
         tokens, nullptr);
-  return rope_launch(RopeArgs<float>{static_cast<float*>(x), stride, positions, cos, sin, heads, H, rotary, inverse != 0},
-                     tokens, nullptr);
+  return rope_launch(
+      RopeArgs<float>{static_cast<float*>(x), stride, positions, cos, sin, heads, H, rotary, inverse != 0}, tokens,
+      nullptr);
 }
 
 Int swiglu_forward(void* gate_up, void* act, Int I, Int tokens, Int gate, Int bf16) {
@@ -226,12 +230,29 @@ Int sum_of_squares(float* x, Int n, double* parts, double* out) {
 
 Int weight_digest(void* bytes, Int n, std::uint64_t* parts) { return weight_digest_launch(bytes, n, parts, nullptr); }
 
-Int adamw(float* w, float* g, float* m, float* v, void* compute, double lr, double beta1, double beta2, double eps,
-          double weight_decay, Int step, Int n) {
+/// m and v: float, or bfloat16 where `short_moments`.
+Int adamw(float* w, float* g, void* m, void* v, void* compute, double lr, double beta1, double beta2, double eps,
+          double weight_decay, Int step, Int n, Int short_moments) {
   const double correction1 = 1 - std::pow(beta1, step), correction2 = 1 - std::pow(beta2, step);
-  const AdamWArgs<float> args{
-      w, g, m, v, static_cast<bfloat16*>(compute), lr, beta1, beta2, eps, weight_decay, correction1, correction2, 1.0};
-  return adamw_launch(args, n, nullptr);
+  const auto launch = [&]<class M>(M*) {
+    const AdamWArgs<float, M, M> args{w,
+                                      g,
+                                      static_cast<M*>(m),
+                                      static_cast<M*>(v),
+                                      static_cast<bfloat16*>(compute),
+                                      lr,
+                                      beta1,
+                                      beta2,
+                                      eps,
+                                      weight_decay,
+                                      correction1,
+                                      correction2,
+                                      1.0,
+                                      step,
+                                      0};
+    return adamw_launch(args, n, nullptr);
+  };
+  return short_moments ? launch(static_cast<bfloat16*>(nullptr)) : launch(static_cast<float*>(nullptr));
 }
 
 }  // extern "C"

@@ -195,8 +195,8 @@ struct BackwardRows : QueryRows<Elem> {
       }
   }
 
-  /// scores become P, d_scores (holding dP) become dS; keys that the row does not see, those outside [before, keys), get
-  /// zeros in both.
+  /// scores become P, d_scores (holding dP) become dS; keys that the row does not see, those outside [before, keys),
+  /// get zeros in both.
   NRL_INLINE_MEMBER void weights_row(std::int64_t r, int before, int keys) {
     RegisterBits<Real> lane;
     for (int i = 0; i < W; ++i) lane[i] = i;

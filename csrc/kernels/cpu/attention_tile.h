@@ -213,9 +213,7 @@ struct QueryRows {
     return window == 0 ? 0 : static_cast<int>(clamped(position + token + 1 - window - t * kTile, 0, kTile));
   }
   /// Tiles [first_tile(), tiles()) hold the keys that some token sees.
-  std::int64_t first_tile() const {
-    return window == 0 ? 0 : larger<std::int64_t>(0, position + 1 - window) / kTile;
-  }
+  std::int64_t first_tile() const { return window == 0 ? 0 : larger<std::int64_t>(0, position + 1 - window) / kTile; }
   std::int64_t tiles() const { return (position + tokens - 1) / kTile + 1; }
   /// The first token that sees key `key` of tile t.
   std::int64_t first_token(std::int64_t t, std::int64_t key) const {

@@ -91,28 +91,25 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(AttentionBackwardCuda
   const KeyRows keys_of(block);
   float d_q[C::kColumns / 8][4] = {};
   const int first_tile = static_cast<int>(s.first_key(block.position)) / kTile;
-  pipeline<C::kStages>((keys_of.count - 1) / kTile + 1 - first_tile,
-                       [&](int t, int stage) {
-                         bfloat16* const keys = stages + stage * 2 * C::kTileElements;
-                         keys_of.copy<kThreads, Dims>(s, first_key, (first_tile + t) * kTile, keys,
-                                                      keys + C::kTileElements);
-                       },
-                       [&](int step, int stage) {
-                         const int t = first_tile + step;
-                         if (strip >= queries.rows) return;  // the whole warp
-                         const bfloat16* const keys = stages + stage * 2 * C::kTileElements;
-                         Scores weight, d_score;
-                         scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, TileRows<Dims>{keys}, weight);
-                         scores<Dims>(SharedStrip<Dims>{d_out + strip * kStride<Dims>},
-                                      TileRows<Dims>{keys + C::kTileElements}, d_score);
-                         weights(
-                             weight, d_score, scale2, [&](int i, int) { return lse[i]; },
-                             [&](int i, int) { return dot[i]; },
-                             [&](int i, int j) {
-                               return t * kTile + j < keys_of_row[i] && t * kTile + j >= first_of_row[i];
-                             });
-                         add_weighted<Dims, C::kColumns>(d_score, keys, first, d_q);
-                       });
+  pipeline<C::kStages>(
+      (keys_of.count - 1) / kTile + 1 - first_tile,
+      [&](int t, int stage) {
+        bfloat16* const keys = stages + stage * 2 * C::kTileElements;
+        keys_of.copy<kThreads, Dims>(s, first_key, (first_tile + t) * kTile, keys, keys + C::kTileElements);
+      },
+      [&](int step, int stage) {
+        const int t = first_tile + step;
+        if (strip >= queries.rows) return;  // the whole warp
+        const bfloat16* const keys = stages + stage * 2 * C::kTileElements;
+        Scores weight, d_score;
+        scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, TileRows<Dims>{keys}, weight);
+        scores<Dims>(SharedStrip<Dims>{d_out + strip * kStride<Dims>}, TileRows<Dims>{keys + C::kTileElements},
+                     d_score);
+        weights(
+            weight, d_score, scale2, [&](int i, int) { return lse[i]; }, [&](int i, int) { return dot[i]; },
+            [&](int i, int j) { return t * kTile + j < keys_of_row[i] && t * kTile + j >= first_of_row[i]; });
+        add_weighted<Dims, C::kColumns>(d_score, keys, first, d_q);
+      });
   const float scale[2] = {static_cast<float>(s.scale), static_cast<float>(s.scale)};
   bfloat16* const to = static_cast<bfloat16*>(p.d_qkv) + (queries.q - static_cast<const bfloat16*>(p.qkv));
   write_rows<C::kColumns>(d_q, scale, first, queries.H, [&](int i) {

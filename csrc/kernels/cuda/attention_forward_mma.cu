@@ -71,7 +71,8 @@ template <int Dims>
 struct StripState {
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, acc[Dims / 8][4] = {};  // max: of scores before they are scaled
 
-  /// Scores become weights; maximum, sum and accumulator are brought up to date. Rows that see no key yet keep their zeros.
+  /// Scores become weights; maximum, sum and accumulator are brought up to date. Rows that see no key yet keep their
+  /// zeros.
   __device__ __forceinline__ void softmax(Scores& s, float scale) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -128,23 +129,23 @@ __global__ void __launch_bounds__(Warps * 32) forward_kernel(AttentionCudaArgs p
             first_of_strip = static_cast<int>(s.first_key(position + queries.token(strip + kStrip - 1))),
             first_tile = static_cast<int>(s.first_key(position)) / kTile;
   StripState<Dims> state;
-  pipeline<kStages>(
-      (static_cast<int>(block.position + block.tokens) - 1) / kTile + 1 - first_tile,
-      [&](int t, int stage) {
-        tiles.copy(first_tile + t, stages + stage * kStage, stages + stage * kStage + Tiles::kKeyElements);
-      },
-      [&](int step, int stage) {
-        const int t = first_tile + step;
-        if (strip >= queries.rows) return;  // the whole warp
-        const bfloat16* const keys = stages + stage * kStage;
-        Scores weights;
-        scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, Tiles::keys_of(keys), weights);
-        if (keys_of_strip < (t + 1) * kTile || first_of_strip > t * kTile)
-          hide(weights, {first_of_row[0] - t * kTile, first_of_row[1] - t * kTile},
-               {keys_of_row[0] - t * kTile, keys_of_row[1] - t * kTile});
-        state.softmax(weights, scale);
-        add_weighted<Dims, Dims>(weights, keys + Tiles::kKeyElements, 0, state.acc);
-      });
+  pipeline<kStages>((static_cast<int>(block.position + block.tokens) - 1) / kTile + 1 - first_tile,
+                    [&](int t, int stage) {
+                      tiles.copy(first_tile + t, stages + stage * kStage,
+                                 stages + stage * kStage + Tiles::kKeyElements);
+                    },
+                    [&](int step, int stage) {
+                      const int t = first_tile + step;
+                      if (strip >= queries.rows) return;  // the whole warp
+                      const bfloat16* const keys = stages + stage * kStage;
+                      Scores weights;
+                      scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, Tiles::keys_of(keys), weights);
+                      if (keys_of_strip < (t + 1) * kTile || first_of_strip > t * kTile)
+                        hide(weights, {first_of_row[0] - t * kTile, first_of_row[1] - t * kTile},
+                             {keys_of_row[0] - t * kTile, keys_of_row[1] - t * kTile});
+                      state.softmax(weights, scale);
+                      add_weighted<Dims, Dims>(weights, keys + Tiles::kKeyElements, 0, state.acc);
+                    });
 
   float total[2], inverse[2];
 #pragma unroll

@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWArgs<float> p, std::int64_t n, bool vectors) {
+template <class M, class V>
+__global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWArgs<float, M, V> p, std::int64_t n, bool vectors) {
   const AdamWConstants<float> c = adamw_constants(p);
   const std::int64_t chunks = (n + kEight - 1) / kEight;
   for (std::int64_t chunk = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; chunk < chunks;
@@ -103,7 +104,12 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWArgs<float> p, std
     load8(p.exp_avg + i, left, vectors, m);
     load8(p.exp_avg_sq + i, left, vectors, v);
 #pragma unroll
-    for (int k = 0; k < kEight; ++k) adamw_update(c, g[k], w[k], m[k], v[k]);
+    for (int k = 0; k < kEight; ++k) {
+      adamw_update(c, g[k], w[k], m[k], v[k]);
+      const std::uint32_t draw = adamw_draw(p.first + i + k, p.step);
+      m[k] = widen(keep_moment<M>(m[k], draw & 0xffffu));
+      v[k] = widen(keep_moment<V>(v[k], draw >> 16));
+    }
     store8(p.weights + i, left, vectors, w);
     store8(p.exp_avg + i, left, vectors, m);
     store8(p.exp_avg_sq + i, left, vectors, v);
@@ -117,8 +123,8 @@ template <class T>
 cudaError_t rope_launch(const RopeArgs<T>& p, std::int64_t tokens, cudaStream_t stream) {
   const std::int64_t half = p.rotary / 2, items = tokens * p.heads * ((half + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
-  const bool vectors =
-      half % kEight == 0 && p.H % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.cos, half) && vectorizable(p.sin, half);
+  const bool vectors = half % kEight == 0 && p.H % kEight == 0 && vectorizable(p.x, p.stride_x) &&
+                       vectorizable(p.cos, half) && vectorizable(p.sin, half);
   rope_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(p, tokens, vectors);
   return cudaGetLastError();
 }
@@ -155,13 +161,19 @@ cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int6
   return cudaGetLastError();
 }
 
-cudaError_t adamw_launch(const AdamWArgs<float>& p, std::int64_t n, cudaStream_t stream) {
+template <class M, class V>
+cudaError_t adamw_launch(const AdamWArgs<float, M, V>& p, std::int64_t n, cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
   const bool vectors = vectorizable(p.grads, 0) && vectorizable(p.weights, 0) && vectorizable(p.exp_avg, 0) &&
                        vectorizable(p.exp_avg_sq, 0) && (p.compute == nullptr || vectorizable(p.compute, 0));
-  adamw_kernel<<<grid_for((n + kEight - 1) / kEight, kThreads), kThreads, 0, stream>>>(p, n, vectors);
+  adamw_kernel<M, V><<<grid_for((n + kEight - 1) / kEight, kThreads), kThreads, 0, stream>>>(p, n, vectors);
   return cudaGetLastError();
 }
+
+template cudaError_t adamw_launch(const AdamWArgs<float, float, float>&, std::int64_t, cudaStream_t);
+template cudaError_t adamw_launch(const AdamWArgs<float, bfloat16, float>&, std::int64_t, cudaStream_t);
+template cudaError_t adamw_launch(const AdamWArgs<float, float, bfloat16>&, std::int64_t, cudaStream_t);
+template cudaError_t adamw_launch(const AdamWArgs<float, bfloat16, bfloat16>&, std::int64_t, cudaStream_t);
 
 template cudaError_t bias_rows_launch(const float*, float*, std::int64_t, std::int64_t, std::int64_t, bool,
                                       cudaStream_t);

@@ -27,7 +27,8 @@ cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_u
 template <class T, class O>
 cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N,
                              bool accumulate, cudaStream_t stream);
-cudaError_t adamw_launch(const AdamWArgs<float>& args, std::int64_t n, cudaStream_t stream);
+template <class M, class V>
+cudaError_t adamw_launch(const AdamWArgs<float, M, V>& args, std::int64_t n, cudaStream_t stream);
 
 // ---- RMS norm (rms_norm.cu); `groups` is the outer size
 template <class X, class T>

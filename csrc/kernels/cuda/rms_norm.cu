@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kEight; ++k) sum = fmaf(v[k], v[k], sum);
   }
   sum = group_all<Threads>(sum, AddOp(), shared);
-  const float offset = static_cast<float>(p.offset), rstd = 1.0f / sqrtf(sum / static_cast<float>(p.D) + static_cast<float>(p.eps));
+  const float offset = static_cast<float>(p.offset),
+              rstd = 1.0f / sqrtf(sum / static_cast<float>(p.D) + static_cast<float>(p.eps));
   if (p.rstd != nullptr && first == 0) p.rstd[r] = rstd;
   for (std::int64_t d = first; d < p.D; d += Threads * kEight) {
     load8(x + d, p.D - d, vectors, v);

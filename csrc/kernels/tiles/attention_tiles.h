@@ -165,9 +165,7 @@ struct TileRows {
   int hidden(std::int64_t token, std::int64_t t) const {
     return window == 0 ? 0 : static_cast<int>(clamped(position + token + 1 - window - t * kTile, 0, kTile));
   }
-  std::int64_t first_tile() const {
-    return window == 0 ? 0 : larger<std::int64_t>(0, position + 1 - window) / kTile;
-  }
+  std::int64_t first_tile() const { return window == 0 ? 0 : larger<std::int64_t>(0, position + 1 - window) / kTile; }
   std::int64_t tiles() const { return (position + tokens - 1) / kTile + 1; }
 
   /// to[r][j] = x[r] . key j for the keys that some row sees.

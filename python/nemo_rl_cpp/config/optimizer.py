@@ -32,16 +32,23 @@ SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # torch's names and de
 
 
 def _moment_dtype(value: object) -> str:
-    name = str(value).removeprefix("torch.")
-    if name in ("float32", "fp32", "float"):
-        return "float32"
+    name = _SHORT.get(str(value).removeprefix("torch."), value)
+    if name in ("float32", "bfloat16"):
+        return name
     raise ValueError(
-        f"cannot be {in_a_line(value)}: AdamW's state is float32 here (8 bytes a weight); set it to float32 or leave it out, and "
-        "expect the memory that --dry-run forecasts"
+        f"cannot be {in_a_line(value)}: AdamW keeps its moments in float32 or bfloat16; set it to one of them"
     )
 
 
-MomentDtype = Annotated[Literal["float32"], BeforeValidator(_moment_dtype)]
+def _float32(value: object) -> str:
+    if _SHORT.get(str(value).removeprefix("torch.")) == "float32":
+        return "float32"
+    raise ValueError(f"cannot be {in_a_line(value)}: it is float32 here; set it to float32 or leave it out")
+
+
+_SHORT = {"float32": "float32", "fp32": "float32", "float": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+MomentDtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_moment_dtype)]
+Float32 = Annotated[Literal["float32"], BeforeValidator(_float32)]
 
 
 class OptimizerKwargs(Section):
@@ -53,14 +60,18 @@ class OptimizerKwargs(Section):
         [0.9, 0.999], "decay of the first and second moment, each in [0, 1)", min_length=2, max_length=2
     )
     eps: NonNegative = key(1e-8, "added to the square root of the second moment")
-    exp_avg_dtype: MomentDtype = key("float32", "the first moment is kept in float32; nothing else is supported")
-    exp_avg_sq_dtype: MomentDtype = key("float32", "the second moment is kept in float32; nothing else is supported")
+    exp_avg_dtype: MomentDtype = key(
+        "float32", "float32, or bfloat16 (2 bytes a weight, rounded at random): the first moment"
+    )
+    exp_avg_sq_dtype: MomentDtype = key(
+        "float32", "float32, or bfloat16 (2 bytes a weight, rounded at random): the second moment"
+    )
 
 
 class OptimizerConfig(Section):
     """The optimizer by its torch name."""
 
-    name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "AdamW with fp32 moments; the only one")
+    name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "AdamW; the only one")
     kwargs: OptimizerKwargs = key(None, "arguments", validate_default=True)
 
     @model_validator(mode="before")
@@ -114,10 +125,14 @@ class MegatronOptimizerConfig(Section):
     adam_eps: NonNegative = key(1e-8, "added to the square root of the second moment")
     clip_grad: NonNegative | None = key(1.0, "bound of the gradient's global norm; 0 or null: none")
     params_dtype: Literal["float32"] = key("float32", "optimizer state is fp32")
-    exp_avg_dtype: MomentDtype = key("float32", "the first moment is kept in float32; nothing else is supported")
-    exp_avg_sq_dtype: MomentDtype = key("float32", "the second moment is kept in float32; nothing else is supported")
-    main_grads_dtype: MomentDtype = key("float32", "gradients are summed in float32; nothing else is supported")
-    main_params_dtype: MomentDtype = key("float32", "master weights are float32; nothing else is supported")
+    exp_avg_dtype: MomentDtype = key(
+        "float32", "float32, or bfloat16 (2 bytes a weight, rounded at random): the first moment"
+    )
+    exp_avg_sq_dtype: MomentDtype = key(
+        "float32", "float32, or bfloat16 (2 bytes a weight, rounded at random): the second moment"
+    )
+    main_grads_dtype: Float32 = key("float32", "gradients are summed in float32; nothing else is supported")
+    main_params_dtype: Float32 = key("float32", "master weights are float32; nothing else is supported")
 
 
 class MegatronSchedulerConfig(Section):
@@ -144,6 +159,13 @@ class OptimizerSettings:
     weight_decay: float
     betas: tuple[float, float]
     eps: float
+    exp_avg_dtype: MomentDtype = "float32"
+    exp_avg_sq_dtype: MomentDtype = "float32"
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes that both moments of a weight take."""
+        return sum(2.0 if dtype == "bfloat16" else 4.0 for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
 
 
 @dataclass(frozen=True)
@@ -182,7 +204,14 @@ class MegatronSchedule:
 
 def torch_optimizer(config: OptimizerConfig) -> OptimizerSettings:
     kwargs = config.kwargs
-    return OptimizerSettings(kwargs.lr, kwargs.weight_decay, (kwargs.betas[0], kwargs.betas[1]), kwargs.eps)
+    return OptimizerSettings(
+        kwargs.lr,
+        kwargs.weight_decay,
+        (kwargs.betas[0], kwargs.betas[1]),
+        kwargs.eps,
+        kwargs.exp_avg_dtype,
+        kwargs.exp_avg_sq_dtype,
+    )
 
 
 def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
@@ -200,7 +229,10 @@ def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
 
 
 def megatron_optimizer(config: MegatronOptimizerConfig) -> OptimizerSettings:
-    return OptimizerSettings(config.lr, config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return OptimizerSettings(
+        config.lr, config.weight_decay, betas, config.adam_eps, config.exp_avg_dtype, config.exp_avg_sq_dtype
+    )
 
 
 def megatron_schedule(optimizer: MegatronOptimizerConfig, scheduler: MegatronSchedulerConfig) -> MegatronSchedule:

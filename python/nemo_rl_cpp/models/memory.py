@@ -349,7 +349,8 @@ def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
         trained = _trained(model, parameters, sizes)
         total += parameters * _width(model) + (trained * 4.0 if model.lora is not None else 0.0)
         if config.checkpointing.save_optimizer:
-            total += trained * (8.0 if model.lora is not None or model.precision != "bfloat16" else 12.0)
+            masters = 0.0 if model.lora is not None or model.precision != "bfloat16" else 4.0
+            total += trained * (masters + model.effective_optimizer().moment_bytes)
     return total
 
 
@@ -365,17 +366,20 @@ def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> i
 def _resting(
     model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
 ) -> tuple[tuple[str, float], ...]:
-    """What stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two fp32 moments. With adapters: weights,
+    """What stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two moments. With adapters: weights,
     those without adapters once more, adapters (fp32, and once in the model's precision), and the adapters' moments."""
     if model.backend == "hf" and processes > 1:  # FSDP2 keeps the masters alone
-        return (f"{name} weights", parameters * 4.0), (f"{name} optimizer", parameters * 8.0)
+        return (f"{name} weights", parameters * 4.0), (
+            f"{name} optimizer",
+            parameters * model.effective_optimizer().moment_bytes,
+        )
     width, masters = _width(model), ()
     if model.lora is not None:
         trained, kept = adapter_sizes(model.lora, sizes)
         masters = ((f"{name} frozen weights", float(kept * width)), (f"{name} adapters", trained * (4.0 + width)))
     elif model.precision == "bfloat16":
         masters = ((f"{name} master weights", parameters * 4.0),)
-    moments = _trained(model, parameters, sizes) * 8.0
+    moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
     return ((f"{name} weights", float(parameters * width)), *masters, (f"{name} optimizer", moments))
 
 

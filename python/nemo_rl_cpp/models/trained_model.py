@@ -128,7 +128,16 @@ class TrainedModel(NoOffload):
             return C.Trainer(model)
         sums = self._sums()
         beside = self.ranks.beside() if sums.beside else None
-        return C.Trainer(model, self.ranks.communicator, beside, sums.sharded)
+        return C.Trainer(model, self.ranks.communicator, beside, sums.sharded, *self._moment_dtypes())
+
+    def _moment_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """Return what AdamW's first and second moment are kept in; None: in the type of the master weights."""
+        settings = self.config.effective_optimizer()
+        short = [
+            torch.bfloat16 if name == "bfloat16" else None
+            for name in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
+        ]
+        return short[0], short[1]
 
     def _sums(self) -> GradientSums:
         sharded, beside = self.config.shards_gradients, self.config.overlaps_grad_reduce

@@ -14,7 +14,7 @@ TEST(AdamW, TheFirstStepMovesByTheLearningRate) {
   // before it
   const auto w = at::tensor({2.0, -1.0, 0.5}), g = at::tensor({0.3, -7.0, 1e-3}), m = at::zeros({3}, at::kDouble),
              v = at::zeros({3}, at::kDouble);
-  adamw_step(w, g, m, v, std::nullopt, {0.1, 0.9, 0.999, 0.0, 0.5}, 1, 1.0);
+  adamw_step({w, g, m, v}, {0.1, 0.9, 0.999, 0.0, 0.5}, 1, 1.0);
   expect_close(w, at::tensor({2.0 * 0.95 - 0.1, -1.0 * 0.95 + 0.1, 0.5 * 0.95 - 0.1}), 1e-12, "weights");
 }
 
@@ -27,7 +27,7 @@ TEST(AdamW, StepsEqualTheFormula) {
     auto ew = w.to(at::kDouble).clone(), em = at::zeros({n}, at::kDouble), ev = at::zeros({n}, at::kDouble);
     for (std::int64_t step = 1; step <= 5; ++step) {
       const auto g = randn({n}, 10 + static_cast<std::uint64_t>(step), type);
-      adamw_step(w, g, m, v, std::nullopt, s, step, scale);
+      adamw_step({w, g, m, v}, s, step, scale);
       const auto eg = g.to(at::kDouble) * scale;
       em = em * s.beta1 + eg * (1 - s.beta1);
       ev = ev * s.beta2 + eg * eg * (1 - s.beta2);
@@ -43,11 +43,35 @@ TEST(AdamW, StepsEqualTheFormula) {
 TEST(AdamW, TheComputeCopyIsTheRoundedWeights) {
   const auto w = randn({77}, 1, at::kFloat), g = randn({77}, 2, at::kFloat), m = at::zeros({77}), v = at::zeros({77}),
              compute = at::empty({77}, at::kBFloat16);
-  adamw_step(w, g, m, v, compute, {1e-3}, 1, 1.0);
+  adamw_step({w, g, m, v, compute}, {1e-3}, 1, 1.0);
   EXPECT_TRUE(at::equal(compute, w.to(at::kBFloat16)));
   const auto again = at::empty({77}, at::kBFloat16);
   round_weights(w, again);
   EXPECT_TRUE(at::equal(again, compute));
+}
+
+/// After many steps with the gradient g a moment is g and g², where rounding to nearest would stand still far below.
+TEST(AdamW, MomentsInBfloat16AreRightOnAverage) {
+  const std::int64_t n = 20000;
+  const auto w = at::zeros({n}), g = at::full({n}, 0.37f), m = at::zeros({n}, at::kBFloat16),
+             v = at::zeros({n}, at::kBFloat16);
+  for (std::int64_t step = 1; step <= 3000; ++step) adamw_step({w, g, m, v}, {0.0, 0.9, 0.999, 1e-8, 0.0}, step, 1.0);
+  EXPECT_NEAR(m.to(at::kDouble).mean().item<double>() / 0.37, 1.0, 1e-3);
+  EXPECT_NEAR(v.to(at::kDouble).mean().item<double>() / (0.37 * 0.37 * (1 - std::pow(0.999, 3000))), 1.0, 2e-3);
+}
+
+TEST(AdamW, MomentsInBfloat16HaveTheSameBitsInShards) {
+  const auto g = randn({50}, 2, at::kFloat);
+  const auto state = [] { return std::vector{at::ones({50}), at::zeros({50}, at::kBFloat16), at::zeros({50})}; };
+  const auto whole = state(), parts = state();
+  for (std::int64_t step = 1; step <= 4; ++step) {
+    adamw_step({whole[0], g, whole[1], whole[2]}, {1e-2}, step, 1.0);
+    for (const auto& [begin, size] : {std::pair{0, 16}, {16, 34}}) {
+      const auto of = [begin = begin, size = size](const at::Tensor& t) { return t.narrow(0, begin, size); };
+      adamw_step({of(parts[0]), of(g), of(parts[1]), of(parts[2]), std::nullopt, begin}, {1e-2}, step, 1.0);
+    }
+  }
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(whole[i], parts[i])) << i;
 }
 
 TEST(AdamW, NormByHand) {

@@ -33,7 +33,8 @@ TEST(RmsNorm, EqualsTheFormulaForEveryTypeAndShape) {
         const auto x = wide.narrow(1, 0, inner * D), y = at::empty({5, inner * D}, type),
                    rstd = at::empty({5, inner}, sums_of(type));
         rms_norm_forward(x, w, kEps, /*offset=*/1, y, rstd);
-        const auto [expected, expected_rstd] = reference(x.to(at::kDouble).reshape({5, inner, D}), w.to(at::kDouble) + 1);
+        const auto [expected, expected_rstd] =
+            reference(x.to(at::kDouble).reshape({5, inner, D}), w.to(at::kDouble) + 1);
         expect_close(y, expected.reshape({5, inner * D}), bound_of(type), "y");
         expect_close(rstd, expected_rstd, bound_of(sums_of(type)), "rstd");
       }

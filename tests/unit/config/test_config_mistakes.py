@@ -114,9 +114,9 @@ BAD_FILES = {
     "another model for generation": (
         "policy:\n  model_name: m\n  generation: {vllm_kwargs: {hf_overrides: {rope_theta: 5}}}",
         "policy.generation.vllm_kwargs.hf_overrides.rope_theta", 3, ["policy.hf_config_overrides"]),
-    "bfloat16 moments": (
-        "policy:\n  model_name: m\n  optimizer: {kwargs: {exp_avg_dtype: bfloat16}}", "policy.optimizer.kwargs.exp_avg_dtype", 3,
-        ["bfloat16", "float32"]),
+    "moments of 8 bits": (
+        "policy:\n  model_name: m\n  optimizer: {kwargs: {exp_avg_dtype: fp8}}", "policy.optimizer.kwargs.exp_avg_dtype", 3,
+        ["fp8", "float32 or bfloat16"]),
     "dead key": (
         "grpo:\n  zero_variance_prompt_filtering: true", "grpo.zero_variance_prompt_filtering", 2, ["read by nothing", "grpo.use_dynamic_sampling"]),
     "dead key of a gym": (
@@ -277,7 +277,7 @@ PPO_CASES = {
     "value batch": ("value.train_global_batch_size=500", "value.train_global_batch_size", ["256 or 512"]),
     "value length": ("value.max_total_sequence_length=512", "value.max_total_sequence_length", ["policy makes sequences"]),
     "value backend": ("value.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled", ["both true"]),
-    "value moments": ("+value.megatron_cfg.optimizer.exp_avg_sq_dtype=bfloat16", "value.megatron_cfg.optimizer.exp_avg_sq_dtype", ["float32"]),
+    "value moments": ("+value.megatron_cfg.optimizer.exp_avg_sq_dtype=uint8", "value.megatron_cfg.optimizer.exp_avg_sq_dtype", ["float32"]),
     "lambda": ("ppo.adv_estimator.gae_lambda=1.5", "ppo.adv_estimator.gae_lambda", ["at most 1"]),
     "estimator": ("ppo.adv_estimator.name=grpo", "ppo.adv_estimator.name", ["gae, raw_reward"]),
     "unknown value loss key": ("+value_loss_fn.clip=0.2", "value_loss_fn.clip", ["did you mean cliprange"]),

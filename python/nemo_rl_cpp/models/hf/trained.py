@@ -165,8 +165,8 @@ class HfTrainedModel(TrainedModel):
             )  # fmt: skip
         chunk = self.config.logprob_chunk_size if isinstance(self.config, PolicyConfig) else None
         if isinstance(model, ShardedModel):
-            return ShardedTrainer(model, self._packed, self.ranks, chunk)
-        return HfTrainer(model, self._packed, chunk)
+            return ShardedTrainer(model, self._packed, self.ranks, chunk, self._moment_dtypes())
+        return HfTrainer(model, self._packed, chunk, self._moment_dtypes())
 
     def _together(self, trainer: HfTrainer) -> AbstractContextManager[None]:
         return trainer.together()

@@ -28,6 +28,9 @@ class OptimizerStep(NamedTuple):
     finite: bool
 
 
+MomentDtypes = tuple[torch.dtype | None, torch.dtype | None]
+
+
 class HfTrainer:
     """What `MicroBatchRunner` and `TrainedModel` ask of a trainer.
 
@@ -37,14 +40,17 @@ class HfTrainer:
         model: trained, or frozen (then only `forward` without keeping works).
         packed: lay the samples of a micro-batch end to end in one row, where the architecture keeps them apart.
         chunk: of how many tokens float32 logits exist at a time (`policy.logprob_chunk_size`).
+        moments: what AdamW's two moments are kept in; None: float32.
     """
 
     out_dtype = torch.float32
     reused_tokens = 0
     """of generation's forward pass: none, it keeps no activations"""
 
-    def __init__(self, model: FlatModel, packed: bool, chunk: int | None = None) -> None:
-        self.model, self.packed, self._chunk = model, packed, chunk
+    def __init__(
+        self, model: FlatModel, packed: bool, chunk: int | None = None, moments: MomentDtypes = (None, None)
+    ) -> None:
+        self.model, self.packed, self._chunk, self._moment_dtypes = model, packed, chunk, moments
         self.optimizer_steps = 0
         self._grads: Tensor | None = None
         self._moments: tuple[Tensor, Tensor] | None = None
@@ -150,12 +156,12 @@ class HfTrainer:
 
     @property
     def exp_avg(self) -> Tensor:
-        """AdamW's first moment, float32 [n]."""
+        """AdamW's first moment [n]."""
         return self._both_moments()[0]
 
     @property
     def exp_avg_sq(self) -> Tensor:
-        """AdamW's second moment, float32 [n]."""
+        """AdamW's second moment [n]."""
         return self._both_moments()[1]
 
     def grads_are_finite(self) -> bool:
@@ -164,8 +170,12 @@ class HfTrainer:
 
     def _both_moments(self) -> tuple[Tensor, Tensor]:
         if self._moments is None:
-            self._moments = torch.zeros_like(self.model.masters), torch.zeros_like(self.model.masters)
+            self._moments = self._zero_moments(self.model.masters)
         return self._moments
+
+    def _zero_moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self._moment_dtypes
+        return torch.zeros_like(like, dtype=first), torch.zeros_like(like, dtype=second)
 
     def step(
         self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, max_grad_norm: float
@@ -182,7 +192,7 @@ class HfTrainer:
         for begin, end, masters, compute in self.model.pieces():
             C.adamw_step(
                 masters, grads[begin:end], self.exp_avg[begin:end], self.exp_avg_sq[begin:end], compute, lr=lr, beta1=beta1,
-                beta2=beta2, eps=eps, weight_decay=weight_decay, step=self.optimizer_steps,
+                beta2=beta2, eps=eps, weight_decay=weight_decay, step=self.optimizer_steps, first=begin,
             )  # fmt: skip
         return OptimizerStep(norm, True)
 
@@ -219,8 +229,15 @@ class ShardedTrainer(HfTrainer):
 
     model: ShardedModel
 
-    def __init__(self, model: ShardedModel | FlatModel, packed: bool, ranks: Ranks, chunk: int | None = None) -> None:
-        super().__init__(model, packed, chunk)
+    def __init__(
+        self,
+        model: ShardedModel | FlatModel,
+        packed: bool,
+        ranks: Ranks,
+        chunk: int | None = None,
+        moments: MomentDtypes = (None, None),
+    ) -> None:
+        super().__init__(model, packed, chunk, moments)
         self._ranks = ranks
 
     @contextmanager
@@ -293,5 +310,5 @@ class ShardedTrainer(HfTrainer):
     def _both_moments(self) -> tuple[Tensor, Tensor]:
         if self._moments is None:
             total = self.model.flat_layout.total
-            self._moments = (torch.zeros(total, dtype=torch.float32), torch.zeros(total, dtype=torch.float32))
+            self._moments = self._zero_moments(torch.empty(total, dtype=torch.float32))
         return self._moments

@@ -1,4 +1,4 @@
-"""Whole runs with transformers as trainer and generator. All five architectures: tests/tools/learn_hf.py."""
+"""Whole runs with transformers as trainer and generator."""
 
 import pytest
 import tiny
@@ -23,6 +23,21 @@ def test_it_learns(tmp_path):
     for row in run.history:
         assert 1 < row["token_mult_prob_error"] < 1 + 1e-5 and abs(row["gen_kl_error"]) < 1e-8
         assert row["sampling_importance_ratio"] == pytest.approx(1, abs=1e-4) and row["approx_entropy"] > 0
+
+
+# a tied head stays at two digits of three for long, in the native core too: untied, Gemma learns as soon as the others
+UNTIED = ("++policy.hf_config_overrides.tie_word_embeddings=false",)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+@pytest.mark.parametrize("model_type", ["gemma", "phi", "olmo", "gpt_neox", "mixtral"])
+def test_architectures_that_the_native_core_lacks_learn(section, model_type, tmp_path):
+    model = (f"++policy.hf_config_overrides.model_type={model_type}", *(UNTIED if model_type == "gemma" else ()))
+    fast = tiny.FAST if section == "grpo" else ()
+    steps = f"{section}.max_num_steps=300"
+    run = tiny.train(tmp_path, *fast, "policy.backend=hf", steps, *model, config=f"{section}_tiny.yaml", until=0.9)
+    assert sum(row["accuracy"] for row in run.history[-5:]) / 5 > 0.9
 
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])

@@ -1,7 +1,4 @@
-"""Prints the circles among the package's modules: groups of modules that import one another, directly or by way of others.
-
-    python tests/tools/import_circles.py               of imports at the top of modules, then with those inside functions
-    python tests/tools/import_circles.py --root FOLDER another checkout
+"""Finds the circles among the package's modules: groups of modules that import one another, directly or by way of others.
 
 Imports under `if TYPE_CHECKING` do not run and do not count. `from package import module` counts as an import of the module.
 A package whose `__init__` only names what its modules hold is an ordinary module here.
@@ -9,12 +6,10 @@ A package whose `__init__` only names what its modules hold is an ordinary modul
 
 from __future__ import annotations
 
-import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "nemo_rl_cpp"
 
 
@@ -92,18 +87,3 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
         if module not in order:
             visit(module)
     return sorted(found, key=lambda group: (-len(group), group))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to look at")
-    root = parser.parse_args().root.resolve()
-    for lazy, title in ((False, "at the top of modules"), (True, "with those inside functions")):
-        found = circles(graph(root, lazy))
-        print(f"imports {title}: {len(found)} circles of {sum(map(len, found))} modules")
-        for group in found:
-            print("  " + ", ".join(name.removeprefix(f"{PACKAGE}.") for name in group))
-
-
-if __name__ == "__main__":
-    main()

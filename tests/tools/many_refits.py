@@ -1,14 +1,9 @@
-"""Refits the tiny model again and again, from a trainer's process to an engine's, and looks whether memory and handles grow.
+"""Refits the tiny model again and again, from a trainer's process to an engine's, and measures memory and handles.
 
-    python tests/tools/many_refits.py --refits 1000
-
-Exit status 1 where, after a tenth of the refits, a process has more open files or threads than before, or its memory has grown by more than
-`--megabytes`. Weights change before every refit, and the engine's digest is compared after it.
+Weights change before every refit, and the engine's digest is compared after it.
 """
 
-import argparse
 import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,23 +71,3 @@ def refit_often(refits: int, *overrides: str) -> tuple[dict[str, Held], dict[str
     finally:
         for each in (engines, cluster):
             each.shutdown()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--refits", type=int, default=1000)
-    parser.add_argument("--megabytes", type=float, default=4.0)
-    arguments, overrides = parser.parse_known_args()
-    before, after = refit_often(arguments.refits, *overrides)
-    grown = False
-    for name, now in after.items():
-        then = before[name]
-        print(f"{name:8} {then} -> {now}")
-        grown |= now.files > then.files or now.threads > then.threads
-        grown |= now.megabytes > then.megabytes + arguments.megabytes
-    print(f"{arguments.refits} refits: " + ("something grows" if grown else "memory and handles are flat"))
-    return 1 if grown else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -250,33 +250,11 @@ def test_code_that_ignores_signals_is_undone_at_the_next_look():
         assert stop.reason == "interrupted"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
-def test_a_closed_terminal_and_a_scheduler_ask_too(number):
-    said = []
-    with GracefulStop(said.append) as stop:
-        signal.raise_signal(number)
-        assert stop.reason == "terminated" and said[0].startswith(
-            f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint"
-        )
-    assert signal.getsignal(number) is signal.SIG_DFL
-
-
 def test_a_terminal_that_closes_may_say_so_twice():
     with GracefulStop(lambda text: None) as stop:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
         assert stop.reason == "terminated"
-
-
-def test_a_signal_that_is_ignored_stays_so():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        with GracefulStop(lambda text: None) as stop:
-            signal.raise_signal(signal.SIGHUP)
-            assert not stop.requested
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_forked_worker_leaves_the_words_to_its_parent():

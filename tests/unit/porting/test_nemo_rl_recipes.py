@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config, rules
-from nemo_rl_cpp.config.fold import devices_of, fold_text
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 
 HERE = Path(__file__).parent
@@ -63,20 +62,6 @@ REASONS = {
         "data.dataset_name",
     ),
 }
-
-COUNTS = {  # reason -> recipes before, recipes now
-    # before: of all 224 RL recipes of NeMo RL, read with a package that knew one device and folded nothing; now: of the 153 held here
-    "loaded": (9, 112),
-    "several devices or parallel sizes": (213, 0),  # folded, or processes
-    "training while generating": (42, 16),
-    "quantised training or generation": (22, 12),
-    "a truncation of weights without its type": (5, 5),
-    "LoRA": (5, 2),
-    "keys that nothing reads": (104, 4),
-    "speculative decoding trained along": (10, 3),
-    "an environment or server that is not there": (16, 1),
-}  # fmt: skip
-GONE = {"several devices or parallel sizes"}
 
 
 def tree(flat):
@@ -159,34 +144,12 @@ def test_most_recipes_load_as_they_stand(walk, capsys):
 
 
 @pytest.mark.slow
-def test_the_table_of_reasons(walk):
-    """How many recipes load, and why the others do not, by reason. A recipe with several reasons counts for each. The numbers
-    change with the product: write the new ones here, and say why in the change."""
-    refused = Counter()
-    for error in walk.values():
-        if isinstance(error, ConfigError):
-            refused.update({reason_of(problem.key) for problem in error.problems})
-    assert {"loaded": len(loaded(walk)), **refused} == {name: now for name, (_, now) in COUNTS.items() if now}
-    assert COUNTS["loaded"][1] > COUNTS["loaded"][0] and set(COUNTS) - {"loaded", *GONE} <= set(REASONS)
-
-
-@pytest.mark.slow
 def test_what_is_refused_is_refused_by_a_known_reason(walk):
     unknown = {
         f"{name}: {problem}" for name, error in walk.items() if isinstance(error, ConfigError) for problem in error.problems
         if reason_of(problem.key) not in REASONS
     }  # fmt: skip
     assert unknown == set()
-
-
-@pytest.mark.slow
-def test_every_recipe_that_loads_says_what_is_folded(walk):
-    for name, config in loaded(walk).items():
-        text = fold_text(config)
-        backend = (config.policy.generation if hasattr(config, "policy") else config.generation).backend
-        assert f"the engine {backend}" in text, name
-        if devices_of(config) > 1:
-            assert f"written for {devices_of(config)} devices" in text and "memory forecast" in text, name
 
 
 def test_nothing_that_changes_results_is_among_those_that_load(walk):

@@ -80,7 +80,6 @@ def test_an_engine_that_is_killed_is_a_lost_peer_at_once(pair, cluster):
 
 
 def test_memory_and_handles_are_flat():
-    """tests/tools/many_refits.py does it a thousand times."""
     before, after = refit_often(60)
     for name, now in after.items():
         assert now.files <= before[name].files and now.threads <= before[name].threads

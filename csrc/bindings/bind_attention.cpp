@@ -35,8 +35,9 @@ void bind_attention(py::module_& m) {
   py::class_<ops::AttentionHeads>(
       m, "AttentionHeads",
       "N query heads on K key/value heads of size H, scores times `scale`; `window`: keys that a query sees at most")
-      .def(py::init<std::int64_t, std::int64_t, std::int64_t, double, std::int64_t>(), py::arg("num_heads"),
-           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("window") = 0);
+      .def(py::init<std::int64_t, std::int64_t, std::int64_t, double, std::int64_t, double>(), py::arg("num_heads"),
+           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("window") = 0,
+           py::arg("softcap") = 0.0);
   m.def(
       "attention_forward",
       [](const at::Tensor& qkv, const std::vector<SequenceTuple>& sequences, const ops::AttentionHeads& heads) {

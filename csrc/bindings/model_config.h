@@ -53,6 +53,7 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   get("fused_tensors", c.fused_tensors), get("norm_offset", c.norm_offset);
   get("attention_scale", c.attention_scale), get("embedding_multiplier", c.embedding_multiplier),
       get("residual_multiplier", c.residual_multiplier), get("logit_multiplier", c.logit_multiplier);
+  get("attention_softcap", c.attention_softcap), get("logit_softcap", c.logit_softcap);
   for (const auto& [inv_freq, factor] : d["ropes"].cast<std::vector<std::pair<std::vector<double>, double>>>())
     c.ropes.push_back({inv_freq, factor});
   for (const auto& [window, rope] : d["layers"].cast<std::vector<std::pair<std::int64_t, std::optional<int>>>>())

@@ -139,10 +139,14 @@ void NativeModelRunner::finish(const at::Tensor& h, const ops::PackedWeights* pa
   decoder.final_norm(h, normed, at::Tensor());
   const auto& w = decoder.parameters().lm_head;
   const auto whole = logits(h.size(0));
-  if (vocab_.is_whole()) return ops::linear_forward(normed, w, std::nullopt, whole, /*accumulate=*/false, packed);
+  if (vocab_.is_whole()) {
+    ops::linear_forward(normed, w, std::nullopt, whole, /*accumulate=*/false, packed);
+    return vocab_.cap(whole);
+  }
   const auto own = workspace_.take(model::Slot::own_logits, {h.size(0), w.size(0)}, at::kFloat);
   ops::linear_forward(normed, w, std::nullopt, own, /*accumulate=*/false, packed);
   vocab_.gather_rows(own, whole);
+  vocab_.cap(whole);
 }
 
 at::Tensor NativeModelRunner::logits(std::int64_t rows) {

@@ -8,6 +8,8 @@
 //   ascending out[h] = acc[h] * (1/l),   lse = ln(2) * (m + log2(l))
 // A layer with a sliding window w sees keys p-w+1..p: the tiles begin with that of key p-w+1, and keys before it have
 // the weight 0 there. A tile of which a row sees no key does not change its sums.
+// With a softcap c the natural score s becomes c * tanh(s / c), and the gradient of s is that of the capped score times
+// 1 - tanh(s / c)^2.
 // Each of these is a chain of its own for every (row, lane): how rows are grouped into register blocks, chunks, batches
 // or threads cannot change a bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
 //
@@ -63,6 +65,7 @@ struct AttentionShape {
   double scale = 1.0;             ///< natural scale of the scores, usually 1/sqrt(H)
   ElementType type = ElementType::float32;
   std::int64_t window = 0;  ///< keys that a query sees at most, its own included; 0: all
+  double softcap = 0;       ///< of the natural scores; 0: none
 
   NRL_HOST_DEVICE std::int64_t group() const { return num_heads / num_kv_heads; }
   NRL_HOST_DEVICE std::int64_t row_stride() const { return (num_heads + 2 * num_kv_heads) * head_dim; }

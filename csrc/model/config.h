@@ -67,6 +67,8 @@ struct ModelConfig {
   double embedding_multiplier = 1;  ///< Granite's: of the embedding,
   double residual_multiplier = 1;   ///< of what attention and the MLP add to the residual stream,
   double logit_multiplier = 1;      ///< and of the logits
+  double attention_softcap = 0;     ///< c * tanh(score / c) of attention's scores, 0: none (Gemma 2),
+  double logit_softcap = 0;         ///< and of the logits
   bool tie_word_embeddings = false;
   bool qkv_bias = false;     ///< Qwen2; Llama with attention_bias
   bool output_bias = false;  ///< bias of o_proj: Llama with attention_bias

@@ -39,8 +39,12 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::
 }
 
 ops::AttentionHeads Decoder::attention_heads(std::int64_t l) const {
-  return {config_.num_heads, config_.num_kv_heads, config_.head_dim, config_.attention_scale,
-          config_.layers[static_cast<std::size_t>(l)].window};
+  return {config_.num_heads,
+          config_.num_kv_heads,
+          config_.head_dim,
+          config_.attention_scale,
+          config_.layers[static_cast<std::size_t>(l)].window,
+          config_.attention_softcap};
 }
 
 /// Positions on the decoder's device, with their angles in the table.

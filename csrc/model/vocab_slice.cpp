@@ -1,16 +1,35 @@
 #include "model/vocab_slice.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <cstring>
 
+#include "ops/kernel_types.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 
-VocabSlice::VocabSlice(const ModelConfig& config, distributed::Peers* peers) : peers_(peers) {
+VocabSlice::VocabSlice(const ModelConfig& config, distributed::Peers* peers)
+    : peers_(peers), softcap_(config.logit_softcap) {
   if (peers == nullptr) return;
   block_ = config.vocab_block();
   for (int r = 0; r < peers->size(); ++r) rows_.push_back(config.vocab_rows(r));
+}
+
+void VocabSlice::cap(const at::Tensor& logits) const {
+  if (softcap_ == 0) return;
+  if (logits.is_cuda()) {
+    logits.div_(softcap_).tanh_().mul_(softcap_);
+    return;
+  }
+  ops::dispatch_floating(logits.scalar_type(), "softcap", [&](auto tag) {
+    using A = accumulate_t<decltype(tag)>;
+    at::parallel_for(0, logits.size(0), 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t r = begin; r < end; ++r)
+        cap_row(ops::mutable_ptr<A>(logits) + r * logits.stride(0), logits.size(1), softcap_);
+    });
+  });
 }
 
 void VocabSlice::gather_rows(const at::Tensor& own, const at::Tensor& whole) const {

@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <vector>
 
 #include "distributed/peers.h"
@@ -18,6 +19,20 @@ struct WholeSums {
   std::vector<float> target_logits;  ///< one a pair
 };
 
+/// row[v] = c * tanh(row[v] / c), for a softcap c above 0.
+template <class A>
+void cap_row(A* row, std::int64_t n, double softcap) {
+  if (softcap == 0) return;
+  const A c = static_cast<A>(softcap);
+  for (std::int64_t v = 0; v < n; ++v) row[v] = c * std::tanh(row[v] / c);
+}
+/// The gradient of a logit before its cap is the capped one's times this.
+template <class A>
+A cap_slope(A capped, double softcap) {
+  const A t = softcap == 0 ? A(0) : capped / static_cast<A>(softcap);
+  return A(1) - t * t;
+}
+
 /// By default all of the vocabulary is here.
 class VocabSlice {
  public:
@@ -32,6 +47,10 @@ class VocabSlice {
   std::int64_t vocab_size(std::int64_t own) const { return is_whole() ? own : rows_.back().end; }
   /// Entries that the log-softmax sums together.
   std::int64_t block() const { return block_; }
+  /// As in ModelConfig.
+  double softcap() const { return softcap_; }
+  /// The logits of the head's product, [R, n] float32 or float64 with any stride of rows, become those of the model.
+  void cap(const at::Tensor& logits) const;
 
   /// whole [R, V] from `own` [R, entries that are here] of every process.
   void gather_rows(const at::Tensor& own, const at::Tensor& whole) const;
@@ -46,6 +65,7 @@ class VocabSlice {
   distributed::Peers* peers_ = nullptr;
   std::vector<VocabRows> rows_;  ///< of each process
   std::int64_t block_ = kernels::kVocabBlock;
+  double softcap_ = 0;
 };
 
 }  // namespace nemo_rl::model

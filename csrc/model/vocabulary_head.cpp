@@ -37,7 +37,7 @@ LogSumExpOf<A> lse_of(const RowSums& sums) {
 /// begin.
 template <class A, class S>
 void row_gradient(const A* logits, std::int64_t begin, std::int64_t n, A temperature, const LogSumExpOf<A>& lse,
-                  const std::int64_t* targets, const A* g, std::int64_t pairs, S* out) {
+                  const std::int64_t* targets, const A* g, std::int64_t pairs, S* out, double softcap = 0) {
   A total = 0;
   for (std::int64_t i = 0; i < pairs; ++i) total += g[i];
   const auto probability = [&](A logit) { return std::exp((logit / temperature - lse.max) - lse.log_sum); };
@@ -54,6 +54,8 @@ void row_gradient(const A* logits, std::int64_t begin, std::int64_t n, A tempera
       if (targets[j] == targets[i]) own += g[j];
     out[v] = static_cast<S>((own - total * probability(logits[v])) / temperature);
   }
+  for (std::int64_t v = 0; softcap > 0 && v < n; ++v)
+    out[v] = static_cast<S>(static_cast<A>(out[v]) * cap_slope(logits[v], softcap));
 }
 
 float* thread_logits() {
@@ -131,6 +133,7 @@ at::Tensor VocabularyHead::whole_logits(const at::Tensor& x, const at::Tensor& w
     ops::linear_forward(x, w, std::nullopt, own);
     slice_.gather_rows(own, logits);
   }
+  slice_.cap(logits);
   return logits;
 }
 
@@ -175,7 +178,10 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
       ops::linear_forward(x.narrow(0, start, U), w.narrow(0, v, columns), std::nullopt,
                           at::from_blob(logits, {U, columns}, {kTile, 1}, at::kFloat));
       at::parallel_for(0, U, kRowBlock, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t u = begin; u < end; ++u) take_row(u, tile, columns, logits + u * kTile);
+        for (std::int64_t u = begin; u < end; ++u) {
+          cap_row(logits + u * kTile, columns, slice_.softcap());
+          take_row(u, tile, columns, logits + u * kTile);
+        }
       });
     }
   } else {
@@ -186,7 +192,10 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
           const std::int64_t columns = std::min(width, V - v), rows = std::min(kRowBlock, U - r);
           float* const logits = kept ? kept + (tile * U + r) * kTile : thread_logits();
           tile_logits<decltype(tag)>(x, w, start + r, rows, v, columns, logits);
-          for (std::int64_t u = r; u < r + rows; ++u) take_row(u, tile, columns, logits + (u - r) * kTile);
+          for (std::int64_t u = r; u < r + rows; ++u) {
+            cap_row(logits + (u - r) * kTile, columns, slice_.softcap());
+            take_row(u, tile, columns, logits + (u - r) * kTile);
+          }
         }
       });
     });
@@ -306,8 +315,10 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
           if (!kept) tile_logits<S>(x, w, start + r, count, v, columns, thread_logits());
           for (std::int64_t i = 0; i < count; ++i) {
             const std::int64_t u = start + r + i, p = wanted.first[u];
+            if (!kept) cap_row(thread_logits() + i * kTile, columns, slice_.softcap());
             row_gradient(logits + i * kTile, slice_.begin() + v, columns, temperature, lse_of<float>(sums[u]),
-                         wanted.targets + p, d_logprobs + p, wanted.first[u + 1] - p, d + (r + i) * kTile);
+                         wanted.targets + p, d_logprobs + p, wanted.first[u + 1] - p, d + (r + i) * kTile,
+                         slice_.softcap());
           }
         }
       });
@@ -362,7 +373,8 @@ void VocabularyHead::chunk_gradient(std::int64_t start, const RowTargets& wanted
         S* const out = ops::mutable_ptr<S>(d_logits) + (u - start) * V;
         const std::int64_t p = wanted.first[u], n = wanted.first[u + 1] - p;
         if (!filters) {
-          row_gradient(row, 0, V, temperature, lse_of<A>(sums[u]), wanted.targets + p, g_plain + p, n, out);
+          row_gradient(row, 0, V, temperature, lse_of<A>(sums[u]), wanted.targets + p, g_plain + p, n, out,
+                       slice_.softcap());
           continue;
         }
         if (g_plain) {
@@ -371,7 +383,8 @@ void VocabularyHead::chunk_gradient(std::int64_t start, const RowTargets& wanted
           std::fill(sum.begin(), sum.end(), A(0));
         }
         filtered_row(row, V, scoring).add_gradient(wanted.targets + p, g_kept + p, n, sum.data());
-        for (std::int64_t v = 0; v < V; ++v) out[v] = static_cast<S>(sum[static_cast<std::size_t>(v)]);
+        for (std::int64_t v = 0; v < V; ++v)
+          out[v] = static_cast<S>(sum[static_cast<std::size_t>(v)] * cap_slope(row[v], slice_.softcap()));
       }
     });
   });

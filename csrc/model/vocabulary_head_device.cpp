@@ -45,6 +45,7 @@ void VocabularyHead::forward_on_device(const at::Tensor& x, const at::Tensor& w,
     const std::int64_t count = std::min(chunk, U - start);
     const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat));
     ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
+    slice_.cap(logits);
     ops::score_pairs(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, values.logprobs,
                      values.unfiltered, entropy.defined() ? entropy.narrow(0, start, count) : at::Tensor());
   }
@@ -64,8 +65,10 @@ void VocabularyHead::backward_on_device(const at::Tensor& x, const at::Tensor& w
     const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat)),
                d_logits = device_scratch(d_logits_, {count, V}, x.options());
     ops::linear_forward(rows, w, std::nullopt, logits);
+    slice_.cap(logits);
     ops::pairs_gradient(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, d_values.logprobs,
                         d_unfiltered, d_logits);
+    if (slice_.softcap() > 0) d_logits.mul_(logits.div(slice_.softcap()).square().neg().add(1));
     if (d_w.defined()) ops::linear_backward_weight(d_logits, rows, d_w);
     ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
   }
@@ -86,12 +89,14 @@ void VocabularyHead::forward_backward_on_device(const at::Tensor& x, const at::T
                d_logits = device_scratch(d_logits_, {count, V}, x.options());
     const ops::PairQuery query{pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule};
     ops::linear_forward(rows, w, std::nullopt, logits);
+    slice_.cap(logits);
     ops::score_pairs(logits, query, logprobs, {}, {});
     // the loss sees a few numbers, on the CPU, where the rest of its inputs are
     const auto seen = logprobs.narrow(0, begin, end - begin).cpu(), d_seen = at::zeros_like(seen);
     loss(begin, end, seen.const_data_ptr<float>(), d_seen.mutable_data_ptr<float>());
     gradient.narrow(0, begin, end - begin).copy_(d_seen);
     ops::pairs_gradient(logits, query, gradient, {}, d_logits);
+    if (slice_.softcap() > 0) d_logits.mul_(logits.div(slice_.softcap()).square().neg().add(1));
     if (d_w.defined()) ops::linear_backward_weight(d_logits, rows, d_w);
     ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
   }

@@ -150,7 +150,7 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
                 "] on the CPU or a CUDA device");
   check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type(), qkv.device());
   return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type()),
-          heads.window};
+          heads.window,    heads.softcap};
 }
 
 void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks) {

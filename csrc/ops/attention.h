@@ -21,6 +21,7 @@ struct AttentionHeads {
   std::int64_t head_dim = 0;      ///< H, a multiple of 8 up to 256
   double scale = 1.0;             ///< usually 1/sqrt(H)
   std::int64_t window = 0;        ///< keys that a query sees at most, its own included; 0: all
+  double softcap = 0;             ///< of the natural scores; 0: none
 };
 
 /// Keys and values of one layer: storage for `num_blocks` blocks [num_blocks, K, 2, H*kKeyTile], of each head a tile of

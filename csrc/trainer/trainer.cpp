@@ -174,9 +174,11 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   decoder.final_norm(h, normed, at::Tensor());
   auto logits = at::empty({T, decoder.parameters().lm_head.size(0)}, h.options());
   ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits);
-  if (model_->peers() == nullptr || values()) return logits;
-  auto all = at::empty({T, model_->config().vocab_size}, h.options());
-  model::VocabSlice(model_->config(), model_->peers()).gather_rows(logits, all);
+  if (values()) return logits;
+  const model::VocabSlice vocab(model_->config(), model_->peers());
+  auto all = vocab.is_whole() ? logits : at::empty({T, model_->config().vocab_size}, h.options());
+  if (!vocab.is_whole()) vocab.gather_rows(logits, all);
+  vocab.cap(all);
   return all;
 }
 

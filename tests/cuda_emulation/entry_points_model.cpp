@@ -13,9 +13,10 @@ using Int = std::int64_t;
 
 namespace {
 
-AttentionShape attention_shape(Int N, Int K, Int H, Int bf16, Int window = 0) {
-  return {N,     K, H, 1.0 / std::sqrt(static_cast<double>(H)), bf16 ? ElementType::bfloat16 : ElementType::float32,
-          window};
+AttentionShape attention_shape(Int N, Int K, Int H, Int bf16, Int window = 0, double softcap = 0) {
+  return {
+      N,      K,      H, 1.0 / std::sqrt(static_cast<double>(H)), bf16 ? ElementType::bfloat16 : ElementType::float32,
+      window, softcap};
 }
 
 AttentionRows rows_kind(Int many) { return many ? AttentionRows::many : AttentionRows::few; }
@@ -68,18 +69,18 @@ Int block_rows(Int many, Int H, Int bf16) {
 Int backward_rows(Int H, Int bf16) { return AttentionBackwardBlocks(attention_shape(1, 1, H, bf16)).query_rows; }
 Int backward_keys(Int H, Int bf16) { return AttentionBackwardBlocks(attention_shape(1, 1, H, bf16)).keys; }
 
-Int attention_forward(Int N, Int K, Int H, Int bf16, Int window, void* qkv, void* cache, std::int32_t* tables,
-                      AttentionBlock* blocks, Int num_blocks, void* out, float* lse, Int many) {
+Int attention_forward(Int N, Int K, Int H, Int bf16, Int window, double softcap, void* qkv, void* cache,
+                      std::int32_t* tables, AttentionBlock* blocks, Int num_blocks, void* out, float* lse, Int many) {
   const AttentionCudaArgs args{
-      attention_shape(N, K, H, bf16, window), qkv, cache, tables, blocks, num_blocks, out, lse};
+      attention_shape(N, K, H, bf16, window, softcap), qkv, cache, tables, blocks, num_blocks, out, lse};
   return attention_forward_launch(args, rows_kind(many), nullptr);
 }
 
 /// A step over the cache as ops/attention_cuda.cpp runs it. A slice is {query_start, query_length, context_length,
 /// first entry of its table in `tables`, entries}.
-Int attention_paged(Int N, Int K, Int H, Int bf16, Int window, void* qkv, Int* slices, Int num_slices,
+Int attention_paged(Int N, Int K, Int H, Int bf16, Int window, double softcap, void* qkv, Int* slices, Int num_slices,
                     std::int32_t* tables, Int rows, void* cache, void* out) {
-  const AttentionShape shape = attention_shape(N, K, H, bf16, window);
+  const AttentionShape shape = attention_shape(N, K, H, bf16, window, softcap);
   std::vector<PagedSlice> all;
   for (Int i = 0; i < num_slices; ++i, slices += 5)
     all.push_back({slices[0], slices[1], slices[2], tables + slices[3], slices[4]});
@@ -102,10 +103,10 @@ Int kv_copy(Int K, Int H, Int bf16, void* cache, Int from, Int to, Int length) {
   return kv_cache_copy_launch(attention_shape(K, K, H, bf16), cache, from, to, length, nullptr);
 }
 
-Int attention_backward(Int N, Int K, Int H, Int bf16, Int window, void* qkv, void* out, void* d_out, float* lse,
-                       float* dots, AttentionSequence* sequences, Int* sharers, AttentionBlock* blocks, Int num_blocks,
-                       AttentionKeyBlock* key_blocks, Int num_key_blocks, Int tokens, void* d_qkv) {
-  const AttentionBackwardCudaArgs args{attention_shape(N, K, H, bf16, window),
+Int attention_backward(Int N, Int K, Int H, Int bf16, Int window, double softcap, void* qkv, void* out, void* d_out,
+                       float* lse, float* dots, AttentionSequence* sequences, Int* sharers, AttentionBlock* blocks,
+                       Int num_blocks, AttentionKeyBlock* key_blocks, Int num_key_blocks, Int tokens, void* d_qkv) {
+  const AttentionBackwardCudaArgs args{attention_shape(N, K, H, bf16, window, softcap),
                                        qkv,
                                        out,
                                        d_out,

@@ -192,7 +192,9 @@ def test_the_same_run_twice_is_the_same_run(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "architecture", ["olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text"]
+)
 def test_every_architecture_generates_what_it_trains(architecture, precision, tmp_path):
     made = {"model_type": architecture, "sliding_window": 9, "hidden_act": "gelu_pytorch_tanh"}
     overrides = [f"policy.hf_config_overrides.{key}={value}" for key, value in made.items()]

@@ -30,6 +30,7 @@ def make_bases(root: Path) -> dict[str, Path]:
     """A folder of each architecture, as transformers writes it, with a tokenizer whose words are w0, w1, ..."""
     from transformers import (
         AutoModelForCausalLM,
+        Gemma2Config,
         Gemma3TextConfig,
         GraniteConfig,
         LlamaConfig,
@@ -49,6 +50,7 @@ def make_bases(root: Path) -> dict[str, Path]:
         "window": MistralConfig(**SMALL, head_dim=16, sliding_window=8), "olmo3": Olmo3Config(**{**SMALL, "hidden_size": 64}, sliding_window=8),
         "smollm3": SmolLM3Config(**{**SMALL, "hidden_size": 64}, no_rope_layer_interval=2), "phi3": Phi3Config(**{**SMALL, "hidden_size": 64}),
         "granite": GraniteConfig(**{**SMALL, "hidden_size": 64}, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=4.0),
+        "gemma2": Gemma2Config(**SMALL, head_dim=16, sliding_window=8, final_logit_softcapping=3.0),
         "gemma3": Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
         "gelu": Olmo2Config(**{**SMALL, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
     }  # fmt: skip
@@ -183,7 +185,7 @@ def _base_model(weights):
 
 WHOLE = {
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma3")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3")},
     **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2", "smollm3", "granite", "phi3")},
     **{f"linear, format {n}": case for n, case in both_formats(LINEAR).items()},
     **{f"llama3, format {n}": case for n, case in both_formats(LLAMA3).items()},

@@ -21,6 +21,7 @@ BASE = dict(
 
 def configurations() -> dict:
     from transformers import (
+        Gemma2Config,
         Gemma3TextConfig,
         GraniteConfig,
         LlamaConfig,
@@ -84,6 +85,10 @@ def configurations() -> dict:
         ),
         "phi3": Phi3Config(**phi3, sliding_window=20),
         "phi3_longrope": Phi3Config(**phi3, rope_parameters=longrope, original_max_position_embeddings=400),
+        "gemma2": Gemma2Config(
+            **{**BASE, "num_hidden_layers": 3}, head_dim=16, sliding_window=10, query_pre_attn_scalar=24, attn_logit_softcapping=3.0,
+            final_logit_softcapping=4.0,
+        ),
         "gemma3": Gemma3TextConfig(
             **{**BASE, "num_hidden_layers": 4}, head_dim=16, sliding_window=10, query_pre_attn_scalar=24,
             layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"], rope_parameters=nested(linear),
@@ -103,7 +108,7 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
-                parameter.copy_((name != "gemma3") + 0.2 * torch.randn_like(parameter))
+                parameter.copy_((not name.startswith("gemma")) + 0.2 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
     model.save_pretrained(folder)

@@ -97,7 +97,8 @@ def test_ten_adamw_steps_equal_torch(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_biases", "qwen2_tied", "qwen3", "olmo3", "smollm3", "granite", "phi3", "phi3_longrope", "gemma3"]
+    "name",
+    ["llama_biases", "qwen2_tied", "qwen3", "olmo3", "smollm3", "granite", "phi3", "phi3_longrope", "gemma2", "gemma3"],
 )
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_saved_checkpoint_gives_transformers_the_same_logits(name, shard_bytes, tmp_path):

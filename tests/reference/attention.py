@@ -1,5 +1,5 @@
 """Causal attention of packed sequences with shared prefixes, in plain numpy float64: one query row at a time. With a window a row sees
-so many keys, its own included; 0: all."""
+so many keys, its own included; 0: all. A softcap c makes c * tanh(s / c) of a score s; 0: none."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ def _rows(sequence: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def attention(
-    qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float, window: int = 0
+    qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float, window: int = 0, softcap: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out [T, N*H], lse [T, N]) of qkv [T, (N+2K)*H]."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
@@ -23,6 +23,7 @@ def attention(
             for head in range(n):
                 kv = head // (n // k)
                 scores = scale * (x[seen, n + kv] @ x[row, head])
+                scores = softcap * np.tanh(scores / softcap) if softcap else scores
                 top = scores.max()
                 weights = np.exp(scores - top)
                 out[row, head] = weights @ x[seen, n + k + kv] / weights.sum()
@@ -31,7 +32,15 @@ def attention(
 
 
 def attention_backward(
-    qkv: np.ndarray, d_out: np.ndarray, sequences, n: int, k: int, h: int, scale: float, window: int = 0
+    qkv: np.ndarray,
+    d_out: np.ndarray,
+    sequences,
+    n: int,
+    k: int,
+    h: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> np.ndarray:
     """d_qkv [T, (N+2K)*H]; rows of a shared prefix gather from every sequence that reads them."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
@@ -45,10 +54,12 @@ def attention_backward(
                 kv = head // (n // k)
                 keys, values, query = x[seen, n + kv], x[seen, n + k + kv], x[row, head]
                 scores = scale * (keys @ query)
+                tanh = np.tanh(scores / softcap) if softcap else 0.0
+                scores = softcap * tanh if softcap else scores
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 d_weights = values @ g[row, head]
-                d_scores = weights * (d_weights - weights @ d_weights)
+                d_scores = weights * (d_weights - weights @ d_weights) * (1 - tanh * tanh)
                 d[row, head] += scale * (d_scores @ keys)
                 d[seen, n + kv] += scale * np.outer(d_scores, query)
                 d[seen, n + k + kv] += np.outer(weights, g[row, head])

@@ -90,8 +90,8 @@ struct BackwardRows : QueryRows<Elem> {
   using Real = typename Base::Real;
   using Word = typename Base::Word;
   using Vec = Register<Real>;
-  using Base::acc, Base::acc_stride, Base::group, Base::head_dim, Base::q, Base::rows, Base::scores, Base::W,
-      Base::kPairs;
+  using Base::acc, Base::acc_stride, Base::group, Base::head_dim, Base::q, Base::rows, Base::scores, Base::softcap,
+      Base::W, Base::kPairs;
   Word* d_out;                       ///< [rows][acc_stride], zeros behind H
   Real* d_scores;                    ///< [rows][kTile]; as gradients, words of so many rows
   Real *log_sum, *dot;               ///< [rows]: log2 of the softmax's sum; d_out . out
@@ -202,8 +202,14 @@ struct BackwardRows : QueryRows<Elem> {
     for (int i = 0; i < W; ++i) lane[i] = i;
     const Vec minus = splat(log_sum[r]), d = splat(dot[r]);
     for (int l = 0; l < kTile; l += W) {
-      const Vec p = exp2_of(Base::scaled(load(scores + r * kTile + l)) - minus);
-      const Vec g = p * (load(d_scores + r * kTile + l) - d);
+      Vec x = Base::scaled(load(scores + r * kTile + l)), slope = splat(Real(1));
+      if (softcap != 0) {
+        const Vec t = tanh_of(x * splat(Real(1) / softcap));
+        x = t * splat(softcap), slope = splat(Real(1)) - t * t;
+      }
+      const Vec p = exp2_of(x - minus);
+      const Vec g =
+          softcap != 0 ? p * (load(d_scores + r * kTile + l) - d) * slope : p * (load(d_scores + r * kTile + l) - d);
       Vec seen_p = lane + l < keys ? p : Vec{}, seen_g = lane + l < keys ? g : Vec{};
       if (before > l) seen_p = lane + l < before ? Vec{} : seen_p, seen_g = lane + l < before ? Vec{} : seen_g;
       if constexpr (kPairs) {

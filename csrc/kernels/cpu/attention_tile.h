@@ -129,6 +129,7 @@ struct QueryRows {
   std::int64_t head_dim, group, window, tokens, rows, acc_stride;
   std::int64_t position;  ///< absolute position of the first token
   Real score_scale;       ///< natural scale * log2(e)
+  Real softcap;           ///< softcap * log2(e); 0: none
   Word* q;                ///< [rows][acc_stride] queries, zeros behind H
   Real* scores;           ///< [rows][kTile]; as weights, words of so many rows
   Real* acc;              ///< [rows][acc_stride]
@@ -159,6 +160,7 @@ struct QueryRows {
       : head_dim(shape.head_dim), group(shape.group()), window(shape.window) {
     acc_stride = round_up(head_dim, kRegisterBytes / 4);
     score_scale = static_cast<Real>(shape.scale * kLog2E);
+    softcap = static_cast<Real>(shape.softcap * kLog2E);
     q = reinterpret_cast<Word*>(workspace);
     acc = reinterpret_cast<Real*>(workspace) + most * group * acc_stride;
     scores = acc + most * group * acc_stride;
@@ -250,6 +252,8 @@ struct QueryRows {
     if (before == kTile) return fill(s, kTile, Real(0));
     Vec x[L];
     for (int l = 0; l < L; ++l) x[l] = scaled(load(s + l * W));
+    if (softcap != 0)
+      for (int l = 0; l < L; ++l) x[l] = tanh_of(x[l] * splat(Real(1) / softcap)) * splat(softcap);
     if (keys < kTile || before > 0) {
       RegisterBits<Real> lane;
       for (int i = 0; i < W; ++i) lane[i] = i;

@@ -271,6 +271,16 @@ NRL_VEC Register<double> exp2_of(Register<double> x) {
 NRL_VEC float exp2_of(float x) { return exp2_of(splat(x))[0]; }
 NRL_VEC double exp2_of(double x) { return std::exp2(x); }
 
+/// tanh(x), by powers of two.
+template <class T>
+NRL_VEC Register<T> tanh_of_register(Register<T> x) {
+  const Register<T> size = x < Register<T>{} ? -x : x, e = exp2_of(size * splat(T(-2.88539008177792681472)));
+  const Register<T> t = (splat(T(1)) - e) / (splat(T(1)) + e);
+  return x < Register<T>{} ? -t : t;
+}
+NRL_VEC Register<float> tanh_of(Register<float> x) { return tanh_of_register<float>(x); }
+NRL_VEC Register<double> tanh_of(Register<double> x) { return tanh_of_register<double>(x); }
+
 // ---------------------------------------------------------------- shuffles
 
 /// The elements `at` of a followed by b. Mask: the integer vector of the same lanes.

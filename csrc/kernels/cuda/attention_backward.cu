@@ -66,7 +66,7 @@ struct QueryBlock {
   /// Of this lane's key: weight P and gradient of the score dS for the warp's rows; zeros where visible(r) says it is
   /// not seen.
   template <class Visible>
-  __device__ __forceinline__ void weights(const float* keys, const float* values, int H, float scale2,
+  __device__ __forceinline__ void weights(const float* keys, const float* values, int H, float scale2, Softcap softcap,
                                           const Visible& visible, float (&p)[Rows], float (&ds)[Rows]) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float* const rows_q = q + warp * Rows * H;
@@ -89,8 +89,13 @@ struct QueryBlock {
     for (int i = 0; i < Rows; ++i) {
       const int r = warp * Rows + i;
       const bool seen = r < rows && visible(r, lane);
+      float slope = 1;
+      if (softcap.out > 0) {
+        const float t = tanhf(p[i] * softcap.in);
+        p[i] = t * softcap.out, slope = 1 - t * t;
+      }
       p[i] = seen ? exp2f(p[i] * scale2 - lse2[i]) : 0.0f;
-      ds[i] = seen ? p[i] * (ds[i] - dot[i]) : 0.0f;
+      ds[i] = seen ? p[i] * (ds[i] - dot[i]) * slope : 0.0f;
     }
   }
 };
@@ -128,7 +133,7 @@ __global__ void __launch_bounds__(kAttentionThreads) queries_kernel(AttentionBac
     __syncthreads();
     float weight[Rows], ds[Rows];
     queries.weights(
-        keys, values, H, scale2,
+        keys, values, H, scale2, Softcap(s),
         [&](int r, int j) {
           const std::int64_t position = block.position + r / group;
           return begin + j <= position && begin + j >= s.first_key(position);
@@ -191,7 +196,9 @@ struct KeyBlock {
     for (std::int64_t token = begin; token < end; token += step) {
       queries.load(p, start + token, end - token < step ? end - token : step, kv_head * group);
       float weight[Rows], ds[Rows];
-      queries.weights(keys, values, H, scale2, [&](int r, int j) { return visible(token + r / group, j); }, weight, ds);
+      queries.weights(
+          keys, values, H, scale2, Softcap(p.shape), [&](int r, int j) { return visible(token + r / group, j); },
+          weight, ds);
 #pragma unroll
       for (int i = 0; i < Rows; ++i) {
         weights[(warp * Rows + i) * kWeightStride + lane] = weight[i];

@@ -47,16 +47,21 @@ struct Queries : QueryRows {
 /// s: scores become weights P, zero where not seen; d: d_out . v becomes dS. Either the strip's rows or the tile's are
 /// the queries.
 template <class Lse, class Dot, class Seen>
-__device__ __forceinline__ void weights(Scores& s, Scores& d, float scale2, const Lse& lse, const Dot& dot,
-                                        const Seen& seen) {
+__device__ __forceinline__ void weights(Scores& s, Scores& d, float scale2, Softcap softcap, const Lse& lse,
+                                        const Dot& dot, const Seen& seen) {
 #pragma unroll
   for (int n = 0; n < kTile / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int i = e / 2, column = 8 * n + lane_column() + e % 2;
+      float slope = 1;
+      if (softcap.out > 0) {
+        const float t = tanhf(s[n][e] * softcap.in);
+        s[n][e] = t * softcap.out, slope = 1 - t * t;
+      }
       const float p = power_of_2(s[n][e] * scale2 - lse(i, column) * kLog2E);
       s[n][e] = seen(i, column) ? p : 0.0f;
-      d[n][e] = s[n][e] * (d[n][e] - dot(i, column));
+      d[n][e] = s[n][e] * (d[n][e] - dot(i, column)) * slope;
     }
 }
 
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(AttentionBackwardCuda
         scores<Dims>(SharedStrip<Dims>{d_out + strip * kStride<Dims>}, TileRows<Dims>{keys + C::kTileElements},
                      d_score);
         weights(
-            weight, d_score, scale2, [&](int i, int) { return lse[i]; }, [&](int i, int) { return dot[i]; },
+            weight, d_score, scale2, Softcap(s), [&](int i, int) { return lse[i]; }, [&](int i, int) { return dot[i]; },
             [&](int i, int j) { return t * kTile + j < keys_of_row[i] && t * kTile + j >= first_of_row[i]; });
         add_weighted<Dims, C::kColumns>(d_score, keys, first, d_q);
       });
@@ -182,7 +187,8 @@ struct KeyBlock {
           scores<Dims>(SharedStrip<Dims>{values + strip * kStride<Dims>}, TileRows<Dims>{q + C::kTileElements},
                        d_score);
           weights(
-              weight, d_score, scale2, [&](int, int r) { return lse[r]; }, [&](int, int r) { return lse[kTile + r]; },
+              weight, d_score, scale2, Softcap(p.shape), [&](int, int r) { return lse[r]; },
+              [&](int, int r) { return lse[kTile + r]; },
               [&](int i, int r) { return r >= first_row[i] && r < end_row[i]; });
           add_weighted<Dims, C::kColumns>(weight, q + C::kTileElements, first, d_values);
           add_weighted<Dims, C::kColumns>(d_score, q, first, d_keys);

@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
   load_straight(query, kAttentionWarps * Rows, H, q);
   __syncthreads();
   const float scale = static_cast<float>(s.scale * 1.44269504088896340736);
+  const float softcap = static_cast<float>(s.softcap * 1.44269504088896340736);
   for (int i = threadIdx.x; i < kAttentionWarps * Rows * H; i += kAttentionThreads) q[i] = __fmul_rn(q[i], scale);
 
   const Keys source(p, block, kv_head);
@@ -125,6 +126,9 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
     if (!any) continue;  // the whole warp; it meets the others at the next barrier
     float score[Rows];
     state.score(q + warp * Rows * H, keys, H, score);
+    if (softcap > 0)
+#pragma unroll
+      for (int i = 0; i < Rows; ++i) score[i] = __fmul_rn(tanhf(__fdiv_rn(score[i], softcap)), softcap);
     state.softmax(score);
     if (all) {
       state.template add_values<true>(score, values, H);

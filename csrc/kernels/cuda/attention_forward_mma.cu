@@ -129,6 +129,7 @@ __global__ void __launch_bounds__(Warps * 32) forward_kernel(AttentionCudaArgs p
             first_of_strip = static_cast<int>(s.first_key(position + queries.token(strip + kStrip - 1))),
             first_tile = static_cast<int>(s.first_key(position)) / kTile;
   StripState<Dims> state;
+  const Softcap softcap(s);
   pipeline<kStages>((static_cast<int>(block.position + block.tokens) - 1) / kTile + 1 - first_tile,
                     [&](int t, int stage) {
                       tiles.copy(first_tile + t, stages + stage * kStage,
@@ -140,6 +141,12 @@ __global__ void __launch_bounds__(Warps * 32) forward_kernel(AttentionCudaArgs p
                       const bfloat16* const keys = stages + stage * kStage;
                       Scores weights;
                       scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, Tiles::keys_of(keys), weights);
+                      if (softcap.out > 0)
+#pragma unroll
+                        for (int n = 0; n < kTile / 8; ++n)
+#pragma unroll
+                          for (int e = 0; e < 4; ++e)
+                            weights[n][e] = __fmul_rn(tanhf(__fmul_rn(weights[n][e], softcap.in)), softcap.out);
                       if (keys_of_strip < (t + 1) * kTile || first_of_strip > t * kTile)
                         hide(weights, {first_of_row[0] - t * kTile, first_of_row[1] - t * kTile},
                              {keys_of_row[0] - t * kTile, keys_of_row[1] - t * kTile});

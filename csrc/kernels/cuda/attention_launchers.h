@@ -11,6 +11,14 @@ namespace nemo_rl::kernels {
 constexpr int kTile = static_cast<int>(kKeyTile);
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 
+/// Of raw scores q . k: capped = out * tanh(in * score), raw again.
+struct Softcap {
+  float in = 0, out = 0;  ///< 0: none
+  NRL_HOST_DEVICE explicit Softcap(const AttentionShape& s)
+      : in(s.softcap > 0 ? static_cast<float>(s.scale / s.softcap) : 0.0f),
+        out(s.softcap > 0 ? static_cast<float>(s.softcap / s.scale) : 0.0f) {}
+};
+
 struct AttentionCudaArgs {
   AttentionShape shape;
   const void* qkv = nullptr;

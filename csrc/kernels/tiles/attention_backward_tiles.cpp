@@ -153,8 +153,11 @@ struct TileBackwardRows : TileRows {
     Floats p, d_score;
   };
   NRL_INLINE_MEMBER Weights weights_of(std::int64_t r, int before, int keys, int lane) const {
-    Floats p = exp2_of(load<Floats>(scores + r * kTile + lane) * score_scale - log_sum[r]);
+    Floats x = load<Floats>(scores + r * kTile + lane) * score_scale, t(0.0f);
+    if (softcap != 0) t = tanh_of(x * (1 / softcap)), x = t * softcap;
+    Floats p = exp2_of(x - log_sum[r]);
     Floats g = p * (load<Floats>(d_scores + r * kTile + lane) - dot[r]);
+    if (softcap != 0) g = g * (Floats(1.0f) - t * t);
     p = first_lanes_of(p, keys - lane, 0.0f), g = first_lanes_of(g, keys - lane, 0.0f);
     if (before <= lane) return {p, g};
     return {without_first_lanes(p, before - lane, 0.0f), without_first_lanes(g, before - lane, 0.0f)};

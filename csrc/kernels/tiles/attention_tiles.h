@@ -35,6 +35,11 @@ NRL_VEC Floats exp2_of(Floats x) {
 
 alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
+NRL_VEC Floats tanh_of(Floats x) {
+  for (auto& part : x.part) part = tanh_of(part);
+  return x;
+}
+
 /// The first `count` lanes of x, then `rest`.
 NRL_VEC Floats first_lanes_of(Floats x, int count, float rest) {
   return select(load<Floats>(kLaneIndex) < Floats(static_cast<float>(count)), x, Floats(rest));
@@ -83,6 +88,7 @@ struct TileRows {
   std::int64_t acc_stride;  ///< columns of acc: H in whole tiles
   std::int64_t position;    ///< absolute position of the first token
   float score_scale;        ///< natural scale * log2(e)
+  float softcap;            ///< softcap * log2(e); 0: none
   float* acc;               ///< [rows][acc_stride]
   float* scores;            ///< [rows][kTile]
   float* sum;               ///< [rows][kLanes]
@@ -125,7 +131,8 @@ struct TileRows {
         window(shape.window),
         steps(tile_steps(head_dim)),
         acc_stride(tile_width(head_dim)),
-        score_scale(static_cast<float>(shape.scale * kLog2E)) {
+        score_scale(static_cast<float>(shape.scale * kLog2E)),
+        softcap(static_cast<float>(shape.softcap * kLog2E)) {
     const std::int64_t lines = round_up(most.count, kTileRows);
     acc = reinterpret_cast<float*>(workspace);
     scores = acc + lines * acc_stride;
@@ -187,6 +194,7 @@ struct TileRows {
     if (before == kTile) return fill(weights + r * kTile, kTile, bfloat16{});
     Floats low = load<Floats>(scores + r * kTile) * score_scale,
            high = load<Floats>(scores + r * kTile + kLanes) * score_scale;
+    if (softcap != 0) low = tanh_of(low * (1 / softcap)) * softcap, high = tanh_of(high * (1 / softcap)) * softcap;
     if (keys < kTile) {
       low = first_lanes_of(low, keys, minus_infinity);
       high = first_lanes_of(high, keys - kLanes, minus_infinity);

@@ -56,6 +56,8 @@ def _gemma_factors(form: Form) -> dict[str, float]:
     return {
         "attention_scale": form["query_pre_attn_scalar"] ** -0.5,
         "embedding_multiplier": form["hidden_size"] ** 0.5,
+        "attention_softcap": form.get("attn_logit_softcapping") or 0.0,
+        "logit_softcap": form.get("final_logit_softcapping") or 0.0,
     }
 
 
@@ -73,7 +75,7 @@ class Architecture(NamedTuple):
         partial_rotary: partial_rotary_factor counts.
         fused_tensors: the checkpoint has qkv_proj and gate_up_proj.
         norm_offset: norms multiply by this and their weight.
-        factors: those of attention_scale, embedding_multiplier, residual_multiplier and logit_multiplier that differ from the usual.
+        factors: those of attention_scale, embedding_multiplier, residual_multiplier, logit_multiplier and the softcaps that differ from the usual.
         only: keys that may have one value alone.
         activation: the key of the MLP's activation.
     """
@@ -136,6 +138,10 @@ _GEMMA3 = {
     "tie_word_embeddings": True, "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }  # fmt: skip
+_GEMMA2 = {
+    **{key: value for key, value in _GEMMA3.items() if key != "sliding_window_pattern"}, "vocab_size": 256000,
+    "max_position_embeddings": 8192, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+}  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
@@ -157,12 +163,17 @@ SUPPORTED_ARCHITECTURES = {
     "phi3": Architecture(
         "Phi3", _PHI3, biases=(), layer_types=_all_sliding, partial_rotary=True, fused_tensors=True
     ),
+    "gemma2": Architecture(
+        "Gemma2", _GEMMA2, norm_offset=1.0, activation="hidden_activation", layer_types=lambda form: _listed(form, 2),
+        norms={"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND},
+        factors=_gemma_factors, only={"use_bidirectional_attention": False},
+    ),
     "gemma3_text": Architecture(
         "Gemma3Text", _GEMMA3, qk_norm="head", norm_offset=1.0, activation="hidden_activation",
         layer_types=lambda form: _listed(form, form["sliding_window_pattern"]),
         norms={"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND},
         rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
-        only={"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False},
+        only={"use_bidirectional_attention": False},
     ),
 }  # fmt: skip
 """model_type -> what it is. Another dense architecture is an entry here."""

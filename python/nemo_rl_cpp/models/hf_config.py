@@ -120,7 +120,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     form = {**made.defaults, **form}
     _derive(form)
     _check(form)
-    if made.local_rope is not None:
+    if made.activation == "hidden_activation" or made.local_rope is not None:
         form["layer_types"] = made.layer_types(form)
     section = rope.section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
     for kind_of_layer in form.get("rope_parameters", ("",)):
@@ -198,7 +198,7 @@ def _check(form: Mapping[str, Plain]) -> None:
     for key, value in made.only.items():
         if (form.get(key) or None) != (value or None):
             raise ModelFolderError(f"{key} is {form[key]!r}, which is not supported: {json.dumps(value)} was expected")
-    for key in _FACTORS:
+    for key in (*_FACTORS, *(key for key in _SOFTCAPS if form.get(key) is not None)):
         if key in form and not rope.is_number(form[key]):
             raise ModelFolderError(f"{key} is {form[key]!r}, but a number above 0 was expected")
     _check_layers(form)
@@ -275,6 +275,7 @@ def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
 
 
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _FACTORS = (
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "query_pre_attn_scalar",
 )  # fmt: skip
@@ -290,6 +291,7 @@ _ARCHITECTURE = (
     "no_rope_layers",
     "no_rope_layer_interval",
     *_FACTORS,
+    *_SOFTCAPS,
     *_WINDOW,
 )
 
@@ -371,9 +373,9 @@ def native_config(
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "logit_multiplier": 1.0,
-        **{
-            name: value for name, value in made.factors(form).items() if not (value_head and name == "logit_multiplier")
-        },
+        "attention_softcap": 0.0,
+        "logit_softcap": 0.0,
+        **{name: value for name, value in made.factors(form).items() if not (value_head and name.startswith("logit"))},
     }
 
 

@@ -76,10 +76,17 @@ def is_bf16(t):
     return t.dtype == torch.bfloat16
 
 
+def softcap_of(window):
+    """One of the windows has a softcap of its scores, too."""
+    return 2.0 if window in (37, 40) else 0.0
+
+
 def forward(kernels, qkv, sequences, N, K, H, window=0):
     blocks = query_blocks(sequences, kernels.block_rows(1, H, is_bf16(qkv)) // (N // K))
     out, lse = torch.zeros(len(qkv), N * H, dtype=qkv.dtype), torch.zeros(len(qkv), N)
-    kernels.attention_forward(N, K, H, is_bf16(qkv), window, qkv, None, None, blocks, len(blocks), out, lse, 1)
+    kernels.attention_forward(
+        N, K, H, is_bf16(qkv), window, softcap_of(window), qkv, None, None, blocks, len(blocks), out, lse, 1
+    )
     return out, lse
 
 
@@ -87,14 +94,14 @@ def backward(kernels, qkv, out, d_out, lse, sequences, N, K, H, window=0):
     blocks = query_blocks(sequences, kernels.backward_rows(H, is_bf16(qkv)) // (N // K))
     (keys, sharers), dots = key_blocks(sequences, kernels.backward_keys(H, is_bf16(qkv))), torch.zeros(len(qkv), N)
     d_qkv = torch.full_like(qkv, math.nan)  # every entry is written
-    kernels.attention_backward(N, K, H, is_bf16(qkv), window, qkv, out, d_out, lse, dots, table(sequences), sharers, blocks, len(blocks), keys, len(keys),
+    kernels.attention_backward(N, K, H, is_bf16(qkv), window, softcap_of(window), qkv, out, d_out, lse, dots, table(sequences), sharers, blocks, len(blocks), keys, len(keys),
                                len(qkv), d_qkv)  # fmt: skip
     return d_qkv
 
 
 def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound, window=0):
     N, K, H = shape
-    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H), window)
+    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H), window, softcap_of(window))
     qkv, d_out = randn(tokens, (N + 2 * K) * H, dtype=dtype), randn(tokens, N * H, dtype=dtype, seed=1)
     out, lse = C.attention_forward(qkv, sequences, heads)
     got_out, got_lse = forward(kernels, qkv, sequences, N, K, H, window)
@@ -141,7 +148,9 @@ def test_paged_attention_is_the_packed_one_bit_for_bit(kernels, shape, dtype, ch
         step = kernels.block_rows(many, H, bf16) // (N // K)
         blocks = table([[t, min(step, n - t), done + t, 0, 0, 0, 0] for t in range(0, n, step)])
         out = torch.zeros(n, N * H, dtype=dtype)
-        kernels.attention_forward(N, K, H, bf16, window, new, cache, block_table, blocks, len(blocks), out, None, many)
+        kernels.attention_forward(
+            N, K, H, bf16, window, softcap_of(window), new, cache, block_table, blocks, len(blocks), out, None, many
+        )
         assert torch.equal(bits(out), bits(whole[done : done + n])), done
         done += n
 
@@ -162,7 +171,19 @@ def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernel
     out, tables = torch.full((rows, N * H), 7.0, dtype=dtype), [entry for s in slices for entry in s[3]]
     flat = table([[*s[:3], sum(len(o[3]) for o in slices[:i]), len(s[3])] for i, s in enumerate(slices)])
     status = kernels.attention_paged(
-        N, K, H, is_bf16(qkv), 0, qkv, flat, len(slices), torch.tensor(tables, dtype=torch.int32), rows, got_cache, out
+        N,
+        K,
+        H,
+        is_bf16(qkv),
+        0,
+        0.0,
+        qkv,
+        flat,
+        len(slices),
+        torch.tensor(tables, dtype=torch.int32),
+        rows,
+        got_cache,
+        out,
     )
     assert status == 0
     close(out[:18], expected, bound)

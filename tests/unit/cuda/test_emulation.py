@@ -68,7 +68,9 @@ def attends(kernels):
         torch.zeros(T, H, dtype=torch.bfloat16),
         torch.zeros(T, 1),
     )
-    kernels.attention_forward(1, 1, H, 1, 0, qkv, None, None, torch.tensor([[0, T, 0, 0, 0, 0, 0]]), 1, out, lse, 1)
+    kernels.attention_forward(
+        1, 1, H, 1, 0, 0.0, qkv, None, None, torch.tensor([[0, T, 0, 0, 0, 0, 0]]), 1, out, lse, 1
+    )
     q, k, v = qkv.double().split(H, dim=1)
     weights = (q @ k.T / math.sqrt(H)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
     right = torch.allclose(out.double(), weights.softmax(1) @ v, atol=2e-2)

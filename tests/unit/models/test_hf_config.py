@@ -195,7 +195,8 @@ def test_longrope_takes_the_table_of_the_longest_sequence():
 @pytest.mark.parametrize(
     "config, sentence",
     [
-        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which is not supported"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
+        ({"model_type": "gemma2", "final_logit_softcapping": -1}, "final_logit_softcapping is -1, but a number above 0 was expected"),
         ({"model_type": "olmo3", "layer_types": ["chunked_attention"] * 4}, "layer_types has .'chunked_attention'., which is not supported"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is .1., but a list of num_hidden_layers 4 entries"),
         ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0, but a number above 0 was expected"),
@@ -246,14 +247,14 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
 @pytest.mark.parametrize("key", ["model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "hidden_act",
                                  "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "max_window_layers", "sliding_window",
                                  "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings", "quantization_config", "no_rope_layers",
-                                 "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "residual_multiplier", "num_hidden_layers"])  # fmt: skip
+                                 "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "final_logit_softcapping", "residual_multiplier", "num_hidden_layers"])  # fmt: skip
 def test_any_value_is_taken_or_refused_in_words(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
         for arguments in (
             *(
                 (base | {"model_type": kind, key: value},)
-                for kind in ("smollm3", "granite", "phi3", "olmo3", "gemma3_text")
+                for kind in ("smollm3", "granite", "phi3", "olmo3", "gemma2", "gemma3_text")
             ),
             (base | {key: value},),
             (base, {key: value}),

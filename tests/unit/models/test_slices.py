@@ -36,6 +36,7 @@ def both(cluster, model, dtype=torch.float32, value_head=False, **how):
 
 
 HOW = [("llama_gqa", {}), ("llama_mha_tied", {"temperature": 0.7}), ("qwen2_biases", {"checkpoint": True}), ("qwen3_head_norms", {}),
+       ("gemma2_windows", {}), ("granite_factors", {}), ("gemma2_windows", {"top_p": 0.9}),
        ("llama_all_biases", {}), ("many_blocks", {}), ("llama_gqa", {"top_p": 0.9, "temperature": 0.8}), ("llama_mha_tied", {"top_k": 20})]  # fmt: skip
 
 
@@ -95,4 +96,7 @@ def test_what_cannot_be_cut_is_named():
     assert refused("llama_gqa", 2, intermediate_size=97).startswith(f"{key} 2, but the model has 97 columns of the MLP")
     assert refused("llama_mha_tied", 4, vocab_size=3).startswith(f"{key} 4, but the vocabulary has 3 entries")
     olmo = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+    assert "tensors of the model hold queries, keys and values together (phi3)" in refused(
+        "llama_gqa", 2, model_type="phi3", architectures=["Phi3ForCausalLM"]
+    )
     assert "normalises all heads of the queries and keys together (olmo2)" in refused("llama_gqa", 2, **olmo)

@@ -23,9 +23,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 WINDOWS = [0, 1, 9, 40, 64]  # keys that a row sees: all, itself, less than a tile of 32, more, two tiles
 
 
+def softcap_of(window):
+    """One of the windows has a softcap of its scores, too."""
+    return 2.0 if window == 40 else 0.0
+
+
 def heads_of(shape, window=0):
     n, k, h = shape
-    return C.AttentionHeads(n, k, h, 1.0 / math.sqrt(h), window)
+    return C.AttentionHeads(n, k, h, 1.0 / math.sqrt(h), window, softcap_of(window))
 
 
 def random_qkv(tokens, shape, dtype, seed=0):
@@ -117,7 +122,9 @@ def test_forward_matches_float64_reference(shape, dtype, window):
     sequences.append((tokens, 20, sequences[4][0], 37))  # shares the first 37 rows of the last one
     qkv = random_qkv(tokens + 20, shape, dtype)
     out, lse = C.attention_forward(qkv, sequences, heads_of(shape, window))
-    want, want_lse = reference.attention(qkv.double().numpy(), sequences, *shape, 1.0 / math.sqrt(shape[2]), window)
+    want, want_lse = reference.attention(
+        qkv.double().numpy(), sequences, *shape, 1.0 / math.sqrt(shape[2]), window, softcap_of(window)
+    )
     limit = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float64: 1e-13}[dtype]
     assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert np.abs(out.double().numpy() - want).max() <= limit * max(1.0, np.abs(want).max())

@@ -26,8 +26,13 @@ TYPES = [
 ]
 
 
+def softcap_of(window):
+    """One of the windows has a softcap of its scores, too."""
+    return 2.0 if window == 40 else 0.0
+
+
 def heads_of(shape, window=0):
-    return C.AttentionHeads(*shape, 1.0 / math.sqrt(shape[2]), window)
+    return C.AttentionHeads(*shape, 1.0 / math.sqrt(shape[2]), window, softcap_of(window))
 
 
 def random_rows(tokens, columns, dtype, seed):
@@ -65,7 +70,7 @@ def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit, win
     got = gradient(qkv, d_out, sequences, heads_of(shape, window))
     n, k, h = shape
     want = reference.attention_backward(
-        qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h), window
+        qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h), window, softcap_of(window)
     )
     assert got.dtype == grad_dtype
     for columns in (slice(0, n * h), slice(n * h, (n + k) * h), slice((n + k) * h, None)):  # queries, keys, values

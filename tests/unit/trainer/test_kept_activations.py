@@ -17,6 +17,7 @@ FAMILIES = {
     "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": False},
     "qwen3": LLAMA | {"model_type": "qwen3"},
     "gemma3": LLAMA | {"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2},
+    "gemma2": LLAMA | {"model_type": "gemma2", "sliding_window": 7, "final_logit_softcapping": 3.0},
     "granite": LLAMA | {"model_type": "granite", "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
 }
 PLENTY = 1 << 28

@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -44,12 +43,6 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   c.norms = norms_from(d["norms"].cast<pybind11::dict>());
   c.activation = gate_from(d["activation"].cast<std::string>());
   get("value_head", c.value_head);
-  if (!d.contains("layers")) {  // as before LayerConfig
-    c.layers.resize(d["num_layers"].cast<std::size_t>());
-    c.ropes.push_back({d["rope_inv_freq"].cast<std::vector<double>>(), d["rope_attention_factor"].cast<double>()});
-    c.attention_scale = 1.0 / std::sqrt(static_cast<double>(c.head_dim));
-    return c;
-  }
   get("fused_tensors", c.fused_tensors), get("norm_offset", c.norm_offset);
   get("attention_scale", c.attention_scale), get("embedding_multiplier", c.embedding_multiplier),
       get("residual_multiplier", c.residual_multiplier), get("logit_multiplier", c.logit_multiplier);

@@ -352,9 +352,6 @@ def native_config(
         "intermediate_size": form["intermediate_size"],
         "layers": layers,
         "ropes": ropes,
-        "num_layers": len(layers),  # the last three: of a core before LayerConfig
-        "rope_inv_freq": ropes[0][0],
-        "rope_attention_factor": ropes[0][1],
         "num_heads": form["num_attention_heads"],
         "num_kv_heads": form["num_key_value_heads"],
         "head_dim": head_dim,

@@ -42,6 +42,13 @@ def call_user(function: Callable[..., object], *args: object, **kwargs: object) 
     return serving.ask(call)
 
 
+def call_any(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    """Call a function, or a method of an object, of the user's by `call_user`, and one of this package directly."""
+    if is_users(getattr(function, "__self__", function)):
+        return call_user(function, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
 def is_users(thing: object) -> bool:
     """Return whether a function, or an object by its class, comes from outside this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from nemo_rl_cpp.metrics import extremum
 from nemo_rl_cpp.models.interfaces import TrainingResult
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
@@ -39,9 +40,8 @@ def aggregate_microbatch_metrics(
     result = {}
     for name, values in all_mb_metrics.items():
         kept = [float(v) for i, v in enumerate(values) if valid is None or len(valid) != len(values) or valid[i] > 0]
-        if name.endswith(("_min", "_max")):
+        if pick := extremum(name):
             finite = [v for v in kept if abs(v) != float("inf")]
-            pick = min if name.endswith("_min") else max
             result[name] = pick(finite) if finite else -1.0
         elif name in _MEANS:
             kept = kept or [float(v) for v in values]
@@ -99,12 +99,8 @@ def _means(epochs: list[dict[str, float]]) -> dict[str, float]:
     result = {}
     for name in dict.fromkeys(name for metrics in epochs for name in metrics):
         values = [metrics[name] for metrics in epochs if name in metrics]
-        if name.endswith("_min"):
-            result[name] = min(values)
-        elif name.endswith("_max"):
-            result[name] = max(values)
-        else:
-            result[name] = sum(values) / len(values)
+        pick = extremum(name)
+        result[name] = pick(values) if pick else sum(values) / len(values)
     return result
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WandbConfig(Section):
-    """Weights & Biases; used when logger.wandb_enabled. Its environment variables (WANDB_PROJECT, ...) win over these keys."""
+    """Weights & Biases; used when logger.wandb_enabled. A variable (WANDB_PROJECT, ...) counts unless its key is set."""
 
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
@@ -25,15 +25,13 @@ class WandbConfig(Section):
     job_type: str | None = key(None, "kind of run")
     tags: list[str] | None = key(None, "tags")
     notes: str | None = key(None, "text shown with the run")
-    mode: Literal["online", "offline", "disabled", "shared"] | None = key(
-        None, "online, offline, disabled or shared; the variable WANDB_MODE wins"
-    )
+    mode: Literal["online", "offline", "disabled", "shared"] | None = key(None, "online, offline, disabled or shared")
     id: str | None = key(None, "identifier of a run to continue")
     resume: Literal["allow", "must", "never", "auto"] | None = key(None, "how that run continues")
 
 
 class SwanlabConfig(Section):
-    """SwanLab; used when logger.swanlab_enabled."""
+    """SwanLab; used when logger.swanlab_enabled. A variable (SWANLAB_PROJ_NAME, ...) counts unless its key is set."""
 
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
@@ -44,11 +42,11 @@ class SwanlabConfig(Section):
 
 
 class MLflowConfig(Section):
-    """MLflow; used when logger.mlflow_enabled. Its environment variables win over these keys."""
+    """MLflow; used when logger.mlflow_enabled. A variable (MLFLOW_RUN_NAME, ...) counts unless its key is set."""
 
     experiment_name: str = key("grpo-dev", "experiment")
     run_name: str | None = key("grpo-dev-logger", "name of the run")
-    tracking_uri: str | None = key(None, "server, or a folder; the variable MLFLOW_TRACKING_URI wins")
+    tracking_uri: str | None = key(None, "server, or a folder; null: MLflow's own (MLFLOW_TRACKING_URI)")
     run_id: str | None = key(None, "identifier of a run to continue")
     artifact_location: str | None = key(None, "where files go; null: the run's log folder")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.config_access import get_field, is_given
 from nemo_rl_cpp.data.special_tokens import SpecialTokens
-from nemo_rl_cpp.data.tokenizer_classes import obey_settings
+from nemo_rl_cpp.data.tokenizer_classes import class_name, obey_settings
 from nemo_rl_cpp.data.tokenizer_files import read_json, read_settings, write_settings
 
 if TYPE_CHECKING:
@@ -99,12 +99,11 @@ class Tokenizer(SpecialTokens):
         from tokenizers import Tokenizer as Backend
 
         backend = Backend.from_file(str(file))
-        tokenizer = cls(
-            backend,
-            read_settings(folder, backend.get_added_tokens_decoder().keys()),
-            name_or_path=str(name_or_path),
-            eos_token_ids=named_ends(folder, read_json(folder / "config.json")),
-        )
+        settings = read_settings(folder, backend.get_added_tokens_decoder().keys())
+        config = read_json(folder / "config.json")
+        if "add_prefix_space" in settings and (name := class_name(settings, config)):
+            settings["tokenizer_class"] = name  # so that a saved copy means the same ids without config.json
+        tokenizer = cls(backend, settings, name_or_path=str(name_or_path), eos_token_ids=named_ends(folder, config))
         tokenizer.section = section
         return tokenizer
 

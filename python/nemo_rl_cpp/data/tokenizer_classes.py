@@ -20,6 +20,25 @@ _BYTE_LEVEL = (
 )
 
 
+_OF_MODELS = {
+    "GPT2Tokenizer": ("gpt2", "gpt_neo", "gptj", "codegen", "opt", "phi", "starcoder2"),
+    "GPTNeoXTokenizer": ("gpt_neox", "olmo", "olmoe", "mamba", "mamba2", "mpt", "falcon_mamba"),
+    "CohereTokenizer": ("cohere", "cohere2"),
+    "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+}
+_OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whose folders often name a wrong class
+
+
+def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Return the tokenizer class that transformers 5 takes for a folder: the one that tokenizer_config.json (`settings`) or
+    config.json names, or else, and for some kinds of models always, the one of the `model_type`."""
+    kind = config.get("model_type")
+    of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    return of_model if of_model and (not named or kind in _OVERRULES) else named
+
+
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
     """Changes how `backend` splits a text: `split_special_tokens`, and what `tokenizer_class` makes of `add_prefix_space` and `legacy`.
 

@@ -116,10 +116,10 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     scores_rows_alone: bool = False
     runs_rollouts: bool = False
     can_be_asked_again: bool = False
-    """Whether the answer to each conversation follows from `step`'s arguments for it alone, so that a Ray actor that was lost is
-    started again and asked again, and the rows of a batch may be dealt to several actors."""
+    """Whether an answer follows from `step`'s arguments alone, so that a lost Ray actor is started again and asked again."""
     metrics_add_up: bool = False
-    """Whether the sums of the metrics of parts of a batch are the metrics of the batch."""
+    """Whether a batch may be dealt to several actors, too: each row is answered by itself, and the sums of the metrics of
+    parts of a batch are the metrics of the batch."""
 
     @abc.abstractmethod
     def step(

@@ -17,7 +17,7 @@ from nemo_rl_cpp.distributed.futures import Future, get
 from nemo_rl_cpp.distributed.ray_workers import ray_in_use
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.environments.ray_environment import RayEnvironment, ray_environment
-from nemo_rl_cpp.user_code import call_user, is_users, runs_here
+from nemo_rl_cpp.user_code import call_any, call_user, is_users, runs_here
 
 DEADLINE_S = 1800.0  # of an answer of an actor that somebody else has made
 _END_SECONDS = 10.0  # for an environment to end its own processes
@@ -128,7 +128,7 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
     function = getattr(handle, method)
     if hasattr(function, "remote"):
         return function.remote(*args, **kwargs)
-    return call_user(function, *args, **kwargs) if is_users(type(handle)) else function(*args, **kwargs)
+    return call_any(function, *args, **kwargs)
 
 
 def answer_of(handle: object, result: object, name: str) -> Any:

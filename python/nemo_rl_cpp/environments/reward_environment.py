@@ -46,6 +46,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
     line. Metric with several functions: `rewards/<function name>`, its mean; functions of one name are numbered.
     """
 
+    can_be_asked_again = True
+
     def __init__(
         self,
         reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | Mapping[str, object],

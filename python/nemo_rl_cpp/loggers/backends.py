@@ -1,22 +1,24 @@
 """Experiment trackers: wandb, mlflow, swanlab and trackio. Each package is imported only when its backend is enabled."""
 
 import hashlib
+import http.client
 import importlib
 import os
 import posixpath
 import re
 import secrets
-import socket
+import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 
 from nemo_rl_cpp.config.access import to_plain
-from nemo_rl_cpp.config.base import read_section
+from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.logger import LoggerConfig, MLflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
@@ -50,19 +52,32 @@ class _RunFile:
 
 
 def check_server(uri: str, what: str) -> None:
-    """Raise ValueError when nothing listens at the address of a tracker's server within three seconds. A folder or database
-    is not asked, nor is a server behind a proxy."""
+    """Raise ValueError when no HTTP server answers at the address of a tracker within three seconds. Any answer will do.
+
+    A folder or database is not asked. A proxy of the environment is asked in the server's place, except for this machine
+    and for the hosts of `no_proxy`.
+    """
     address = urlsplit(uri)
-    if address.scheme not in ("http", "https") or address.hostname is None or address.scheme in getproxies():
+    if address.scheme not in ("http", "https") or address.hostname is None:
         return
+    place = address.netloc.rpartition("@")[2]  # without a password, which is not printed either
+    is_here = address.hostname in ("localhost", "::1") or address.hostname.startswith("127.")
+    opener = build_opener(ProxyHandler({})) if is_here else build_opener()
     try:
-        socket.create_connection(
-            (address.hostname, address.port or (443 if address.scheme == "https" else 80)), timeout=3
-        ).close()
-    except OSError as error:
-        raise ValueError(
-            f"{what}: no server answers at {uri} ({error}): start it, or give another address or a folder, or switch the tracker off"
-        ) from error
+        opener.open(Request(f"{address.scheme}://{place}{address.path}", method="HEAD"), timeout=3).close()
+        return
+    except HTTPError as error:
+        if error.code not in (502, 503, 504):  # a proxy found no server
+            return
+        reason: object = error
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        if isinstance(reason, ssl.SSLError):
+            return  # the server speaks: whether its certificate will do is for the tracker to decide
+    raise ValueError(
+        f"{what}: no server answers at {address.scheme}://{place}{address.path} ({reason}): start it, or give another "
+        "address or a folder, or switch the tracker off"
+    )
 
 
 def accepted_name(name: str, refused: str, longest: int) -> str:
@@ -80,21 +95,26 @@ def accepted_name(name: str, refused: str, longest: int) -> str:
 class TrackerLogger(LoggerInterface):
     """A backend that hands everything to the package of a tracker. One that logs numbers alone overrides `send`.
 
-    `refused` and `longest` say which names the tracker takes; `variables` names the environment variables that its package
-    reads itself, which win over the keys of the section.
+    `refused` and `longest` say which names the tracker takes. `variables` names the environment variables that its package
+    reads itself: a key that the user has set wins over its variable, and the variable wins over the default of `section`.
     """
 
     package = staticmethod(import_tracker)
     refused = r"[\ud800-\udfff]"
     longest = 250
+    section: type[Section]
     variables: Mapping[str, str] = {}
 
-    def given(self, cfg: object) -> dict[str, Plain]:
-        """Return the keys of the section that have a value and no environment variable of the tracker."""
-        section = to_plain(cfg or {})
-        items = section.items() if isinstance(section, dict) else ()
+    @classmethod
+    def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
+        """Return the keys that have a value, without defaults for which an environment variable of the tracker is set."""
+        values = to_plain(cfg or {})
+        defaults = {key: field.default for key, field in cls.section.model_fields.items()}
         return {
-            key: value for key, value in items if value is not None and not os.getenv(self.variables.get(key, "") or "")
+            key: value
+            for key, value in values.items()
+            if value is not None
+            and not (value == defaults.get(key) and key in cls.variables and os.getenv(cls.variables[key]))
         }
 
     def restart(self, step: int) -> None:
@@ -131,13 +151,19 @@ class TrackerLogger(LoggerInterface):
         }
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """The summary of the values is logged: the package has no histograms."""
-        self.send(_summary(self.accepted(name), to_plain(histogram)), step)
+        """Log the summary of the values: the package has no histograms."""
+        self.send(self.summary(name, to_plain(histogram)), step)
+
+    def summary(self, name: str, values: object) -> dict[str, float]:
+        """Return the `summarize_list` of a list by the names that it is logged under."""
+        numbers = summarize_list(values) if isinstance(values, list) else {}
+        return {self.accepted(f"{name}/{key}"): number for key, number in numbers.items()}
 
 
 class WandbLogger(TrackerLogger):
     """Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
 
+    section = WandbConfig
     variables = {
         "project": "WANDB_PROJECT", "name": "WANDB_NAME", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
         "job_type": "WANDB_JOB_TYPE", "tags": "WANDB_TAGS", "notes": "WANDB_NOTES", "mode": "WANDB_MODE",
@@ -201,7 +227,7 @@ class WandbLogger(TrackerLogger):
         values = values[np.isfinite(values)]
         if values.size:
             same = values.min() == values.max()
-            self.run.log({name: float(values[0]) if same else self._wandb.Histogram(values)}, step=step)
+            self.run.log({self.accepted(name): float(values[0]) if same else self._wandb.Histogram(values)}, step=step)
 
     def finish(self) -> None:
         """Sends what is queued and ends the run."""
@@ -214,26 +240,36 @@ class MLflowLogger(TrackerLogger):
     """MLflow. Scalars only: lists are logged as their mean, p50, p90 and max."""
 
     refused = r"[^/\w.\- :]"  # mlflow.utils.validation
+    section = MLflowConfig
+    variables = {
+        "experiment_name": "MLFLOW_EXPERIMENT_NAME",
+        "run_name": "MLFLOW_RUN_NAME",
+        "tracking_uri": "MLFLOW_TRACKING_URI",
+        "run_id": "MLFLOW_RUN_ID",
+    }
 
     def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """`cfg`: `logger.mlflow` with experiment_name, run_name, run_id, tracking_uri, artifact_location; the variables
-        MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME win over them."""
+        """`cfg`: `logger.mlflow` with experiment_name, run_name, run_id, tracking_uri, artifact_location."""
         self._mlflow = self.package("mlflow")
-
-        section = read_section(cfg or {}, MLflowConfig, experiment_name=None, run_name=None)
         self._file, self._step = _RunFile(log_dir), 0
-        self._name = mlflow_option(section, "run_name")
-        if uri := mlflow_option(section, "tracking_uri"):
-            check_server(uri, "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI")
+        options = self.options(cfg)
+        self._name = options.get("run_name")
+        if uri := options.get("tracking_uri"):
+            check_server(uri, _MLFLOW_ADDRESS)
             self._mlflow.set_tracking_uri(uri)
-        run_id = mlflow_option(section, "run_id") or self._file.read()
+        run_id = options.get("run_id") or self._file.read()
         if self._mlflow.active_run() is not None:
             self._mlflow.end_run()
         if run_id:
             self._start(run_id=run_id)
         else:
-            self._choose_experiment(mlflow_option(section, "experiment_name"), section.artifact_location or log_dir)
+            self._choose_experiment(options.get("experiment_name"), options.get("artifact_location") or log_dir)
             self._start(run_name=self._name)
+
+    @classmethod
+    def options(cls, cfg: MLflowConfig | Mapping[str, object] | None) -> dict[str, str]:
+        """Return the values in use: of the keys that are given, else of MLflow's environment variables."""
+        return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def _start(self, **options: object) -> None:
         run = self._mlflow.start_run(**options)
@@ -262,11 +298,11 @@ class MLflowLogger(TrackerLogger):
         row: dict[str, float] = {}
         named = prefixed(merge_generation_workers(metrics), prefix, None)
         for name, value in flatten_dict(named, sep="/", expand_lists=False).items():
-            number, name = scalar_of(value), self.accepted(name)
+            number = scalar_of(value)
             if isinstance(value, list) and len(value) != 1:
-                row |= _summary(name, value)
+                row |= self.summary(name, value)
             elif number is not None and not isinstance(number, str):
-                row[name] = float(number)
+                row[self.accepted(name)] = float(number)
         return row
 
     def send(self, row: dict[str, float], step: int) -> None:
@@ -276,46 +312,42 @@ class MLflowLogger(TrackerLogger):
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Log the flattened configuration as parameters. MLflow never changes one: a value that is another than before the
         run resumed becomes the parameter `NAME.from_step_N`."""
-        flat = {self.accepted(name): value for name, value in flatten_dict(to_plain(params)).items()}
-        if self._step:
-            logged = self._mlflow.get_run(self.run_id).data.params
-            flat = dict(filter(None, (_changed(logged, name, value, self._step) for name, value in flat.items())))
+        flat = flatten_dict(to_plain(params))
+        logged = self._mlflow.get_run(self.run_id).data.params if self._step else {}
+        flat = dict(filter(None, (self._changed(logged, name, value) for name, value in flat.items())))
         if flat:
             self._mlflow.log_params(flat, run_id=self.run_id)
+
+    def _changed(self, logged: Mapping[str, str], name: str, value: object) -> tuple[str, object] | None:
+        """Return the name and value under which a parameter is logged; None when its newest value is this one."""
+        first = self.accepted(name)
+        stem = accepted_name(name, self.refused, self.longest - 30)  # leaves room for what is added
+        later = re.compile(re.escape(stem) + r"\.from_step_(\d+)(?:\.(\d+))?")
+        values = [((0, 0), logged[first])] if first in logged else []
+        for known, text in logged.items():
+            if found := later.fullmatch(known):
+                values.append(((int(found[1]), int(found[2] or 1)), text))
+        if not values:
+            return first, value
+        (step, number), last = max(values)
+        # MLflow cuts long values
+        if last == str(value)[: len(last)] and (len(last) == len(str(value)) or len(last) >= 500):
+            return None
+        repeated = f".{number + 1}" if step == self._step else ""
+        return f"{stem}.from_step_{self._step}{repeated}", value
 
     def finish(self) -> None:
         """Ends the run."""
         self._mlflow.end_run()
 
 
-def mlflow_option(section: MLflowConfig, name: str) -> str | None:
-    """Return the environment variable of MLflow for a key, or else the key."""
-    return os.getenv(f"MLFLOW_{name.upper()}") or getattr(section, name)
-
-
-def _changed(logged: Mapping[str, str], name: str, value: object, step: int) -> tuple[str, object] | None:
-    """Return the name and value under which a changed parameter is logged; None when the newest one has this value."""
-    newest, last = -1, None
-    for known, text in logged.items():
-        if known == name or known.startswith(f"{name}.from_step_"):
-            since = int(known.removeprefix(f"{name}.from_step_").split(".")[0]) if known != name else 0
-            if since >= newest:
-                newest, last = since, text
-    if last is None:
-        return name, value
-    if last == str(value)[: len(last)] and (
-        len(last) == len(str(value)) or len(last) >= 500
-    ):  # MLflow cuts long values
-        return None
-    key, number = f"{name}.from_step_{step}", 2
-    while key in logged:
-        key, number = f"{name}.from_step_{step}.{number}", number + 1
-    return key, value
+_MLFLOW_ADDRESS = "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI"
 
 
 class SwanlabLogger(TrackerLogger):
     """SwanLab."""
 
+    section = SwanlabConfig
     variables = {
         "project": "SWANLAB_PROJ_NAME",
         "name": "SWANLAB_EXP_NAME",
@@ -330,9 +362,10 @@ class SwanlabLogger(TrackerLogger):
         self.run = self._swanlab.init(**self._options)
 
     def restart(self, step: int) -> None:
-        """Begin a new SwanLab run."""
+        """Begin a new SwanLab run, whose config names the old one."""
+        old = getattr(self.run, "id", None) or self.run.public.run_id
         self._swanlab.finish()
-        self.run = self._swanlab.init(**self._options)
+        self.run = self._swanlab.init(**self._options, config={"resumed_from": f"{old}, step {step}"})
 
     def send(self, row: dict[str, float], step: int) -> None:
         self.run.log(row, step=step)
@@ -347,7 +380,9 @@ class SwanlabLogger(TrackerLogger):
 
 
 class TrackioLogger(TrackerLogger):
-    """Trackio, which keeps its data in a local database. A run that resumes in the same folder goes on there."""
+    """Trackio, which keeps its data in a local database. A run that resumes in the same folder continues there."""
+
+    section = TrackioConfig
 
     def __init__(self, cfg: TrackioConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.trackio`, passed on to `trackio.init` (project, name, space_id, ...)."""
@@ -381,13 +416,8 @@ class TrackioLogger(TrackerLogger):
 
 def check_trackers(cfg: LoggerConfig) -> None:
     """Raise ValueError when the server of an enabled tracker does not answer; called before a model is loaded."""
-    if cfg.is_enabled("mlflow") and (uri := mlflow_option(cfg.mlflow, "tracking_uri")):
-        check_server(uri, "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI")
-
-
-def _summary(name: str, values: object) -> dict[str, float]:
-    numbers = summarize_list(values) if isinstance(values, list) else {}
-    return {f"{name}/{key}": number for key, number in numbers.items()}
+    if cfg.is_enabled("mlflow") and (uri := MLflowLogger.options(cfg.mlflow).get("tracking_uri")):
+        check_server(uri, _MLFLOW_ADDRESS)
 
 
 def merge_generation_workers(metrics: Mapping[str, object]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_number
+from nemo_rl_cpp.metrics import extremum
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.history import format_number as fmt
 
@@ -220,7 +221,7 @@ def not_finite(h: MetricHistory) -> Found:
     """Metrics of training that were nan or infinite."""
     for name in h.names("train/"):
         curve = h.curve(name)
-        if name.endswith(("_min", "_max")):
+        if extremum(name):
             continue  # extrema over no token are infinite by definition
         broken = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
         if broken:

@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "policy.generation.backend": None,  # that of policy.backend
     "generation.backend": "native",
     "logger.tensorboard_enabled": True,  # event files cost nothing: always written
+    "logger.mlflow.tracking_uri": None,  # MLflow's own, or its variable
     # the recipe's 16 machines of 8 GPUs: training is on one device
     "policy.dtensor_cfg.context_parallel_size": 1,
     "cluster.gpus_per_node": 1,

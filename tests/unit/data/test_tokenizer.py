@@ -235,6 +235,23 @@ def test_keys_that_change_ids_do_what_they_do_in_transformers(name, key, value, 
         assert ids == [again(text)["input_ids"] for text in PIECES]
 
 
+@pytest.mark.parametrize("name", [None, "PreTrainedTokenizerFast", "GPT2Tokenizer"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gpt2", "llama"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_first_space_follows_the_class_of_the_model_type(kind, name, value, tmp_path):
+    from transformers import AutoTokenizer
+
+    byte_level(["<s>", "</s>"], qwen=True).save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_prefix_space": value}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | ({"tokenizer_class": name} if name else {})))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = [ours(text)["input_ids"] for text in PIECES]
+    assert ids == [theirs(text)["input_ids"] for text in PIECES]
+    ours.save_pretrained(tmp_path / "saved")
+    assert ids == [Tokenizer.from_pretrained(tmp_path / "saved")(text)["input_ids"] for text in PIECES]
+
+
 @pytest.mark.slow
 def test_saved_folder_is_read_back_alike_by_both(smollm2, tmp_path):
     from transformers import AutoTokenizer

@@ -189,6 +189,20 @@ def test_an_environment_runs_in_the_main_thread_of_its_actor(ray):
         env.close()
 
 
+def says_where(prompts, completions, **columns):
+    return [float(os.getpid())] * len(completions)
+
+
+@pytest.mark.slow
+def test_plain_reward_functions_are_asked_again_when_their_actor_is_killed(ray):
+    env = ray_environment(RewardFunctionEnvironment, ({"functions": f"{__name__}.says_where"},), {}, SETTINGS)
+    first = answer_of(env, env.step.remote(LOGS, TRUTHS), "rewards").rewards
+    os.kill(int(first[0]), signal.SIGKILL)
+    second = answer_of(env, env.step.remote(LOGS, TRUTHS), "rewards").rewards
+    assert len(second) == len(LOGS) and second[0] != first[0]
+    env.close()
+
+
 @pytest.mark.slow
 def test_one_that_may_not_be_asked_again_ends_the_run_by_its_name(ray, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # not where Ray was started

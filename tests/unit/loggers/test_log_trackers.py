@@ -4,8 +4,10 @@ import posixpath
 import re
 import socket
 import sys
+import threading
 import types
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from nemo_rl_cpp.config.logger import LoggerConfig
@@ -266,31 +268,84 @@ def test_a_run_resumed_from_an_older_checkpoint_is_one_curve(tmp_path, mlflow, f
     assert len(mlflow.runs) == 2, "nothing later was logged: the same run continues"
 
 
-def test_variables_of_a_tracker_win_over_the_keys(tmp_path, mlflow, fake, monkeypatch):
+def test_a_set_key_wins_over_a_trackers_variable_and_that_over_a_default(tmp_path, mlflow, fake, monkeypatch):
     wandb = fake("wandb")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    cfg = config(
-        tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": "http://localhost:5000"}, wandb_enabled=True,
-        wandb={"project": "grpo-dev", "name": "n", "mode": "online"},
+
+    def start(**sections):
+        Logger(config(tmp_path, mlflow_enabled=True, wandb_enabled=True, **sections)).finish()
+        return mlflow.uri, wandb.of("init")[-1][1]
+
+    assert start(mlflow={}, wandb={"project": "grpo-dev", "name": "n"}) == (
+        "sqlite:///mine.db", {"name": "n", "dir": str(tmp_path / "wandb")},
     )  # fmt: skip
-    Logger(cfg).finish()
-    assert mlflow.uri == "sqlite:///mine.db"
-    assert wandb.of("init") == [((), {"name": "n", "dir": str(tmp_path / "wandb")})]
+    given = {"project": "p", "name": "n", "mode": "online", "id": "run-1", "resume": "allow"}
+    assert start(mlflow={"tracking_uri": "sqlite:///given.db"}, wandb={"project": "p", "name": "n", "mode": "online"}) == (
+        "sqlite:///given.db", given | {"dir": str(tmp_path / "wandb")},
+    )  # fmt: skip
 
 
-def test_a_server_that_does_not_answer_is_one_sentence(monkeypatch):
+@pytest.mark.filterwarnings("error")
+def test_long_names_are_cut_with_what_is_added_to_them(tmp_path, mlflow, fake):
+    wandb = fake("wandb")
+    long = [letter * 245 for letter in "ab"]
+
+    def resume(step, params):
+        with Logger(config(tmp_path, mlflow_enabled=True, wandb_enabled=True, wandb={"id": "x"})) as logger:
+            logger.truncate_after(step)
+            logger.log_hyperparams(params)
+
+    resume(0, dict.fromkeys(long, 1) | {"x.from_step_abc": 1, "x": 1})
+    resume(3, dict.fromkeys(long, 2) | {"x.from_step_abc": 1, "x": 2})
+    resume(3, dict.fromkeys(long, 3) | {"x.from_step_abc": 1, "x": 2})
+    resume(3, dict.fromkeys(long, 3) | {"x.from_step_abc": 1, "x": 2})
+    with Logger(config(tmp_path, mlflow_enabled=True, wandb_enabled=True, wandb={"id": "x"})) as logger:
+        logger.log_metrics({name: [1, 2] for name in long} | {"loss": 0.5}, 4)
+        logger.log_histogram([1.0, 1.0], 4, "\ud800" + "h" * 300)
+    curves, params = mlflow.runs[0].curves, mlflow.runs[0].params
+    assert [sorted(value for key, value in params.items() if key[0] == name[0]) for name in long] == [
+        ["1", "2", "3"]
+    ] * 2
+    assert params["x.from_step_3"] == "2" and len(params) == 9
+    means = [[value for key, curve in curves.items() if key[0] == name[0] for _, value in curve[:1]] for name in long]
+    assert [sorted(values) for values in means] == [pytest.approx([1.5, 1.5, 1.9, 2.0])] * 2 and "loss" in curves
+    histograms = [name for (row,), _ in wandb.of("run.log") for name in row if "hhh" in name]
+    assert histograms and all(len(name) <= 250 and "\ud800" not in name for name in histograms)
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("proxied", [False, True])
+def test_a_server_that_does_not_answer_is_one_sentence(monkeypatch, proxied):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr("nemo_rl_cpp.loggers.backends.getproxies", dict)
+    if proxied:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which is not asked for this machine
+
+    def check(port):
+        uri = f"http://127.0.0.1:{port}"
+        check_trackers(LoggerConfig(mlflow_enabled=True, mlflow={"tracking_uri": uri.replace("//", "//me:secret@")}))
+
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
-        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        cfg = LoggerConfig(mlflow_enabled=True, mlflow={"tracking_uri": uri})
-        with pytest.raises(ValueError, match=f"logger.mlflow.tracking_uri.*no server answers at {uri}"):
-            check_trackers(cfg)
-        taken.listen()
-        check_trackers(cfg)
+        port = taken.getsockname()[1]
+        refused = f"logger.mlflow.tracking_uri.*no server answers at http://127.0.0.1:{port}"
+        with pytest.raises(ValueError, match=refused):
+            check(port)
+        taken.listen()  # accepts, and says nothing
+        with pytest.raises(ValueError, match=refused):
+            check(port)
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        check(server.server_port)
 
 
 def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):

@@ -23,15 +23,15 @@ def make_policy(precision="float32", **changes):
     return Policy(None, config, tiny_tokenizer(), seed=1, **paths)
 
 
-def make_data(policy, seed=0):
+def make_data(policy, seed=0, rows=12):
     random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, 14, (12, 9), generator=random)
-    lengths = torch.randint(5, 10, (12,), generator=random)
+    ids = torch.randint(4, 14, (rows, 9), generator=random)
+    lengths = torch.randint(5, 10, (rows,), generator=random)
     position = torch.arange(9)[None]
     mask = ((position >= 4) & (position < lengths[:, None])).float()
     data = {
-        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(12),
-        "advantages": torch.randn(12, 1, generator=random).expand(12, 9).contiguous(), "group_id": torch.arange(12) // 4,
+        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(rows),
+        "advantages": torch.randn(rows, 1, generator=random).expand(rows, 9).contiguous(), "group_id": torch.arange(rows) // 4,
     }  # fmt: skip
     data["input_ids"][:, :4] = data["input_ids"][::4].repeat_interleave(4, 0)[:, :4]
     data["generation_logprobs"] = policy.get_logprobs(data)["logprobs"]
@@ -196,18 +196,18 @@ def test_metrics_do_not_depend_on_the_size_of_micro_batches():
 
     def metrics(size):
         policy = make_policy(train_micro_batch_size=size)
-        data = make_data(policy)
+        data = make_data(policy, rows=48)
         data["sample_mask"][5] = 0.0
         data["generation_logprobs"] = data["generation_logprobs"] + 0.01 * torch.arange(9) / 9
-        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum(1).view(3, 4).sum(1)
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum(1).view(3, 16).sum(1)
         assert len(set(tokens.tolist())) > 1
-        return training_metrics(policy.train(data, LOSS, gbs=4)), float(tokens.mean())
+        return training_metrics(policy.train(data, LOSS, gbs=16)), float(tokens.mean())
 
-    whole, tokens = metrics(4)
+    whole, tokens = metrics(16)
     assert whole["global_valid_toks"] == pytest.approx(tokens, abs=1e-12)
-    assert whole["global_valid_seqs"] == pytest.approx(11 / 3, abs=1e-12)
+    assert whole["global_valid_seqs"] == pytest.approx(47 / 3, abs=1e-12)
     counts = {"global_valid_toks", "global_valid_seqs", "num_valid_samples", "lr", "wd"}
-    for size in (3, 1):
+    for size in (4, 1):
         got, _ = metrics(size)
         assert got.keys() == whole.keys()
         assert {name: got[name] for name in counts} == {name: whole[name] for name in counts}

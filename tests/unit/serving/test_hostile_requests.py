@@ -18,7 +18,7 @@ DEEP = "[" * 100_000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = make_folder(tmp_path_factory.mktemp("hostile") / "model")
-    with serving(folder, api_key=KEY, max_queue=8, max_body_bytes=200_000) as running:
+    with serving(folder, api_key=KEY, max_queue=8, max_body_bytes=200_000, body_timeout_s=600) as running:
         yield running
 
 

@@ -1,14 +1,13 @@
 """A data set that tokenises its rows, each by the processor of its task."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos
 from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed, LLMMessageLogType, Row, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
 from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
 from nemo_rl_cpp.data.plain_rows import row_at
-from nemo_rl_cpp.user_code import call_user, is_users
+from nemo_rl_cpp.user_code import call_any
 
 
 class AllTaskProcessedDataset:
@@ -68,17 +67,12 @@ class AllTaskProcessedDataset:
         if isinstance(preprocess, Mapping):
             preprocess = preprocess.get(entry.get("task_name"))
         if preprocess is not None:
-            entry = _called(preprocess, entry)
-        datum = _called(process, entry, spec, self.tokenizer, self.max_seq_length, idx)
+            entry = call_any(preprocess, entry)
+        datum = call_any(process, entry, spec, self.tokenizer, self.max_seq_length, idx)
         if entry.get("task_name") not in self._begun:
             _check_beginnings(datum.get("message_log") or [], self.tokenizer)
             self._begun.add(entry.get("task_name"))
         return datum
-
-
-def _called(function: Callable[..., Any], *args: object) -> Any:
-    """Call a processor: the user's own where the user's code runs."""
-    return call_user(function, *args) if is_users(function) else function(*args)
 
 
 def _check_beginnings(message_log: LLMMessageLogType, tokenizer: TokenizerType) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.metrics import extremum
 from nemo_rl_cpp.models.interfaces import TrainingResult
 from nemo_rl_cpp.models.policy.micro_batches import wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import GlobalBatchResult, NonFiniteError
@@ -95,7 +96,7 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
                 values = values[:1]
             elif name == _NUMERATOR:
                 values = [math.fsum(values)]
-            elif "_min" not in name and "_max" not in name:
+            elif extremum(name) is None:
                 values = [value / len(global_batches) for value in values]
             collected.setdefault(name, []).extend(values)
     return collected

@@ -218,19 +218,29 @@ def _is_idle(info: FieldInfo) -> bool:
 _HEADER = ["| key | type | default | meaning |", "|---|---|---|---|"]
 
 
-def _section(model: type[Section], name: str, lines: list[str]) -> None:
-    """Adds to `lines` the keys of a section, and of those within it, that do something."""
+def _section(model: type[Section], name: str, lines: list[str], shown: dict[str, list[str]]) -> None:
+    """Adds to `lines` the keys of a section, and of those within it, that do something. Rows that an earlier section, one of
+    `shown`, has too are named and not repeated."""
     title = [f"### `{name}`", "", " ".join((model.__doc__ or "").split()), ""]
     inner = [(key, found) for key, info in fields_of(model) if (found := section_type(info.annotation)) is not None]
     plain = [(key, info) for key, info in fields_of(model) if section_type(info.annotation) is None]
     plain.sort(key=lambda field: field[0] != "enabled")  # the switch first, wherever the section has it from
-    effective = [_row(key, info) for key, info in plain if not _is_idle(info)]
-    if effective:
-        lines += [*title, *_HEADER, *effective, ""]
+    rows = {row: key for key, info in plain if not _is_idle(info) for row in [_row(key, info)]}
+    like = max(shown, key=lambda other: len(rows.keys() & shown[other]), default="")
+    same = [key for row, key in rows.items() if row in shown.get(like, ())]
+    if len(same) > 3 or (same and len(same) == len(rows)):
+        link, names = f"[`{like}`](#{like.replace('.', '')})", ", ".join(f"`{key}`" for key in same)
+        title += [f"It has the keys of {link}." if len(same) == len(shown[like]) else f"As in {link}: {names}.", ""]
+        left = [row for row, key in rows.items() if key not in same]
+    else:
+        left = list(rows)
+    shown[name] = list(rows)
+    if rows:
+        lines += [*title, *([*_HEADER, *left, ""] if left else [])]
     elif not plain:
         lines += title
     for key, found in inner:
-        _section(found, f"{name}.{key}", lines)
+        _section(found, f"{name}.{key}", lines, shown)
 
 
 def _default_of(dotted: str) -> str:
@@ -262,6 +272,7 @@ def _parts() -> list[str]:
     """The lines about the keys."""
     lines = ["## A GRPO, DAPO or ProRLv2 run", ""]
     shown_sections: set[str] = set()
+    shown: dict[str, list[str]] = {}
     titles = (
         (GRPOMasterConfig, None),
         (PPOMasterConfig, "## Further sections of a PPO run"),
@@ -277,9 +288,9 @@ def _parts() -> list[str]:
             shown_sections.add(label)
             model = section_type(info.annotation)
             if model is not None:
-                _section(model, name, lines)
+                _section(model, name, lines, shown)
             elif name == "env":
-                _environments(lines)
+                _environments(lines, shown)
             elif not _is_idle(info):
                 lines += [f"### `{name}`", "", *_HEADER, _row(name, info), ""]
         if master is GRPOMasterConfig:
@@ -287,10 +298,10 @@ def _parts() -> list[str]:
     return lines
 
 
-def _environments(lines: list[str]) -> None:
+def _environments(lines: list[str], shown: dict[str, list[str]]) -> None:
     lines += ["### `env`", "", "One section an environment. An environment of your own takes any keys.", ""]
     for name, model in environment_sections().items():
-        _section(model, f"env.{name}", lines)
+        _section(model, f"env.{name}", lines, shown)
 
 
 def _datasets(lines: list[str]) -> None:

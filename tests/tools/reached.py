@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTS = ("cli.py", "run_grpo_math.py", "run_ppo.py", "run_eval.py", "api.py", "generate.py", "report/__main__.py")
+STARTS = ("cli.py", "run_grpo_math.py", "run_ppo.py", "run_eval.py", "api.py", "generate.py")
 # decorators that only change how a function is called; any other registers or calls it
 PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "dataclass", "deprecated",
                     "lru_cache", "no_grad", "overload", "property", "setter", "staticmethod"}  # fmt: skip

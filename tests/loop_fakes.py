@@ -11,7 +11,7 @@ from nemo_rl_cpp.algorithms.parts import RunData
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
-from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.environments.loading import Environments
 
 TOKENIZER = ByteTokenizer()
 

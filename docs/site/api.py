@@ -17,13 +17,13 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "nemo_rl_cpp.environments.reward_environment",
         ),
     ),
-    ("Data sets", ("nemo_rl_cpp.data.datasets.raw_dataset",)),
+    ("Data sets", ("nemo_rl_cpp.data.datasets.processed_dataset",)),
     ("Interfaces of the parts of a run", (
         "nemo_rl_cpp.models.interfaces", "nemo_rl_cpp.models.generation.interfaces",
         "nemo_rl_cpp.weight_sync:WeightSynchronizer", "nemo_rl_cpp.loggers.interface",
     )),
     ("Short names for classes of your own", (
-        "nemo_rl_cpp.environments.utils:register_env", "nemo_rl_cpp.data.datasets.response_datasets:register_dataset",
+        "nemo_rl_cpp.environments.loading:register_env", "nemo_rl_cpp.data.datasets.response_datasets:register_dataset",
         "nemo_rl_cpp.data.processors:register_processor", "nemo_rl_cpp.config.logger:register_logger",
     )),
 )  # fmt: skip

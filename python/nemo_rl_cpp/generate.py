@@ -28,8 +28,7 @@ from nemo_rl_cpp.argument_checks import (
 )
 from nemo_rl_cpp.data.boundaries import end_token_ids, prompt_ids
 from nemo_rl_cpp.data.conversation import prompt_of
-from nemo_rl_cpp.data.texts import TextStream
-from nemo_rl_cpp.data.token_bytes import token_bytes_table
+from nemo_rl_cpp.data.texts import TextStream, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.models.hf_config import max_positions

@@ -11,7 +11,7 @@ import torch
 import user_kinds
 from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.algorithms.callbacks import Callbacks
-from nemo_rl_cpp.environments.utils import ENV_REGISTRY, register_env
+from nemo_rl_cpp.environments.loading import ENV_REGISTRY, register_env
 from test_dedicated_engines import apart
 from test_several_processes import workers
 

@@ -1,8 +1,8 @@
 """An environment: the share of even digits in a response. Chosen by `env_name: even_digits` and a section `env.even_digits`."""
 
 from nemo_rl_cpp.config.base import Real, Section, as_model, key
+from nemo_rl_cpp.environments.loading import register_env
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
-from nemo_rl_cpp.environments.utils import register_env
 
 
 class EvenDigitsConfig(Section):

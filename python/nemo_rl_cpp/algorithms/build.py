@@ -53,7 +53,7 @@ from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig, checked
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster, shut_down
-from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
 from nemo_rl_cpp.evals.eval import evaluate_policy
 from nemo_rl_cpp.evals.report import EvalResult

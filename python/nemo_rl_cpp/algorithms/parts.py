@@ -29,17 +29,17 @@ from nemo_rl_cpp.config.fold import exactness_text, say_fold
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.chat_template import choose_template
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.data.template_choice import choose_template
+from nemo_rl_cpp.data.texts import bytes_of_token
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-from nemo_rl_cpp.data.token_bytes import bytes_of_token
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.data.utils import load_response_data
 from nemo_rl_cpp.distributed.cluster import Cluster, check_device, use_threads
-from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.environments.ray_environment import ActorSettings
+from nemo_rl_cpp.environments.loading import Environments
+from nemo_rl_cpp.environments.remote import ActorSettings
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.loggers.folders import get_experiment_dir

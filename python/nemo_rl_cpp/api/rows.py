@@ -7,10 +7,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nemo_rl_cpp.argument_checks import described, in_a_line, names_of
-from nemo_rl_cpp.data.conversation import is_conversation, prompt_of
+from nemo_rl_cpp.data.conversation import (
+    came_through_pandas,
+    comes_from_arrow,
+    is_conversation,
+    plain,
+    prompt_of,
+    row_at,
+    without_padding,
+)
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 from nemo_rl_cpp.data.interfaces import Row
-from nemo_rl_cpp.data.plain_rows import came_through_pandas, comes_from_arrow, plain, row_at, without_padding
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
 _RESERVED = ("prompts", "completions")
@@ -35,7 +42,7 @@ def rows_of(given: object, name: str) -> list[Row]:
     """Rows with the key `prompt`, each checked. `name` is the argument that messages name.
 
     A text is one prompt, unless it names a data file, which is read. A mapping of columns, a data frame (pandas, polars,
-    pyarrow) and a `datasets.Dataset` are rows. Rows come out as `data.plain_rows` writes them. Raises ValueError for all else.
+    pyarrow) and a `datasets.Dataset` are rows. Rows come out as `data.conversation` writes them. Raises ValueError for all else.
     """
     items, source = _items(given, name)
     padded = comes_from_arrow(given) or any(comes_from_arrow(item) or came_through_pandas(item) for item in items)

@@ -26,7 +26,7 @@ from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Row, TokenizerType
 from nemo_rl_cpp.dotted_names import search_for_modules
-from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.environments.reward_environment import RewardFunction, RewardFunctionEnvironment
 
 if TYPE_CHECKING:

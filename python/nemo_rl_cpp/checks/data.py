@@ -36,9 +36,8 @@ def _tokenizer(
     section: TokenizerConfig, config: WholeConfig, evaluation: bool
 ) -> tuple[Tokenizer | None, list[Finding]]:
     """(the tokenizer with the run's template, None if it is not on this machine or damaged; findings about the template)."""
-    from nemo_rl_cpp.data.chat_template import ChatTemplateError
+    from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
     from nemo_rl_cpp.data.config_access import is_given
-    from nemo_rl_cpp.data.template_choice import choose_template
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
     name = "tokenizer" if evaluation else "policy.tokenizer"
@@ -154,7 +153,7 @@ def _is_quick(section: dict[str, object]) -> bool:
 
 def _check_prompt_file(section: dict[str, object], where: str) -> Iterator[Finding]:
     """The prompt file of a data set that is not read here."""
-    from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+    from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
     from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY
     from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY
 

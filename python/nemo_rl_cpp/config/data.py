@@ -45,18 +45,18 @@ DATASET_REGISTRY: Table[DatasetEntry] = Table(
         "GSM8K": _dataset("hub_math:GSM8KDataset", *_HUB),
         "math": _dataset("hub_math:MathDataset", *_HUB),
         "math500": _dataset("hub_math:Math500Dataset", *_HUB),
-        "gpqa": _dataset("hub_multichoice:GPQADataset", *_HUB),
-        "gpqa_diamond": _dataset("hub_multichoice:GPQADiamondDataset", *_HUB),
-        "mmlu": _dataset("hub_multichoice:MMLUDataset", *_HUB),
-        "mmlu_pro": _dataset("hub_multichoice:MMLUProDataset", *_HUB),
+        "gpqa": _dataset("hub_math:GPQADataset", *_HUB),
+        "gpqa_diamond": _dataset("hub_math:GPQADiamondDataset", *_HUB),
+        "mmlu": _dataset("hub_math:MMLUDataset", *_HUB),
+        "mmlu_pro": _dataset("hub_math:MMLUProDataset", *_HUB),
         "ResponseDataset": _dataset(
             "response_dataset:ResponseDataset", "data_path", "input_key", "output_key", "subset", "split"
         ),
         "arithmetic": _dataset("generated:ArithmeticDataset", *_GENERATED, "max_number", "num_shots"),
         "reverse_digits": _dataset("generated:ReverseDigitsDataset", *_GENERATED, "num_digits"),
-        "python_functions": _dataset("code:PythonFunctionsDataset", *_GENERATED, "num_shots"),
+        "python_functions": _dataset("generated:PythonFunctionsDataset", *_GENERATED, "num_shots"),
         "guess_number": _dataset(
-            "games:GuessNumberDataset", *_GENERATED, "min_number", "max_number", "prompt", "stop_strings"
+            "generated:GuessNumberDataset", *_GENERATED, "min_number", "max_number", "prompt", "stop_strings"
         ),
         "verifiers": _dataset("verifiers_tasks:VerifiersDataset", "taskset", "num_samples"),
         "reasoning_gym": _dataset("generated:ReasoningGymDataset", *_GENERATED, "task", "task_options", "num_shots"),

@@ -111,9 +111,9 @@ def _ours(target: str, section: type[Section] | None = None) -> EnvironmentEntry
 ENV_REGISTRY: dict[str, EnvironmentEntry] = {
     "math": _ours("math_environment.MathEnvironment", MathEnvConfig),
     "math_default": _ours("math_environment.MathEnvironment", MathEnvConfig),
-    "math_multi_reward": _ours("multi_reward.MathMultiRewardEnvironment", MultiRewardEnvConfig),
+    "math_multi_reward": _ours("math_environment.MathMultiRewardEnvironment", MultiRewardEnvConfig),
     "arithmetic": _ours("arithmetic_environment.ArithmeticEnvironment", PlainEnvConfig),
-    "reverse_digits": _ours("reverse_digits_environment.ReverseDigitsEnvironment", PlainEnvConfig),
+    "reverse_digits": _ours("arithmetic_environment.ReverseDigitsEnvironment", PlainEnvConfig),
     "reasoning_gym": _ours("reasoning_gym_environment.ReasoningGymEnvironment", ReasoningGymEnvConfig),
     "code": _ours("code_environment.CodeEnvironment", CodeEnvConfig),
     "guess_number": _ours("games.guess_number.GuessNumberEnv", GuessNumberEnvConfig),

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.data.tokenizer_files import read_json
+from nemo_rl_cpp.data.tokenizer_settings import read_json
 
 GENERATION_CONFIG = "generation_config.json"
 _FROM_CONFIG = (

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from nemo_rl_cpp.data.conversation import row_at
 from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
-from nemo_rl_cpp.data.plain_rows import row_at
 from nemo_rl_cpp.data.processors import PROMPT_MAKERS, Prompt, multichoice_qa_processor
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _of_text(judge: Callable[[str], str | None]) -> _Judge:
 
 
 def _of_code(truth: object) -> str | None:
-    from nemo_rl_cpp.environments.code_tests import parse_tests
+    from nemo_rl_cpp.environments.code_verifier import parse_tests
 
     try:
         parse_tests(truth)

@@ -11,8 +11,7 @@ from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.data.conversation import ChatMessage, split_conversation, text_of, tools_of
 from nemo_rl_cpp.data.interfaces import DatumSpec, Row, TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
-from nemo_rl_cpp.data.prompt_place import fill_prompt
-from nemo_rl_cpp.data.prompt_rendering import render_prompt, system_part
+from nemo_rl_cpp.data.prompt_rendering import fill_prompt, render_prompt, system_part
 
 
 class Entry(NamedTuple):

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.config_access import get_field, is_given
-from nemo_rl_cpp.data.special_tokens import SpecialTokens
-from nemo_rl_cpp.data.tokenizer_classes import class_name, obey_settings
-from nemo_rl_cpp.data.tokenizer_files import read_json, read_settings, write_settings
+from nemo_rl_cpp.data.tokenizer_settings import (
+    SpecialTokens,
+    class_name,
+    obey_settings,
+    read_json,
+    read_settings,
+    write_settings,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -362,7 +367,7 @@ def get_tokenizer(
     """
     tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"), section=section)
     if is_given(tokenizer_config, "chat_template"):
-        from nemo_rl_cpp.data.template_choice import choose_template  # jinja2 takes a fifth of a second to load
+        from nemo_rl_cpp.data.chat_template import choose_template  # jinja2 takes a fifth of a second to load
 
         value = get_field(tokenizer_config, "chat_template")
         tokenizer.use_chat_template(choose_template(value, tokenizer.chat_template, f"{section}.chat_template"))

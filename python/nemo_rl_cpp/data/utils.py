@@ -27,7 +27,7 @@ from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.environments.interfaces import Environment
-    from nemo_rl_cpp.environments.ray_environment import ActorSettings
+    from nemo_rl_cpp.environments.remote import ActorSettings
 
     Settings = dict[str, object]  # a section of a configuration as plain data
     Datasets = AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
@@ -179,7 +179,7 @@ def load_response_data(
 def _create_environments(
     config: Settings, env_configs: Settings, actors: ActorSettings | None
 ) -> dict[str, Environment]:
-    from nemo_rl_cpp.environments.utils import create_env
+    from nemo_rl_cpp.environments.loading import create_env
 
     placed = {} if actors is None else {"actors": actors}
     created: dict[str, Environment] = {}
@@ -194,7 +194,7 @@ def _create_environments(
 
 
 def _shut_down(environments: Mapping[str, Environment]) -> None:
-    from nemo_rl_cpp.environments.utils import shut_down
+    from nemo_rl_cpp.environments.loading import shut_down
 
     for environment in environments.values():
         shut_down(environment)

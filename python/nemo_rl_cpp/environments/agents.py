@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.loading import import_object
-from nemo_rl_cpp.environments.reward_values import finite_number
+from nemo_rl_cpp.environments.reward_environment import finite_number
 from nemo_rl_cpp.errors import one_sentence, user_code
 from nemo_rl_cpp.user_code import call_user
 

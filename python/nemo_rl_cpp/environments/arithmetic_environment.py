@@ -1,4 +1,4 @@
-"""Sums and the like whose answer is one number on one line."""
+"""Arithmetic and reversed digits: tasks for tests and first runs."""
 
 import re
 from decimal import Decimal, InvalidOperation
@@ -7,7 +7,7 @@ from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import PlainEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironment, assistant_text
+from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironment, assistant_text, truth_text
 
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _BARE_INTEGER = re.compile(r"\s*-?[0-9]+\s*")
@@ -70,3 +70,36 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
             return {}
         self._responses = self._well_formed = self._right = 0
         return metrics
+
+
+def fraction_right(text: str, expected: str) -> float:
+    """Share of the expected characters that stand at their place in the response (spaces around it aside)."""
+    if not expected:
+        raise ValueError("ground_truth is empty: reverse_digits needs the expected digits")
+    return sum(a == b for a, b in zip(text.strip(), expected)) / len(expected)
+
+
+class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
+    """Reward: the fraction of `metadata["ground_truth"]` that the response has right. Metric: `exactly_right`."""
+
+    can_be_asked_again = True
+
+    def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
+        as_model(cfg or {}, PlainEnvConfig, "env.reverse_digits")  # which has no keys
+        self._responses = self._exact = 0
+
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth]
+    ) -> EnvironmentReturn[GroundTruth]:
+        texts = [assistant_text(message_log) for message_log in message_log_batch]
+        rewards = [fraction_right(text, truth_text(info["ground_truth"])) for text, info in zip(texts, metadata)]
+        self._responses += len(rewards)
+        self._exact += sum(reward == 1.0 for reward in rewards)
+        return self._finish(rewards, metadata, answers=[text.strip() for text in texts])
+
+    def pop_metrics(self) -> dict[str, float]:
+        if not self._responses:
+            return {}
+        share = self._exact / self._responses
+        self._responses = self._exact = 0
+        return {"exactly_right": share}

@@ -7,14 +7,12 @@ from typing import NotRequired, TypedDict
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import CodeEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
-from nemo_rl_cpp.environments.code_tests import parse_tests
-from nemo_rl_cpp.environments.code_verifier import CodeVerifyWorker
+from nemo_rl_cpp.environments.code_verifier import CodeVerifyWorker, parse_tests
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.sandbox import Limits
 from nemo_rl_cpp.environments.sandbox.check import require_sandbox
-from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant_text
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
-from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
@@ -22,7 +20,7 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re
 class CodeEnvMetadata(TypedDict):
     """What the environment knows of a problem.
 
-    ground_truth: the tests, see `code_tests.parse_tests`.
+    ground_truth: the tests, see `code_verifier.parse_tests`.
     code_prefix: the beginning of the program, which the response continues; without it the response holds the whole
         program, in a fenced block or as it is.
     """

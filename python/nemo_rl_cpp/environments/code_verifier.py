@@ -1,13 +1,245 @@
-"""Right or wrong for a program: its tests run in a sandbox. Lives in worker processes, so no torch here."""
+"""Tests of code: how data sets write them, and the verifier that runs a response against them in the sandbox."""
 
+import ast
+import json
 import os
 import re
+import secrets
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypedDict
 
-from nemo_rl_cpp.environments.code_tests import TestResult, parse_tests, uncompiled
 from nemo_rl_cpp.environments.sandbox import Limits, Outcome, run_program
 from nemo_rl_cpp.environments.sandbox.files import BOX
 from nemo_rl_cpp.environments.verifiers import Verdict, VerifierBase, VerifierUseError
+
+_LONGEST_VALUE = (
+    100_000  # characters of a result that are read, by parsers that need 0.2 s and 50 MB for so many at worst
+)
+_UNCOMPILED = ("SyntaxError: ", "IndentationError: ", "TabError: ", "RecursionError: ", "OverflowError: ")
+
+# Runs the solution, then the checks, and writes what came of them to where nothing that the solution prints goes.
+HARNESS = """
+import json, os, sys
+with open("/box/checks.json") as file:
+    plan = json.load(file)
+with open("/box/solution.py", encoding="utf-8", errors="surrogatepass") as file:
+    source = file.read()
+results = os.dup(1)
+nowhere = os.open("/dev/null", os.O_WRONLY)
+os.dup2(nowhere, 1)
+os.close(nowhere)
+space = {"__name__": "solution", "__file__": "/box/solution.py"}
+try:
+    program = compile(source, "/box/solution.py", "exec")
+except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
+    sys.exit("SyntaxError: " + str(error)[:200])
+exec(program, space)
+found = []
+for check in plan["checks"]:
+    try:
+        if "call" in check:
+            name = check["call"]
+            target = space[name] if name in space else getattr(space["Solution"](), name)
+            found.append({"value": json.dumps(target(*check["arguments"]))})
+        elif "expression" in check:
+            found.append({"value": repr(eval(check["expression"], space))})
+        else:
+            exec(check["statement"], space)
+            found.append({"passed": plan["token"]})
+    except MemoryError:
+        raise
+    except AssertionError:
+        found.append({})
+    except Exception as error:
+        found.append({"error": type(error).__name__ + ": " + str(error)[:200]})
+os.write(results, json.dumps(found).encode())
+"""
+
+
+class Check(TypedDict, total=False):
+    """A test for `HARNESS`: a call with its arguments, an expression, or a statement."""
+
+    call: str
+    arguments: list[object]
+    expression: str
+    statement: str
+
+
+class CheckResult(TypedDict, total=False):
+    """What `HARNESS` says of a test: the value as text, the token of a statement that passed, or what was raised."""
+
+    value: str
+    passed: str
+    error: str
+
+
+Runner = Callable[..., Outcome]
+"""`run_program` with limits: (source, stdin=..., files=...) -> Outcome."""
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """How many of `count` tests a program passed. `outcome` and `detail` describe the first test that failed."""
+
+    __test__ = False  # not a class for pytest
+
+    passed: int
+    count: int
+    outcome: Outcome | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """The tests of one problem; exactly one of the two kinds.
+
+    Attributes:
+        pairs: (standard input, expected standard output). Each is a run of its own. Spaces at the ends of lines and empty
+            lines at the end do not count.
+        checks: for `HARNESS`, all in one run.
+        expected: for each check the value, compared here, outside: the program never sees it; None for statements.
+    """
+
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    expected: list[object] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.pairs) + len(self.checks)
+
+    def run(self, source: str, runner: Runner) -> TestResult:
+        """Tests a program."""
+        return self._run_pairs(source, runner) if self.pairs else self._run_checks(source, runner)
+
+    def _run_pairs(self, source: str, runner: Runner) -> TestResult:
+        passed, failure = 0, None
+        for stdin, wanted in self.pairs:
+            outcome = runner(source, stdin=stdin)
+            if (
+                outcome.exit_code == 0
+                and outcome.stopped is None
+                and _lines(outcome.stdout.decode(errors="replace")) == _lines(wanted)
+            ):
+                passed += 1
+            elif failure is None:
+                failure = outcome
+            if outcome.stopped is not None or uncompiled(
+                outcome
+            ):  # what endangers the machine or cannot run is not tried again
+                break
+        return TestResult(passed, len(self), failure)
+
+    def _run_checks(self, source: str, runner: Runner) -> TestResult:
+        token = secrets.token_hex(8)
+        plan = json.dumps({"checks": self.checks, "token": token})
+        files = {"checks.json": plan.encode(), "solution.py": source.encode("utf-8", "surrogatepass")}
+        outcome = runner(HARNESS, files=files)
+        found = _results(outcome, len(self.checks))
+        good = [
+            _fulfils(check, wanted, result, token) for check, wanted, result in zip(self.checks, self.expected, found)
+        ]
+        detail = next((result.get("error", "") for result, right in zip(found, good) if not right), "")
+        return TestResult(sum(good), len(self), None if all(good) else outcome, detail)
+
+
+def uncompiled(outcome: Outcome) -> bool:
+    """Whether the program is not valid Python. The interpreter then reports an error without a traceback line."""
+    errors = outcome.stderr.decode(errors="replace")
+    last = errors.rstrip().rpartition("\n")[2]  # no pattern: a program may write a megabyte that takes one for ever
+    return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _results(outcome: Outcome, count: int) -> list[CheckResult]:
+    """What the harness wrote; empty dictionaries when it was stopped, or when what is there is not what it writes."""
+    nothing: list[CheckResult] = [{}] * count
+    if outcome.exit_code != 0 or outcome.stopped is not None:
+        return nothing
+    try:
+        found = json.loads(outcome.stdout)
+    except (ValueError, RecursionError):
+        return nothing
+    return (
+        found
+        if isinstance(found, list) and len(found) == count and all(isinstance(one, dict) for one in found)
+        else nothing
+    )
+
+
+def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> bool:
+    if "statement" in check:
+        return result.get("passed") == token
+    text = result.get("value")
+    if not isinstance(text, str) or len(text) > _LONGEST_VALUE:
+        return False
+    try:
+        return bool((json.loads if "call" in check else ast.literal_eval)(text) == wanted)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+
+
+def parse_tests(ground_truth: object) -> CodeTests:
+    """Tests from a sample's `ground_truth`, as it is or as JSON text:
+
+    - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and output;
+    - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method of
+      class Solution);
+    - {"asserts": [statement, ...]} or just the list. `assert EXPRESSION == LITERAL` is compared outside the program; any other
+      statement runs inside, where a program that means to could forge its success.
+
+    Raises ValueError that says what is wrong.
+    """
+    truth = ground_truth
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except ValueError:
+            raise ValueError(f"ground_truth of a code problem must be tests as JSON, not {truth[:80]!r}") from None
+    if isinstance(truth, list):
+        truth = {"asserts": truth}
+    if not isinstance(truth, dict) or not ({"inputs", "outputs"} <= set(truth) or "asserts" in truth):
+        raise ValueError(
+            f"ground_truth of a code problem needs inputs and outputs, or asserts, not {str(truth)[:80]!r}"
+        )
+    if "asserts" in truth:
+        checks, expected = zip(*(_assert(text) for text in truth["asserts"])) if truth["asserts"] else ((), ())
+        tests = CodeTests(checks=list(checks), expected=list(expected))
+    elif len(truth["inputs"]) != len(truth["outputs"]):
+        raise ValueError(f"ground_truth has {len(truth['inputs'])} inputs and {len(truth['outputs'])} outputs")
+    elif truth.get("fn_name"):
+        calls: list[Check] = [{"call": truth["fn_name"], "arguments": list(arguments)} for arguments in truth["inputs"]]
+        tests = CodeTests(checks=calls, expected=list(truth["outputs"]))
+    else:
+        tests = CodeTests(pairs=[(str(given), str(wanted)) for given, wanted in zip(truth["inputs"], truth["outputs"])])
+    if not len(tests):
+        raise ValueError("ground_truth of a code problem has no tests: every program would pass")
+    return tests
+
+
+def _assert(statement: str) -> tuple[Check, object]:
+    """(check, expected value) of one statement."""
+    try:
+        [node] = ast.parse(statement).body
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise ValueError(
+            f"ground_truth has the assert {str(statement)[:200]!r}, which is not one Python statement"
+        ) from None
+    if (
+        isinstance(node, ast.Assert)
+        and isinstance(node.test, ast.Compare)
+        and [type(op) for op in node.test.ops] == [ast.Eq]
+    ):
+        try:
+            return {"expression": ast.unparse(node.test.left)}, ast.literal_eval(node.test.comparators[0])
+        except (ValueError, TypeError, RecursionError):
+            pass
+    return {"statement": statement}, None
+
 
 _FILE_ERROR = re.compile(r"^\w+Error: \[Errno (1|2|13|30)\] [^:\n]*: '([^'\n]*)'")
 _READ_ONLY = "30"  # everything but the program's folder is

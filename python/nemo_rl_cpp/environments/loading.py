@@ -1,17 +1,24 @@
-"""Environments, reward functions and data sets of a configuration by their dotted names, with what is wrong about them in one
-sentence. Nothing here needs torch; the user's own module may."""
+"""Environments, reward functions and data sets of a configuration by their names, with what is wrong about them in one sentence; the
+environments of a run, and the end of their processes."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
+from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.env import ENV_REGISTRY, EnvironmentEntry
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, takes
-from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
+from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentInterface
+from nemo_rl_cpp.environments.remote import ActorSettings, Remotable, ray_environment, shut_down
+from nemo_rl_cpp.errors import user_code
+from nemo_rl_cpp.user_code import serve
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.datasets import RawDataset
@@ -111,3 +118,69 @@ def needed_package(name: str) -> str | None:
     """The package that an environment of ours needs and that is not installed."""
     package = {"reasoning_gym": "reasoning_gym"}.get(name)
     return package if package is not None and importlib.util.find_spec(package) is None else None
+
+
+__all__ = ["ENV_REGISTRY", "create_env", "register_env", "shut_down"]
+
+
+def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:
+    """Makes `create_env` and configurations know a class by its dotted name.
+
+    `section` lists the keys of `env.<env_name>`; without it the environment takes any. Raises ValueError when the name is taken.
+    """
+    if env_name in ENV_REGISTRY:
+        raise ValueError(f"Env name {env_name} already registered as {ENV_REGISTRY[env_name]['actor_class_fqn']}")
+    ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}
+    if section is not None:
+        ENV_REGISTRY[env_name]["section"] = section
+
+
+def create_env(
+    env_name: str, env_config: Mapping[str, object] | None = None, actors: ActorSettings | None = None
+) -> EnvironmentInterface:
+    """A handle on a new environment (see `Environment.remote`) made from its section of the configuration. With `actors` it lives
+    in Ray actors, kept so; Ray is started where there is none.
+
+    `env_name` is a registered name or the dotted name of a class. Raises ValueError for an unknown one, and for a class
+    without the interface of environments.
+    """
+    environment = environment_class(env_name, ENV_REGISTRY)
+    try:
+        settings = dict(env_config or {})
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"env.{env_name} must be a section (lines of key: value), not {in_a_line(env_config)}"
+        ) from None
+    with user_code(f"making the environment {env_name}"):
+        if actors is not None and inspect.isclass(environment) and issubclass(environment, Remotable):
+            return ray_environment(environment, (settings,), {}, actors)
+        return environment.remote(settings)
+
+
+@dataclass
+class Environments:
+    """Environments by task name.
+
+    Attributes:
+        train: score the answers that are trained on.
+        validation: score those of validations.
+        owned: whether `close` ends them; those that a caller brought go on.
+    """
+
+    train: Mapping[str, Environment]
+    validation: Mapping[str, Environment] = field(default_factory=dict)
+    owned: bool = True
+
+    def close(self, patience: float | None = None) -> None:
+        """Ends the processes of every environment once. An environment that does not answer for `patience` seconds is left behind."""
+        if not self.owned:
+            return
+        self.owned = False
+        different = {id(env): env for group in (self.train, self.validation) for env in group.values()}
+        for environment in different.values():
+            end = partial(shut_down, environment, patience)
+            try:
+                # where the run's calls were made, if there is time: a client belongs to the event loop that has used it
+                serve(end) if patience is None else end()
+            except TimeoutError:
+                print("an environment hangs and is left behind", file=sys.stderr)

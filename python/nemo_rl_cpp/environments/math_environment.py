@@ -1,19 +1,28 @@
-"""Mathematics and multiple choice: one response, right or wrong."""
+"""Mathematics: right or wrong, and with three rewards for GDPO."""
 
+import re
+from collections.abc import Mapping
 from typing import TypedDict
+
+import torch
 
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import MathEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import assistant_text, correct_or_not, truth_text
+from nemo_rl_cpp.environments.single_turn import (
+    SingleTurnEnvironment,
+    VerifyingEnvironment,
+    assistant_text,
+    correct_or_not,
+    truth_text,
+)
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import (
     EnglishMultichoiceVerifyWorker,
     HFVerifyWorker,
     MultilingualMultichoiceVerifyWorker,
 )
-from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
 
 __all__ = [
     "BaseMathEnvironment",
@@ -74,3 +83,50 @@ class MathEnvironment(BaseMathEnvironment):
         answers = verdicts.answers if return_extracted_answer else None
         result = self._finish(verdicts.scores, metadata, correct_or_not(verdicts.scores), answers)
         return result._replace(next_stop_strings=[self.cfg.stop_strings] * len(metadata))
+
+
+REWARD_NAMES = ("reward/correctness", "reward/integer", "reward/format")
+_FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
+
+
+class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata]):
+    """Scores a response of the form `<think>...</think>`, a line feed, `<answer>...</answer>`, each part 1 or 0:
+
+    - `reward/correctness`: what stands between the answer's tags is the truth, letter for letter;
+    - `reward/integer`: it consists of digits;
+    - `reward/format`: the whole response has that form, with one pair of answer tags.
+
+    A response without tags counts as a whole as the answer. `total_reward` of a rollout is the sum of the three.
+    """
+
+    scores_rows_alone = can_be_asked_again = True
+
+    def __init__(self, cfg: Mapping[str, object] | None = None) -> None:
+        self._longest = (cfg or {}).get("max_answer_chars") or 1_000_000
+
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
+        return_extracted_answer: bool = False,
+    ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
+        """The conversation ends; observations say "Environment: correct" or "Environment: incorrect"."""
+        responses = [assistant_text(message_log) for message_log in message_log_batch]
+        answers = [extract_answer(response) for response in responses]
+        scores = [
+            self._scores(response, answer, truth_text(info["ground_truth"]))
+            for response, answer, info in zip(responses, answers, metadata)
+        ]
+        observations = correct_or_not(correct for correct, _, _ in scores)
+        parts = torch.tensor(scores, dtype=torch.float32).reshape(len(scores), 3)
+        result = self._finish(parts[:, 0], metadata, observations, answers if return_extracted_answer else None)
+        return result._replace(rewards={name: parts[:, i].clone() for i, name in enumerate(REWARD_NAMES)})
+
+    def _scores(self, response: str, answer: str, truth: str) -> tuple[float, float, float]:
+        if len(response) > self._longest:
+            return 0.0, 0.0, 0.0
+        one_pair = response.count("<answer>") == response.count("</answer>") == 1
+        return float(answer == truth), float(answer.isdigit()), float(one_pair and _FORMAT.search(response) is not None)
+
+
+def extract_answer(response: str) -> str:
+    """What stands after the last `<answer>` and before the `</answer>` that follows."""
+    return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()

@@ -8,10 +8,9 @@ from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import ReasoningGymEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant_text
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import GymEntry, ReasoningGymVerifyWorker
-from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
 
 _NEXT_QUESTION = "\n\nQuestion:"  # how the data set `reasoning_gym` goes on after an answer of several lines
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -22,8 +22,8 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import check_device, use_threads
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
+from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
-from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
 from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
 from nemo_rl_cpp.hub.sources import find_policy_weights

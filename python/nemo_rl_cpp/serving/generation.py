@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
-from nemo_rl_cpp.data.token_bytes import token_bytes_table
+from nemo_rl_cpp.data.texts import token_bytes_table
 from nemo_rl_cpp.models.generation.base_engine import STREAMS
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, Responses
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner

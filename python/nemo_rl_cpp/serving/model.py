@@ -15,7 +15,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
-from nemo_rl_cpp.data.token_bytes import bytes_of_token, token_bytes_table
+from nemo_rl_cpp.data.texts import bytes_of_token, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.metrics.memory import available_bytes

@@ -14,8 +14,7 @@ from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, TensorboardConfig, register_logger
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import Environment
-from nemo_rl_cpp.environments.loading import environment_class
-from nemo_rl_cpp.environments.utils import create_env
+from nemo_rl_cpp.environments.loading import create_env, environment_class
 from nemo_rl_cpp.loggers.files import JsonlLogger, TensorboardLogger
 from nemo_rl_cpp.loggers.interface import LoggerBackend
 from nemo_rl_cpp.models.generation.hf import HfGeneration

@@ -77,7 +77,7 @@ class Plain(Lengths):
 
 @pytest.mark.parametrize("name", ["Lengths", "Plain"])
 def test_a_registered_environment_scores_responses(monkeypatch, name):
-    monkeypatch.setattr("nemo_rl_cpp.environments.utils.ENV_REGISTRY", dict(ENV_REGISTRY))
+    monkeypatch.setattr("nemo_rl_cpp.environments.loading.ENV_REGISTRY", dict(ENV_REGISTRY))
     register_env(env_name="lengths", actor_class_fqn=f"{__name__}.{name}")
     environment = create_env(env_name="lengths", env_config={"weight": 0.5})
     try:

@@ -22,7 +22,7 @@ from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.base import Section, fields_of, section_type
 from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
-from nemo_rl_cpp.environments.ray_environment import ActorSettings
+from nemo_rl_cpp.environments.remote import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
 from nemo_rl_cpp.loggers import backends
 from nemo_rl_cpp.loggers.backends import TrackerLogger

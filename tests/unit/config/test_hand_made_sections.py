@@ -4,8 +4,8 @@ import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.base import check_keys
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
-from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 

@@ -36,9 +36,9 @@ def environments(monkeypatch):
         return Environment(env_name, env_config)
 
     monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments", types.ModuleType("nemo_rl_cpp.environments"))
-    module = types.ModuleType("nemo_rl_cpp.environments.utils")
+    module = types.ModuleType("nemo_rl_cpp.environments.loading")
     module.create_env, module.shut_down = create_env, shut_down
-    monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments.utils", module)
+    monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments.loading", module)
     return log
 
 

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
+from nemo_rl_cpp.data.texts import TokenBytes, token_bytes_table
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS, tiny_tokenizer
-from nemo_rl_cpp.data.token_bytes import TokenBytes, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 from tokenizer_folders import byte_fallback, byte_level
 

@@ -11,7 +11,7 @@ from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ray_workers import ray_module
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
-from nemo_rl_cpp.environments.ray_environment import ActorSettings, ray_environment
+from nemo_rl_cpp.environments.remote import ActorSettings, ray_environment
 from players import make
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.environments.code_environment import CodeEnvironment, extract_code
-from nemo_rl_cpp.environments.code_tests import parse_tests
+from nemo_rl_cpp.environments.code_verifier import parse_tests
+from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.sandbox import SandboxUnavailableError, check
-from nemo_rl_cpp.environments.utils import create_env
 from processes import verifier_pids
 
 

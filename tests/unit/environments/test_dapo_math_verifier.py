@@ -1,5 +1,5 @@
 import pytest
-from nemo_rl_cpp.environments import dapo_math_verifier as dapo
+from nemo_rl_cpp.environments import verifiers as dapo
 
 
 @pytest.mark.parametrize(

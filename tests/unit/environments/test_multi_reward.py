@@ -6,8 +6,8 @@ import pytest
 import torch
 from nemo_rl_cpp.algorithms.algorithm import grpo_advantages
 from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.environments.multi_reward import MathMultiRewardEnvironment, extract_answer
-from nemo_rl_cpp.environments.ray_environment import joined
+from nemo_rl_cpp.environments.math_environment import MathMultiRewardEnvironment, extract_answer
+from nemo_rl_cpp.environments.remote import joined
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.rollouts.rollouts import _merge
 

@@ -14,13 +14,19 @@ from nemo_rl_cpp.config import ConfigError
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import get
 from nemo_rl_cpp.distributed.ray_workers import ray_in_use, ray_module, start_ray
-from nemo_rl_cpp.environments import ray_environment as rooms
 from nemo_rl_cpp.environments import remote
+from nemo_rl_cpp.environments.arithmetic_environment import ReverseDigitsEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
-from nemo_rl_cpp.environments.ray_environment import ActorSettings, RayEnvironment, joined, ray_environment
-from nemo_rl_cpp.environments.remote import EnvironmentLostError, LocalActor, answer_of
-from nemo_rl_cpp.environments.reverse_digits_environment import ReverseDigitsEnvironment
+from nemo_rl_cpp.environments.remote import (
+    ActorSettings,
+    EnvironmentLostError,
+    LocalActor,
+    RayEnvironment,
+    answer_of,
+    joined,
+    ray_environment,
+)
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.rollouts.rollout_metrics import environment_metrics
 from nemo_rl_cpp.rollouts.rollouts import calculate_rewards
@@ -224,7 +230,7 @@ def test_one_that_may_not_be_asked_again_ends_the_run_by_its_name(ray, tmp_path,
 
 @pytest.mark.slow
 def test_an_actor_that_does_not_start_ends_the_run_by_its_name(ray, monkeypatch):
-    monkeypatch.setattr(rooms, "START_SECONDS", 0.0)  # as if its process were stopped
+    monkeypatch.setattr(remote, "START_SECONDS", 0.0)  # as if its process were stopped
     with pytest.raises(
         TimeoutError, match="no answer from an actor of ReverseDigitsEnvironment within 0 s of its start"
     ):

@@ -1,13 +1,13 @@
 import pytest
 import torch
 from nemo_rl_cpp.distributed import get
-from nemo_rl_cpp.environments import utils
+from nemo_rl_cpp.environments import loading
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
+from nemo_rl_cpp.environments.loading import create_env, register_env
 from nemo_rl_cpp.environments.reasoning_gym_environment import extract_answer
 from nemo_rl_cpp.environments.remote import LocalActor
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.environments.utils import create_env, register_env
 
 
 def says(*texts):
@@ -156,7 +156,7 @@ def test_reasoning_gym():
 
 
 def test_registry(monkeypatch):
-    monkeypatch.setattr(utils, "ENV_REGISTRY", dict(utils.ENV_REGISTRY))
+    monkeypatch.setattr(loading, "ENV_REGISTRY", dict(loading.ENV_REGISTRY))
     register_env("echo", "fakes.EchoEnvironment")
     env = create_env("echo", {"next_stop_strings": ["x"]})
     assert isinstance(env, LocalActor) and env.cfg == {"next_stop_strings": ["x"]}

@@ -10,8 +10,8 @@ from nemo_rl_cpp import run_eval
 from nemo_rl_cpp.config import ConfigError, load_eval_config
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals import eval as evaluation
 from nemo_rl_cpp.evals.metrics import pass_at_k
 from nemo_rl_cpp.hub.sources import find_policy_weights

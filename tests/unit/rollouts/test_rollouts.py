@@ -5,7 +5,7 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl_cpp.environments.utils import create_env
+from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.rollouts.batches import build_train_batch
 from nemo_rl_cpp.rollouts.rollouts import calculate_rewards, generate_responses, repeat_prompts, run_multi_turn_rollout
 

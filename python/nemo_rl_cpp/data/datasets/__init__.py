@@ -1,8 +1,7 @@
 """Data sets: raw rows, rows by task, and the names that configurations use."""
 
-from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
-from nemo_rl_cpp.data.datasets.processed_dataset import AllTaskProcessedDataset
-from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.files import ListDataset
+from nemo_rl_cpp.data.datasets.processed_dataset import AllTaskProcessedDataset, RawDataset
 from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
 from nemo_rl_cpp.data.datasets.utils import (
     assert_no_double_bos,

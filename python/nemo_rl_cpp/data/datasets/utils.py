@@ -8,8 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.data.datasets.files import READERS, read_file, read_folder
-from nemo_rl_cpp.data.datasets.list_dataset import ChainedDataset, ListDataset
+from nemo_rl_cpp.data.datasets.files import READERS, ChainedDataset, ListDataset, read_file, read_folder
 from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
 from nemo_rl_cpp.files.prompt_files import MissingFileError
 

@@ -14,7 +14,7 @@ from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.data.token_bytes import token_bytes_table
+from nemo_rl_cpp.data.texts import token_bytes_table
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, OnFinished, Prompts, Responses

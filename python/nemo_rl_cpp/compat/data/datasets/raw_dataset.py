@@ -1,3 +1,3 @@
 """Re-export the base of a data set."""
 
-from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset

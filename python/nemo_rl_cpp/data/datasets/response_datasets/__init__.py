@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetConfig, DatasetEntry, is_class_name
 from nemo_rl_cpp.data.config_access import to_plain
-from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import merge_datasets
 from nemo_rl_cpp.environments.loading import own_dataset_class
 

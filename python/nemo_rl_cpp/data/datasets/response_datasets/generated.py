@@ -1,13 +1,9 @@
-"""Generated tasks, which need no network: sums, reversed digits, reasoning_gym's tasks.
-
-Which side of the split a question is on depends on the question alone (`is_held_out`), so training and validation are
-disjoint whatever seeds, sizes and sections a configuration uses. `seed` decides the order and the examples shown.
-"""
+"""Data sets that are drawn: arithmetic, reversed digits, functions to write, games."""
 
 from typing import Any
 
-from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
-from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.files import ListDataset
+from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
 
@@ -205,4 +201,85 @@ class ReasoningGymDataset(GeneratedDataset):
             rows.append(
                 self.row(prompt, entry["answer"], stop, reasoning_gym_task=self.task, reasoning_gym_entry=entry)
             )
+        return rows
+
+
+_SIGNS = {"plus": "+", "minus": "-", "times": "*"}
+_TESTED = (-3, 0, 1, 5, 12)
+
+
+def _functions() -> list[tuple[str, str]]:
+    """(name, expression) of all functions."""
+    single = [(f"{word}_{n}", f"x {sign} {n}") for word, sign in _SIGNS.items() for n in range(2, 21)]
+    pairs = [
+        (f"times_{n}_{word}_{m}", f"x * {n} {_SIGNS[word]} {m}")
+        for n in range(2, 10)
+        for word in ("plus", "minus")
+        for m in range(2, 10)
+    ]
+    return single + pairs
+
+
+class PythonFunctionsDataset(GeneratedDataset):
+    """Functions whose name says what they do, as raw text: `num_shots` whole ones, then one up to `return`.
+
+    The environment `code` gets the beginning of the program (`code_prefix`) and asserts as `ground_truth`.
+    """
+
+    task_name = "python_functions"
+
+    def __init__(self, num_shots: int = 3, **kwargs: Any):
+        if num_shots < 0:
+            raise ValueError(f"data: python_functions needs num_shots >= 0, got {num_shots}")
+        self.num_shots = num_shots
+        self.functions = {
+            side: [f for f in _functions() if is_held_out(f"python {f[0]}", HELD_OUT) == side] for side in (False, True)
+        }
+        super().__init__(**kwargs)
+
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
+        questions, shown = self.functions[held_out], self.functions[False]
+        rows = []
+        for i, number in enumerate(self.pick(len(questions), num_samples, seed, "functions on this side")):
+            name, expression = questions[number]
+            shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
+            examples = [f"def {shown[s][0]}(x):\n    return {shown[s][1]}\n" for s in shots]
+            beginning = f"def {name}(x):\n    return"
+            asserts = [f"assert {name}({x}) == {eval(expression, {'x': x})}" for x in _TESTED]
+            prompt = "\n".join([*examples, beginning])
+            rows.append(self.row(prompt, f" {expression}", "\n", ground_truth=asserts, code_prefix=beginning))
+        return rows
+
+
+class GuessNumberDataset(GeneratedDataset):
+    """Games of guessing a number from `min_number` to `max_number`: `prompt` as raw text, the same for every number.
+
+    `{low}` and `{high}` in the prompt stand for the two ends of the range. Every number comes once before any comes
+    twice. Training and validation have the same games: there is nothing to hold out where the prompt says nothing of the secret.
+    """
+
+    task_name = "guess_number"
+
+    def __init__(
+        self,
+        min_number: int = 1,
+        max_number: int = 7,
+        prompt: str = "I am thinking of a number from {low} to {high}.\nGuess:",
+        stop_strings: list[str] | None = None,
+        **kwargs: Any,
+    ):
+        if not 0 <= min_number < max_number:
+            raise ValueError(
+                f"data: guess_number needs 0 <= min_number < max_number, got {min_number} and {max_number}"
+            )
+        self.secrets = range(min_number, max_number + 1)
+        self.prompt = prompt.replace("{low}", str(min_number)).replace("{high}", str(max_number))
+        self.stop_strings = stop_strings
+        super().__init__(**kwargs)
+
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
+        rows = []
+        for number in self.pick(len(self.secrets), num_samples, seed, "numbers in the range"):
+            row = self.row(self.prompt, str(self.secrets[number]), None, secret=self.secrets[number])
+            rows.append(row | ({"stop_strings": list(self.stop_strings)} if self.stop_strings else {}))
         return rows

@@ -5,16 +5,17 @@ from collections.abc import Mapping
 
 from nemo_rl_cpp.data.conversation import (
     check_characters,
+    comes_from_arrow,
     conversation_of,
     is_list,
     look_up,
     split_conversation,
     text_of,
+    without_padding,
 )
-from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 from nemo_rl_cpp.data.interfaces import Row
-from nemo_rl_cpp.data.plain_rows import comes_from_arrow, without_padding
 
 _INPUT, _OUTPUT = "input", "output"
 _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage", "choices", "options")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
-from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.files import ListDataset
+from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
 
 if TYPE_CHECKING:

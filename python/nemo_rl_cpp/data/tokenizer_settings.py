@@ -1,0 +1,280 @@
+"""The files beside tokenizer.json: the special tokens and the class that they name, read with the precedence of transformers 5, and written."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file. ValueError names a file that holds something else."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def token_text(token: str | Mapping[str, Any] | None) -> str | None:
+    """A special token is written as a text or as a dictionary with its flags."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
+    """The keys of tokenizer_config.json, with what the older files beside it add.
+
+    Where tokenizer_config.json has `added_tokens_decoder`, it alone counts. Else special_tokens_map.json wins over it, and
+    the tokens of added_tokens.json become `added_tokens_decoder`, those excepted whose id is one of `own_ids` (the added
+    tokens of tokenizer.json). A chat_template.jinja wins over the key `chat_template`.
+    """
+    settings = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
+        special = {token_text(settings.get(name)) for name in NAMED_TOKENS} | set(extra_special_tokens(settings))
+        added = {
+            str(index): {"content": text, "normalized": text not in special, "special": text in special}
+            for text, index in read_json(folder / "added_tokens.json").items()
+            if index not in own_ids
+        }
+        if added:
+            settings["added_tokens_decoder"] = added
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    return settings
+
+
+def write_settings(
+    folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
+) -> None:
+    """Writes tokenizer_config.json (`settings`, the chat template among them) and special_tokens_map.json (the special tokens by
+    role, and those without one) into an existing folder."""
+    special: dict[str, str | list[str]] = dict(named)
+    if additional:
+        special["additional_special_tokens"] = additional
+    for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
+        (folder / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    # A template file of an earlier save would win over the one just written.
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any]) -> None:
+    key = "extra_special_tokens"
+    if isinstance(special.get(key), list) and isinstance(settings.get(key), list):
+        special = {**special, key: [*settings[key], *(t for t in special[key] if t not in settings[key])]}
+    settings.update(special)
+
+
+def extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
+    """Texts of the special tokens without a role: under keys of their own (`image_token`), and under the common new or old key."""
+    own = [token_text(token) for key, token in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
+    extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
+    common = [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
+    return list(dict.fromkeys(text for text in [*own, *common] if isinstance(text, str)))
+
+
+_LLAMA = "LlamaTokenizer"
+_BYTE_LEVEL = (
+    "GPT2Tokenizer",
+    "Qwen2Tokenizer",
+    "Qwen3_5Tokenizer",
+    "GPTNeoXTokenizer",
+    "CohereTokenizer",
+    "CodeGenTokenizer",
+)
+
+
+_OF_MODELS = {
+    "GPT2Tokenizer": ("gpt2", "gpt_neo", "gptj", "codegen", "opt", "phi", "starcoder2"),
+    "GPTNeoXTokenizer": ("gpt_neox", "olmo", "olmoe", "mamba", "mamba2", "mpt", "falcon_mamba"),
+    "CohereTokenizer": ("cohere", "cohere2"),
+    "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+}
+_OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whose folders often name a wrong class
+
+
+def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Return the tokenizer class that transformers 5 takes for a folder: the one that tokenizer_config.json (`settings`) or
+    config.json names, or else, and for some kinds of models always, the one of the `model_type`."""
+    kind = config.get("model_type")
+    of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    return of_model if of_model and (not named or kind in _OVERRULES) else named
+
+
+def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
+    """Changes how `backend` splits a text: `split_special_tokens`, and what `tokenizer_class` makes of `add_prefix_space` and `legacy`.
+
+    Other classes take the pipeline of tokenizer.json and read neither.
+    """
+    from tokenizers import decoders, models, pre_tokenizers
+
+    backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    name = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    prefix = settings.get("add_prefix_space")
+    byte_level = [part for part in _parts(backend.pre_tokenizer) if isinstance(part, pre_tokenizers.ByteLevel)]
+    if name in _BYTE_LEVEL:
+        for part in byte_level:
+            part.add_prefix_space = bool(prefix)
+    if name == _LLAMA and isinstance(backend.model, models.BPE) and not byte_level:
+        prefix = prefix is None or bool(prefix)
+        scheme = "never" if not prefix else "always" if settings.get("legacy") else "first"
+        backend.normalizer = None
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme=scheme, split=False)
+        strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+
+
+def _parts(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
+    """Yields the steps of a pre-tokenizer, sequences flattened."""
+    from tokenizers import pre_tokenizers
+
+    if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
+        for part in pre_tokenizer:
+            yield from _parts(part)
+    elif pre_tokenizer is not None:
+        yield pre_tokenizer
+
+
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> AddedToken:
+    """A `tokenizers.AddedToken` of a text, or of a dictionary with its flags."""
+    from tokenizers import AddedToken
+
+    if isinstance(token, Mapping):
+        flags = {name: bool(token[name]) for name in _FLAGS if name in token} | flags
+    return AddedToken(token_text(token), **flags)
+
+
+class SpecialTokens:
+    """Base of the tokenizer: takes the tokens that tokenizer_config.json's keys name and declares them to the
+    `tokenizers.Tokenizer`, so that each is one token and decoding can skip the special ones."""
+
+    def __init__(self, backend: Backend, config: Mapping[str, Any], eos_token_ids: Iterable[int]):
+        self.backend_tokenizer = backend
+        self._named = {name: token_text(config.get(name)) for name in NAMED_TOKENS}
+        self._additional = extra_special_tokens(config)
+        self._model_ends = [int(i) for i in eos_token_ids]
+        self._add_listed_tokens(config.get("added_tokens_decoder") or {})
+        self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
+
+    def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
+        """Adds the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with other flags."""
+        tokens = {int(index): _added_token(token) for index, token in listed.items()}
+        present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
+        self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
+        for index, token in tokens.items():
+            if (got := self.backend_tokenizer.token_to_id(token.content)) != index:
+                warnings.warn(
+                    f"the token {token.content!r} has the id {got} in tokenizer.json and {index} in tokenizer_config.json or "
+                    f"added_tokens.json: {got} is used, as in transformers; make the files agree",
+                    stacklevel=4,
+                )
+
+    def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
+        """Makes the named and the additional special tokens special; `named` may give them with flags."""
+        flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
+        added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
+        wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
+        tokens = [
+            _added_token(flagged[text], special=True) if text in flagged and text not in added else _added_token(text, special=True, normalized=False)
+            for text in dict.fromkeys(wanted)
+        ]  # fmt: skip
+        if tokens:
+            self.backend_tokenizer.add_special_tokens(tokens)
+
+    def _set_named(self, name: str, text: str | None) -> None:
+        self._named[name] = text
+        self._declare_special_tokens()
+
+    def _id(self, text: str | None) -> int | None:
+        return None if text is None else self.backend_tokenizer.token_to_id(text)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._named["bos_token"]
+
+    @bos_token.setter
+    def bos_token(self, text: str | None) -> None:
+        self._set_named("bos_token", text)
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._named["eos_token"]
+
+    @eos_token.setter
+    def eos_token(self, text: str | None) -> None:
+        self._set_named("eos_token", text)
+
+    @property
+    def unk_token(self) -> str | None:
+        return self._named["unk_token"]
+
+    @property
+    def pad_token(self) -> str | None:
+        """The padding token; the end token where the folder names none."""
+        end = self.eos_token or (self.backend_tokenizer.id_to_token(self._model_ends[0]) if self._model_ends else None)
+        return self._named["pad_token"] or end
+
+    @pad_token.setter
+    def pad_token(self, text: str | None) -> None:
+        self._set_named("pad_token", text)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id(self.eos_token)
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._id(self.unk_token)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id(self.pad_token)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The ends of the folder's model (`data.boundaries`); the tokenizer's own eos where it names none."""
+        own = [] if self.eos_token_id is None else [self.eos_token_id]
+        return list(self._model_ends) or own
+
+    @property
+    def special_tokens_map(self) -> dict[str, str | list[str]]:
+        named: dict[str, str | list[str]] = {k: v for k, v in self._named.items() if v is not None}
+        if self.pad_token is not None:
+            named["pad_token"] = self.pad_token
+        if self._additional:
+            named["additional_special_tokens"] = list(self._additional)
+        return named
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        named = [text for text in self._named.values() if text is not None]
+        return list(dict.fromkeys([*named, *self._additional]))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return [self.backend_tokenizer.token_to_id(text) for text in self.all_special_tokens]

@@ -35,39 +35,8 @@ from nemo_rl_cpp.rollouts.rollouts import Conversations, repeat_prompts, visible
 from nemo_rl_cpp.user_code import serve
 
 
-@dataclass
-class EvaluationRun:
-    """An evaluation of a model that nobody trains here: what it is made of. `build_evaluation` makes one of a configuration."""
-
-    config: MasterConfig
-    tokenizer: TokenizerType
-    environment: Environment
-    generation: BaseEngine
-    loader: StatefulDataLoader
-
-    def evaluate(self) -> EvalResult:
-        """Generates, scores and prints the table."""
-        return run_env_eval(self.generation, self.loader, self.environment, self.config)
-
-    def close(self) -> None:
-        """Ends the environment's processes; may be called again."""
-        shut_down(self.environment)
-
-    def __enter__(self) -> "EvaluationRun":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
 def main(config: MasterConfig) -> EvalResult:
-    """Runs the evaluation that a checked configuration describes, and prints its table."""
-    with build_evaluation(config) as run:
-        return run.evaluate()
-
-
-def build_evaluation(config: MasterConfig) -> EvaluationRun:
-    """The evaluation that a configuration describes, with its model loaded. Raises ConfigError."""
+    """Evaluate the model that a configuration describes, print the table and return the result. Raises ConfigError."""
     from nemo_rl_cpp.data.checkpoint_template import differences_from_run
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
@@ -83,10 +52,9 @@ def build_evaluation(config: MasterConfig) -> EvaluationRun:
     try:
         tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
         loader = make_loader(config, make_dataset(config, tokenizer))
-        return EvaluationRun(config, tokenizer, environment, make_generation(config, tokenizer), loader)
-    except BaseException:
+        return run_env_eval(make_generation(config, tokenizer), loader, environment, config)
+    finally:
         shut_down(environment)
-        raise
 
 
 def evaluate_policy(
@@ -115,13 +83,11 @@ def _make_environment(config: MasterConfig) -> Environment:
 
 
 def make_loader(config: MasterConfig, dataset: AllTaskProcessedDataset) -> StatefulDataLoader:
-    """The loader of prompts."""
     size = config.generation.num_prompts_per_step
     return StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
 
 
 def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProcessedDataset:
-    """The section `data`, tokenised."""
     raw = load_eval_dataset(config.data)
     limit = config.data.max_input_seq_length
     environment = config.data.env_name, config.env.get(config.data.env_name)
@@ -229,7 +195,6 @@ class _Run:
     rounds: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def one(self, batch: BatchedDataDict) -> None:
-        """One batch of repeated prompts."""
         texts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
         limit = self.config.generation.vllm_cfg.max_model_len
         conversations = Conversations(batch, self.generation.tokenizer, limit)

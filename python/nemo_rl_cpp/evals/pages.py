@@ -35,7 +35,6 @@ class Prompt:
 
     @property
     def mean(self) -> float:
-        """The mean reward."""
         return math.fsum(self.rewards) / len(self.rewards)
 
 

@@ -72,7 +72,6 @@ def show(result: EvalResult, config: "EvalMasterConfig") -> None:
 
 
 def rows(result: EvalResult, config: "EvalMasterConfig") -> dict[str, str]:
-    """The table's rows."""
     wanted, low_high = config.eval, result.interval
     n, metrics = wanted.num_tests_per_prompt, result.metrics
     table = {

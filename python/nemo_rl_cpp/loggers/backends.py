@@ -122,11 +122,9 @@ class TrackerLogger(LoggerInterface):
         and the old run of the tracker has later steps, which no tracker takes back."""
 
     def accepted(self, name: str) -> str:
-        """Return the name under which the tracker takes a metric."""
         return accepted_name(name, self.refused, self.longest)
 
     def send(self, row: dict[str, float], step: int) -> None:
-        """Logs numbers by their names."""
         raise NotImplementedError
 
     def log_metrics(
@@ -137,7 +135,6 @@ class TrackerLogger(LoggerInterface):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Logs the `numbers` of the metrics."""
         self.send(self.numbers(metrics, prefix, step_metric), step)
 
     def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
@@ -218,7 +215,6 @@ class WandbLogger(TrackerLogger):
             self.run.log(row, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Sets the run's config."""
         self.run.config.update(to_plain(params), allow_val_change=True)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
@@ -230,7 +226,6 @@ class WandbLogger(TrackerLogger):
             self.run.log({self.accepted(name): float(values[0]) if same else self._wandb.Histogram(values)}, step=step)
 
     def finish(self) -> None:
-        """Sends what is queued and ends the run."""
         if self.run is not None:
             self.run.finish()
             self.run = None
@@ -337,7 +332,6 @@ class MLflowLogger(TrackerLogger):
         return f"{stem}.from_step_{self._step}{repeated}", value
 
     def finish(self) -> None:
-        """Ends the run."""
         self._mlflow.end_run()
 
 
@@ -371,11 +365,9 @@ class SwanlabLogger(TrackerLogger):
         self.run.log(row, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Sets the run's config."""
         self.run.config.update(to_plain(params), allow_val_change=True)
 
     def finish(self) -> None:
-        """Ends the run."""
         self._swanlab.finish()
 
 
@@ -406,11 +398,9 @@ class TrackioLogger(TrackerLogger):
         self._trackio.log(row, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Adds the configuration to the run."""
         self.run.config.update(to_plain(params))
 
     def finish(self) -> None:
-        """Ends the run."""
         self._trackio.finish()
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +26,16 @@ if TYPE_CHECKING:
 PATTERN = "events.out.tfevents.*"
 
 
-class EventFile:
-    """The event file of a folder: the newest one that is there (or that `own_files` names), else a new one."""
+class SummaryWriter:
+    """Writes the event file of a folder: the newest one (or the one that `own_files` names), else a new one.
 
-    def __init__(self, folder: Path, own_files: Collection[str] | None = None) -> None:
+    tensorboardX's own writer has a queue that its `flush` does not empty: a process that was killed after `flush` had 94 of
+    100 events in its file. Here an event is one write, and a resumed run continues in the same file. A record is: length
+    u64, masked CRC-32C of it, `Event` message, masked CRC-32C of it.
+    """
+
+    def __init__(self, log_dir: str | Path, own_files: Collection[str] | None = None) -> None:
+        folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         files = sorted(path for path in folder.glob(PATTERN) if own_files is None or path.name in own_files)
         self.path = files[-1] if files else _new_file(folder)
@@ -41,31 +47,18 @@ class EventFile:
         if os.fstat(self._descriptor).st_size == 0:
             self._append(file_version="brain.Event:2")
 
-    def add(self, step: int, summary: "Summary") -> None:
-        """Append one event of `step`."""
-        self._append(step=step, summary=summary)
-
     def _append(self, **content: "int | str | Summary") -> None:
         from tensorboardX.proto.event_pb2 import Event
 
         os.write(self._descriptor, _record(Event(wall_time=time.time(), **content).SerializeToString()))
 
     def flush(self) -> None:
-        """Syncs the file to the disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Closes the file; may be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-class SummaryWriter(EventFile):
-    """An event file under the names of TensorBoard's writer."""
-
-    def __init__(self, log_dir: str | Path, own_files: Collection[str] | None = None) -> None:
-        super().__init__(Path(log_dir), own_files)
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """Append a number, stored as float32."""
@@ -73,7 +66,8 @@ class SummaryWriter(EventFile):
 
         limit = float(np.finfo(np.float32).max)
         value = float(scalar_value) if not np.isfinite(scalar_value) else min(max(float(scalar_value), -limit), limit)
-        self.add(global_step, Summary(value=[Summary.Value(tag=_tag(tag), simple_value=value)]))
+        tag = tag.encode(errors="replace").decode()  # a half of a surrogate pair becomes a question mark
+        self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
 
     def add_histogram(self, tag: str, values: Sequence[float], global_step: int) -> None:
         """Append a histogram of 30 equal bins over the values (finite, at least one)."""
@@ -81,14 +75,15 @@ class SummaryWriter(EventFile):
         from tensorboardX.summary import make_histogram
 
         bars = make_histogram(np.asarray(values, dtype=np.float64), 30)
-        self.add(global_step, Summary(value=[Summary.Value(tag=_tag(tag), histo=bars)]))
+        tag = tag.encode(errors="replace").decode()
+        self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, histo=bars)]))
 
     def add_hparams(self, hparam_dict: Mapping[str, object], metric_dict: Mapping[str, object]) -> None:
         """Append the settings as a text, one `name: value` a line; `metric_dict` is ignored, since metrics are logged as such."""
         from tensorboardX.summary import text
 
         lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
-        self.add(0, text("hyperparams", f"```yaml\n{lines}\n```"))
+        self._append(step=0, summary=text("hyperparams", f"```yaml\n{lines}\n```"))
 
 
 def _new_file(folder: Path) -> Path:
@@ -97,11 +92,6 @@ def _new_file(folder: Path) -> Path:
     while path.exists():  # another run's
         path, number = folder / f"{name}.{number}", number + 1
     return path
-
-
-def _tag(name: str) -> str:
-    """Return the name, which TensorBoard takes as it stands, with `_` for half of a surrogate pair."""
-    return name.encode(errors="replace").decode()
 
 
 def truncate_events(path: Path, step: int | None) -> None:
@@ -169,27 +159,23 @@ class JsonlLogger(LoggerInterface):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Appends one line."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         row = {"step": int(step)} | {name: to_json(flat[name]) for name in sorted(flat)}
         own_axis = step_metric is not None and step_metric in metrics
         self._append(SYSTEM if own_axis else METRICS, json.dumps(row, allow_nan=False))
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Writes hyperparams.json."""
         write_atomic(self.log_dir / HYPERPARAMS, json.dumps(to_json(params), indent=1), durable=False)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Nothing: the per-step rollout files hold every value."""
 
     def flush(self) -> None:
-        """Syncs the files to the disk."""
         for name, descriptor in self._files.items():
             self._write(name, descriptor)
             os.fsync(descriptor)
 
     def finish(self) -> None:
-        """Closes the files; a later call opens them again."""
         files, self._files = self._files, {}
         try:
             for name, descriptor in files.items():
@@ -199,7 +185,6 @@ class JsonlLogger(LoggerInterface):
                 os.close(descriptor)
 
     def truncate_after(self, step: int) -> None:
-        """Cuts metrics.jsonl back."""
         self.finish()
         truncate_jsonl(self.log_dir / METRICS, step)
 
@@ -218,7 +203,7 @@ class JsonlLogger(LoggerInterface):
 
 
 class TensorboardLogger(LoggerInterface):
-    """TensorBoard events (see `EventFile`): neither TensorBoard nor torch is needed to write them."""
+    """TensorBoard events (see `SummaryWriter`): neither TensorBoard nor torch is needed to write them."""
 
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
         """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument. Several runs may share that folder: this one
@@ -231,14 +216,12 @@ class TensorboardLogger(LoggerInterface):
 
     def _open(self) -> SummaryWriter:
         if self._list is None:
-            return self.new_writer(log_dir=self.log_dir)
+            return SummaryWriter(log_dir=self.log_dir)
         own = self._own_files()
-        writer = self.new_writer(log_dir=self.log_dir, own_files=own)
+        writer = SummaryWriter(log_dir=self.log_dir, own_files=own)
         if writer.path.name not in own:
             write_atomic(self._list, "".join(f"{name}\n" for name in [*own, writer.path.name]))
         return writer
-
-    new_writer: Callable[..., SummaryWriter] = staticmethod(SummaryWriter)
 
     def _own_files(self) -> list[str]:
         if self._list is None:
@@ -265,26 +248,21 @@ class TensorboardLogger(LoggerInterface):
                 print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Adds the flattened configuration as text."""
         self.writer.add_hparams(flatten_dict(to_plain(params)), {})
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Adds a histogram of the finite values."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
             self.writer.add_histogram(name, values.tolist(), step)
 
     def flush(self) -> None:
-        """Syncs the event file to the disk."""
         self.writer.flush()
 
     def finish(self) -> None:
-        """Closes the event file."""
         self.writer.close()
 
     def truncate_after(self, step: int) -> None:
-        """Removes the events of later steps from all event files of the run."""
         self.writer.close()
         for path in (Path(self.log_dir) / name for name in self._own_files()):
             if path.is_file():

@@ -112,7 +112,6 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_hyperparams(plain))
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Logs a distribution of values."""
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:

@@ -34,11 +34,9 @@ class ChromeTrace:
         self.path.write_bytes(b"[\n" + json.dumps(name).encode() + _END)
 
     def stage_started(self, label: str, depth: int) -> None:
-        """A stage begins (called by the timer, on the stage's thread)."""
         self._running[threading.get_ident(), label] = (time.perf_counter(), time.process_time())
 
     def stage_stopped(self, label: str, depth: int) -> None:
-        """A stage ends (called by the timer)."""
         started = self._running.pop((threading.get_ident(), label), None)
         if started is None:
             return

@@ -79,14 +79,12 @@ class PhaseMemory:
         self._can_reset = reset_peak_rss()
 
     def stage_started(self, label: str, depth: int) -> None:
-        """A phase begins (called by the timer)."""
         if depth == 0 and label != TOTAL:
             self._fold()
             if (cuda := _cuda()) is not None:
                 cuda.reset_peak_memory_stats()
 
     def stage_stopped(self, label: str, depth: int) -> None:
-        """A phase ends (called by the timer)."""
         if depth != 0 or label == TOTAL:
             return
         peak = self._fold() if self._can_reset else rss_bytes()

@@ -4,19 +4,12 @@ import shutil
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.loggers.interface import LoggerBackend
 
 _QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
-
-
-class UsageSample(TypedDict):
-    """What was measured `step` seconds after the start."""
-
-    step: int
-    metrics: dict[str, float]
 
 
 class RayGpuMonitorLogger:
@@ -39,7 +32,7 @@ class RayGpuMonitorLogger:
         self.flush_interval = float(flush_interval)
         self.metric_prefix, self.step_metric = metric_prefix, step_metric
         self.parent_logger = parent_logger
-        self.metrics_buffer: list[UsageSample] = []
+        self.metrics_buffer: list[tuple[int, dict[str, float]]] = []  # seconds since the start, metrics
         self.is_running = False
         self.collection_thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -51,7 +44,6 @@ class RayGpuMonitorLogger:
         return shutil.which(_QUERY[0]) is not None and bool(self._gpu_metrics())
 
     def start(self) -> None:
-        """Begins to sample; again: no effect."""
         if not self.is_running:
             self._stop.clear()
             self.collection_thread = threading.Thread(target=self._loop, name="gpu-monitor", daemon=True)
@@ -59,7 +51,6 @@ class RayGpuMonitorLogger:
             self.collection_thread.start()
 
     def stop(self) -> None:
-        """Ends sampling and logs what is left."""
         self._stop.set()
         if self.collection_thread is not None:
             self.collection_thread.join(timeout=10)
@@ -68,31 +59,21 @@ class RayGpuMonitorLogger:
         self.flush()
 
     def flush(self) -> None:
-        """Hands all samples to the logger."""
         with self._lock:
             entries, self.metrics_buffer = self.metrics_buffer, []
-        for entry in entries:
-            if self.parent_logger is not None:
-                self.parent_logger.log_metrics(
-                    entry["metrics"] | {self.step_metric: entry["step"]},
-                    step=entry["step"],
-                    prefix=self.metric_prefix,
-                    step_metric=self.step_metric,
-                )
+        for step, metrics in entries if self.parent_logger is not None else ():
+            row = metrics | {self.step_metric: step}
+            self.parent_logger.log_metrics(row, step=step, prefix=self.metric_prefix, step_metric=self.step_metric)
 
     def _loop(self) -> None:
         started = flushed = time.monotonic()
         while not self._stop.wait(self.collection_interval):
             now = time.monotonic()
             with self._lock:
-                self.metrics_buffer.append({"step": int(now - started), "metrics": self.collect()})
+                self.metrics_buffer.append((int(now - started), self._gpu_metrics() | _host_metrics()))
             if now - flushed >= self.flush_interval:
                 self.flush()
                 flushed = now
-
-    def collect(self) -> dict[str, float]:
-        """One sample."""
-        return self._gpu_metrics() | _host_metrics()
 
     def _gpu_metrics(self) -> dict[str, float]:
         try:

@@ -102,7 +102,6 @@ class Timer:
         self._observers.append(observer)
 
     def reset(self) -> None:
-        """Forgets everything."""
         with self._lock:
             self._timers.clear()
             self._start_times.clear()
@@ -168,11 +167,9 @@ class TimeoutChecker:
         return due
 
     def start_iterations(self) -> None:
-        """Begins to measure steps."""
         self.previous_iteration_time = time.monotonic()
 
     def mark_iteration(self) -> None:
-        """A step has ended."""
         now = time.monotonic()
         if self.previous_iteration_time is not None:
             self.iteration_times.append(now - self.previous_iteration_time)

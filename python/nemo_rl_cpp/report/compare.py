@@ -92,7 +92,6 @@ class Comparison:
         return writable(document(title, header, sections, data, now=now, **scripts))
 
     def print(self) -> None:
-        """Print the tables, the verdict and the examples."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -147,14 +146,12 @@ class LoggedRun:
 
     @classmethod
     def read(cls, folder: Path) -> "LoggedRun":
-        """Read a log folder that holds metrics."""
         with open(folder / METRICS, encoding="utf-8", errors="replace") as file:
             rows = list(json_rows(file))
         config = _read(folder / HYPERPARAMS)
         return cls(MetricHistory(rows, config), config, _read(folder / FACTS))
 
     def values(self, name: str) -> list[float]:
-        """The finite values of a metric."""
         return self.history.curve(name).finite().values
 
 

@@ -179,7 +179,6 @@ def count(number: float, noun: str) -> str:
 
 
 def find(history: MetricHistory) -> list[Finding]:
-    """Return every finding that applies, the worst first."""
     found = [finding for rule in RULES if (finding := rule(history)) is not None]
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
@@ -218,7 +217,6 @@ def exactness(h: MetricHistory) -> Found:
 
 @rule()
 def not_finite(h: MetricHistory) -> Found:
-    """Metrics of training that were nan or infinite."""
     for name in h.names("train/"):
         curve = h.curve(name)
         if extremum(name):
@@ -236,7 +234,6 @@ def not_finite(h: MetricHistory) -> Found:
 
 @rule(NORM)
 def gradient_spikes(h: MetricHistory) -> Found:
-    """Gradient norms far above their usual size."""
     curve = h.curve(NORM).finite()
     if len(curve.values) < 10:
         return None
@@ -255,7 +252,6 @@ def gradient_spikes(h: MetricHistory) -> Found:
 
 @rule(NORM)
 def vanishing_gradient(h: MetricHistory) -> Found:
-    """The gradient is 0."""
     values = h.curve(NORM).finite().values[-10:]
     if len(values) < 3 or any(value != 0 for value in values):
         return None
@@ -268,7 +264,6 @@ def vanishing_gradient(h: MetricHistory) -> Found:
 
 @rule()
 def verifier_timeouts(h: MetricHistory) -> Found:
-    """Answers whose verifier was stopped at its deadline."""
     names = [name for name in h.names() if "timeout" in name and not name.startswith("timing/")]
     # with several environments the plain name is the sum of the others
     names = ["train/verifier_timeouts"] if "train/verifier_timeouts" in names else names
@@ -285,7 +280,6 @@ def verifier_timeouts(h: MetricHistory) -> Found:
 
 @rule()
 def unmatchable_truths(h: MetricHistory) -> Found:
-    """Answers that scored 0 because no answer can match their truth."""
     names = [name for name in h.names() if name.endswith("verifier_unmatchable_truths")]
     number = h.total(*names)
     if number <= 0:
@@ -301,7 +295,6 @@ def unmatchable_truths(h: MetricHistory) -> Found:
 
 @rule("memory/rss_gb")
 def memory_growth(h: MetricHistory) -> Found:
-    """Resident memory grows all through the run."""
     name = "memory/rss_gb"
     values = h.curve(name).finite().values
     if len(values) < 20:
@@ -415,7 +408,6 @@ def equal_rewards(h: MetricHistory) -> Found:
 
 @rule("train/advantages/max")
 def no_signal(h: MetricHistory) -> Found:
-    """Steps in which every advantage was 0."""
     low, high = h.curve("train/advantages/min"), h.curve("train/advantages/max")
     silent = sum(a == 0 == b for a, b in zip(low.values, high.values, strict=False))
     if silent == 0:
@@ -447,7 +439,6 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 @rule("train/truncation_rate")
 def truncation(h: MetricHistory) -> Found:
-    """Many responses end at the length limit."""
     rate = h.recent("train/truncation_rate")
     if rate is None or rate < 0.2:
         return None
@@ -472,7 +463,6 @@ def truncation(h: MetricHistory) -> Found:
 
 @rule()
 def entropy(h: MetricHistory) -> Found:
-    """The policy has become nearly deterministic, or drifts towards noise."""
     name, trend = "train/approx_entropy", h.trend("train/approx_entropy")
     if trend is None or trend.first <= 0:
         return None
@@ -491,7 +481,6 @@ def entropy(h: MetricHistory) -> Found:
 
 @rule("train/kl_penalty")
 def kl_drift(h: MetricHistory) -> Found:
-    """The policy is far from its reference."""
     kl = h.recent("train/kl_penalty")
     if kl is None or kl < 0.5:
         return None
@@ -504,7 +493,6 @@ def kl_drift(h: MetricHistory) -> Found:
 
 @rule()
 def value_quality(h: MetricHistory) -> Found:
-    """PPO: the critic explains nothing of the returns."""
     name = next((n for n in ("train/critic/explained_var", "train/explained_var") if h.curve(n).values), None)
     explained = h.recent(name) if name else None
     if explained is None or explained >= 0:
@@ -520,7 +508,6 @@ def value_quality(h: MetricHistory) -> Found:
 
 @rule("train/dynamic_sampling_num_gen_batches")
 def sampling_cost(h: MetricHistory) -> Found:
-    """Dynamic sampling generates several batches a step."""
     name = "train/dynamic_sampling_num_gen_batches"
     count = h.recent(name)
     if count is None or count < 3 or math.isnan(count):

@@ -140,7 +140,6 @@ class MetricHistory:
 
     @property
     def last_step(self) -> int:
-        """The highest step of any metric; 0 when there are none."""
         return max((max(points) for points in self._data.values()), default=0)
 
 

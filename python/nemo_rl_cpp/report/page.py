@@ -76,7 +76,6 @@ def _asset(name: str) -> str:
 
 
 def utc(seconds: float) -> str:
-    """A time as text."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
@@ -151,7 +150,6 @@ def time_spec(history: MetricHistory) -> dict[str, Plain] | None:
 
 
 def mean_step_time(history: MetricHistory) -> float | None:
-    """Seconds of a step on average."""
     values = history.curve(STEP_TIME).finite().values
     return sum(values) / len(values) if values else None
 
@@ -237,7 +235,6 @@ class RunFacts:
 
 
 def render(history: MetricHistory, facts: RunFacts, now: float | None = None) -> str:
-    """The page. `now`: Unix time that it says it was written at."""
     found = find(history)
     panels = panels_of([history])
     specs: list[Plain] = [panel.spec() for panel in (*panels.moving, *panels.flat)]

@@ -100,7 +100,6 @@ class Progress:
             self._show_notebook()
 
     def print(self, text: str) -> None:
-        """Prints a line without disturbing the live one."""
         if self.mode != "quiet":
             self._print(text)
 
@@ -132,7 +131,6 @@ class Progress:
     # ---------------------------------------------------------------- the line
 
     def line(self, now: float | None = None) -> str:
-        """The live line as text."""
         now = time.monotonic() if now is None else now
         phase = f"{self._phase} {duration(now - self._phase_began)}"
         parts = [self._head(), phase, self._values()]

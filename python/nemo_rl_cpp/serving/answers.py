@@ -42,7 +42,6 @@ class Spelled(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The tokens' text."""
         return "".join(self.texts)
 
 
@@ -87,7 +86,6 @@ class Header:
 
 
 def usage(prompt_tokens: int, samples: list[Sample]) -> Json:
-    """Tokens of prompt and answers."""
     completion = sum(len(sample.token_ids) for sample in samples)
     return {
         "prompt_tokens": prompt_tokens, "completion_tokens": completion, "total_tokens": prompt_tokens + completion
@@ -165,7 +163,6 @@ def generate_logprobs(sample: Sample, count: int) -> Json:
 
 
 def chat_message(spoken: ParsedToolCalls) -> Json:
-    """The assistant's message."""
     message: Json = {"role": "assistant", "content": spoken.text or None if spoken.calls else spoken.text}
     if spoken.calls:
         message["tool_calls"] = [
@@ -181,7 +178,6 @@ def error_body(message: str, kind: str, param: str | None = None, code: int | st
 
 
 def event(body: Json | str) -> bytes:
-    """A server-sent event."""
     text = body if isinstance(body, str) else json.dumps(body, separators=(",", ":"), ensure_ascii=False)
     return f"data: {text}\n\n".encode()
 
@@ -348,7 +344,6 @@ class ChatAnswer(TextAnswer):
         return chat_logprobs(self.served.bytes_of_token, spelled) if self._asked.logprobs else None
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """The body of an answer that does not stream."""
         choices = []
         for k, sample in enumerate(samples):
             spelled, spoken = self._said(k, sample)
@@ -383,7 +378,6 @@ class ChatAnswer(TextAnswer):
             yield header.body("chat.completion.chunk", [choice | self._ids(part.sample)])
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
-        """Chunks behind the last token."""
         for k, sample in enumerate(samples if self._tools else ()):
             spelled, spoken = self._said(k, sample)
             message = chat_message(spoken)
@@ -435,7 +429,6 @@ class GenerateAnswer:
         yield self._part(header, [self._choice(progress.sample, progress.part())]) | self._prompt_ids()
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
-        """Chunks behind the last token."""
         if _tells_usage(self._body):
             yield self._part(header, []) | {"usage": usage(len(self.prompts[0]), samples)}
 
@@ -445,7 +438,6 @@ class GenerateAnswer:
         }  # fmt: skip
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """The body of an answer that does not stream."""
         choices = [self._choice(k, sample) for k, sample in enumerate(samples)]
         told = {
             "model": self.model,

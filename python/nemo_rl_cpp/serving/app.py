@@ -97,7 +97,6 @@ class Conversation:
 
     @property
     def complete(self) -> bool:
-        """Whether every answer has ended."""
         return all(sample.reason for sample in self.samples)
 
     async def next(self) -> Progress:
@@ -127,7 +126,6 @@ class Conversation:
                 await task
 
     def header(self) -> Header:
-        """What each part of the answer repeats."""
         return Header(self.answer.id, self.answer.model, self.tickets[0].version or 0)
 
     def keep(self) -> None:
@@ -249,11 +247,9 @@ class Service:
     # ---- what is generated
 
     async def completions(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
         return await self._generate(request, CompletionBody, CompletionAnswer)
 
     async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
         return await self._generate(request, ChatBody, ChatAnswer)
 
     async def generate(self, request: Request) -> Response:
@@ -376,7 +372,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def make_app(model: ServedModel, api_key: str | None = None) -> Starlette:
-    """The application. One event loop serves it."""
     service = Service(model, api_key)
     routes = [
         Route("/health", _told(service.health), methods=["GET"]),

@@ -63,7 +63,6 @@ class SamplingFields(_Body):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, each once."""
         return tuple(dict.fromkeys([self.stop] if isinstance(self.stop, str) else self.stop or ()))
 
     @property
@@ -116,7 +115,6 @@ class CompletionBody(TextBody):
 
     @property
     def num_likeliest(self) -> int:
-        """How many alternatives are told beside each token."""
         return self.logprobs or 0
 
 
@@ -160,7 +158,6 @@ class ChatMessage(_Body):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
@@ -189,7 +186,6 @@ class ChatBody(TextBody):
 
     @property
     def num_likeliest(self) -> int:
-        """How many alternatives are told beside each token."""
         return self.top_logprobs or 0
 
 

@@ -42,7 +42,6 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken each time."""
         return self.temperature == 0
 
 
@@ -93,7 +92,6 @@ class Progress:
     likeliest: tuple[Likeliest, ...] = ()
 
     def part(self) -> Sample:
-        """The new tokens alone."""
         return Sample(list(self.token_ids), list(self.logprobs), self.reason, list(self.likeliest))
 
 
@@ -210,7 +208,6 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @contextmanager
@@ -228,7 +225,6 @@ class EngineThread:
 
     @property
     def state(self) -> EngineState:
-        """As of now."""
         with self._changed:
             engine = self._engine
             used, total, tokens = (

@@ -82,7 +82,6 @@ class ServedGeneration(GenerationInterface):
 
     @property
     def reports_finished(self) -> bool:
-        """As the engine of the loop."""
         return self.inner.reports_finished
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
@@ -104,7 +103,6 @@ class ServedGeneration(GenerationInterface):
         return self.inner.finish_generation(*args, **kwargs)
 
     def shutdown(self) -> bool:
-        """Ends the server too. Safe to call twice."""
         self.server.stop()
         self.model.engine.shut_down()
         if self._tokenizer_folder is not None:
@@ -117,22 +115,18 @@ class ServedGeneration(GenerationInterface):
         return self.inner.invalidate_kv_cache()
 
     def weight_digest(self) -> str:
-        """Of the weights that both read."""
         return self.inner.weight_digest()
 
     def get_logger_metrics(self) -> dict[str, float]:
-        """Of the engine of the loop."""
         return self.inner.get_logger_metrics()
 
     def clear_logger_metrics(self) -> None:
-        """Of the engine of the loop."""
         self.inner.clear_logger_metrics()
 
     # ---- for agents
 
     @property
     def address(self) -> ServerAddress:
-        """What an agent needs to know."""
         if self._tokenizer_folder is None:
             self._tokenizer_folder = Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_tokenizer_"))
             self.model.tokenizer.save_pretrained(str(self._tokenizer_folder))

@@ -77,7 +77,6 @@ class HttpServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread of `start` runs."""
         return self._thread is not None and self._thread.is_alive()
 
     async def serve(self) -> None:

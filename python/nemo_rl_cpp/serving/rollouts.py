@@ -85,11 +85,6 @@ class Rollout:
     name: str | None = None
     asked: dict[bytes, Numbers] = field(default_factory=dict)
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether a run waits for its samples."""
-        return self.sampling is not None
-
 
 class Rollouts:
     """Rollouts by key. A run registers those that it is about to train on and takes them when they have ended; others are
@@ -157,7 +152,7 @@ class Rollouts:
 
     def answered(self, rollout: Rollout, call: Call) -> None:
         """Keeps an answer that is to be trained."""
-        if rollout.is_trained:
+        if rollout.sampling is not None:
             with self._lock:
                 rollout.calls.append(call)
 

@@ -13,7 +13,7 @@ import pytest
 from nemo_rl_cpp.config.logger import LoggerConfig
 from nemo_rl_cpp.loggers.backends import accepted_name, check_trackers
 from nemo_rl_cpp.loggers.logger import Logger
-from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger, parse_gpu_table
+from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger, _host_metrics, parse_gpu_table
 
 
 def config(tmp_path, **extra):
@@ -373,7 +373,7 @@ def test_gpu_samples_have_their_own_axis_and_file(tmp_path, monkeypatch):
     logger = Logger(config(tmp_path))
     monitor = RayGpuMonitorLogger(0.001, 0.001, parent_logger=logger)
     monkeypatch.setattr(monitor, "_gpu_metrics", lambda: parse_gpu_table(table))
-    monitor.metrics_buffer.append({"step": 12, "metrics": monitor.collect()})
+    monitor.metrics_buffer.append((12, monitor._gpu_metrics() | _host_metrics()))
     monitor.stop()
     line = (tmp_path / "system.jsonl").read_text()
     assert '"step": 12' in line and '"ray/node.0.gpu.0.util": 93.0' in line and '"ray/ray_step": 12' in line

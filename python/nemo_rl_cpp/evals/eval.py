@@ -10,15 +10,18 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
 from nemo_rl_cpp.config.master import checked
 from nemo_rl_cpp.data.boundaries import end_token_ids
+from nemo_rl_cpp.data.checkpoint_template import differences_from_run
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import check_device, use_threads
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
@@ -29,7 +32,10 @@ from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluati
 from nemo_rl_cpp.hub.sources import find_policy_weights
 from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 from nemo_rl_cpp.models.generation.interfaces import generating
+from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
+from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.interfaces import PolicyInterface
+from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics, environment_metrics, rollout_metrics
 from nemo_rl_cpp.rollouts.rollouts import Conversations, repeat_prompts, visible
 from nemo_rl_cpp.user_code import serve
@@ -37,9 +43,6 @@ from nemo_rl_cpp.user_code import serve
 
 def main(config: MasterConfig) -> EvalResult:
     """Evaluate the model that a configuration describes, print the table and return the result. Raises ConfigError."""
-    from nemo_rl_cpp.data.checkpoint_template import differences_from_run
-    from nemo_rl_cpp.data.tokenizer import get_tokenizer
-
     config = checked(config, MasterConfig)
     folder = find_policy_weights(config.generation.model_name)
     for remark in differences_from_run(Path(folder), config.tokenizer):
@@ -100,11 +103,6 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
     nothing else of the model is loaded.
 
     A length that the configuration leaves out is bounded by the model's."""
-    from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
-    from nemo_rl_cpp.models.hf_config import max_positions
-    from nemo_rl_cpp.models.model_folder import open_model_folder
-
     say_fold(config, None)
     use_threads(config.cluster)
     engine = config.generation.vllm_cfg

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 from nemo_rl_cpp.config.access import redact, to_json, to_plain, written
@@ -113,8 +114,6 @@ class ReportWriter:
 
     def _repr_html_(self) -> str:
         """The page inside a notebook."""
-        from html import escape
-
         if not self.path.exists():
             self.update(force=True)
         page = self.path.read_text(encoding="utf-8")

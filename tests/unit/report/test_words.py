@@ -9,9 +9,6 @@ from nemo_rl_cpp.report.history import MetricHistory, panels_of, validation_word
         ({"accuracy": 0.5, "num_samples": 100, "right_or_wrong": 1.0}, "accuracy"),
         ({"accuracy": 0.5, "num_samples": 100, "right_or_wrong": 0.0}, "reward"),
         ({"accuracy": 0.5, "num_samples": 100}, "accuracy"),
-        ({"accuracy": 0.503, "num_samples": 100}, "reward"),
-        ({"accuracy": 0.22, "exactly_right": 0.01, "num_samples": 100}, "reward"),
-        ({"accuracy": -1.0}, "reward"),
         ({}, "accuracy"),
     ],
 )

@@ -49,6 +49,15 @@ class LoggerBackend(Protocol):
 class LoggerInterface(LoggerBackend):
     """The base class of logger back ends, under NeMo RL's name: a `LoggerBackend` that writes nothing to files."""
 
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
+    def truncate_after(self, step: int) -> None:
+        """What is logged elsewhere stays."""
+
+    def finish(self) -> None:
+        """There is nothing to close."""
+
 
 def prefixed(metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, object]:
     """The metrics under `prefix/name`; the entry that is the step itself keeps its name."""

@@ -1,19 +1,15 @@
-"""Turns further keywords of `train_grpo` and `train_ppo` into keys of the configuration, and says what an unknown keyword is called here."""
+"""Turns further keywords of `train_grpo` and `train_ppo` into keys of the configuration; an unknown keyword is answered with the nearest one."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from nemo_rl_cpp.argument_checks import nearest
 from nemo_rl_cpp.config.base import Section
-from nemo_rl_cpp.config.errors import FOREIGN, TABLES
 from nemo_rl_cpp.config.loop import GRPOConfig, PPOConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
 
 SECTIONS: dict[str, type[Section]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
 MODELS: dict[str, type[Section]] = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig}
-
-OF_TRL, NOT_HERE, OF_VERL = TABLES["trl"], TABLES["not_here"], TABLES["verl"]
-"""Arguments of TRL's -> ours; what TRL has and we have not -> why; ends of verl's dotted keys -> ours."""
 
 
 @dataclass(frozen=True)
@@ -53,46 +49,20 @@ def dotted_key(name: str, function: Function) -> str:
     other = next((other for other in SECTIONS if name in SECTIONS[other].model_fields and name not in keys), None)
     if other is not None:
         raise ValueError(f"{name} is unknown to {function.name}; it is a key of train_{other}")
-    if name in NOT_HERE:
-        raise ValueError(f"{name} is unknown: {NOT_HERE[name]}")
-    if (meant := _of_another_trainer(name, function, keys)) is not None:
-        raise ValueError(f"{name} is unknown; here it is {meant}")
-    near = nearest(name, function.arguments, 0.7) or nearest(name, [*function.arguments, *keys, *OF_TRL], 0.6)
-    if near:
-        meant = _of_another_trainer(near, function, keys) if near in OF_TRL else near
-        if meant is not None:
-            raise ValueError(f"{name} is unknown; did you mean {meant}?")
+    if near := nearest(name, function.arguments, 0.7) or nearest(name, [*function.arguments, *keys], 0.6):
+        raise ValueError(f"{name} is unknown; did you mean {near}?")
     raise ValueError(
         f"{name} is unknown; {function.name} takes {', '.join(function.arguments)}, keys of the section {function.algorithm}, and keys of "
-        "others as section__key"
+        "others as section__key (docs/coming-from-trl.md and docs/coming-from-verl.md have the names of TRL and verl)"
     )
 
 
 def _of_dots(name: str, function: Function) -> str:
-    """What to say of a name with dots: a key of ours that is written as in a file, or one of verl's."""
+    """What to say of a name with dots: how a key of ours is written, or what keywords are."""
     if name in MODELS[function.algorithm].known_keys():
         first, _, rest = name.partition(".")
         keyword = rest if first == function.algorithm and "." not in rest else name.replace(".", "__")
         return f"{name} is unknown as a keyword; write {keyword}"
-    meant = next((own for theirs, own in OF_VERL.items() if f".{name}".endswith(f".{theirs}")), None)
-    if meant is None:
-        return f"{name} is unknown; keywords are arguments of {function.name}, or section__key for a key of the configuration"
-    return f"{name} is unknown; here it is {meant}"
-
-
-def _of_another_trainer(name: str, function: Function, keys: Collection[str]) -> str | None:
-    """What another trainer's keyword is called here; None for a name of nobody, and for what this function does not have."""
-    meant = OF_TRL.get(name)
-    if meant is None:
-        key = FOREIGN.get(name)
-        return None if key is None else key.removeprefix("grpo.").removeprefix("ppo.").replace(".", "__")
-    if (
-        meant.startswith(("value", "ppo__"))
-        and function.algorithm != "ppo"
-        or meant == "ppo_epochs"
-        and meant not in keys
-    ):
-        return f"{meant} of train_ppo"
-    if meant == "normalize_rewards" and meant not in keys:
-        return "ppo__adv_estimator__normalize_advantages"
-    return meant
+    return (
+        f"{name} is unknown; keywords are arguments of {function.name}, or section__key for a key of the configuration"
+    )

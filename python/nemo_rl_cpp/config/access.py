@@ -1,4 +1,4 @@
-"""Reads configurations that may be mappings or pydantic models, and turns values into plain JSON ones."""
+"""Turns values into plain ones for JSON files, and Python values into those of a configuration."""
 
 import math
 import os
@@ -16,23 +16,7 @@ from nemo_rl_cpp.files.yaml_text import Plain
 
 from .errors import ConfigError, Problem
 
-_MISSING = object()
 _MAX_DEPTH = 64
-
-
-def cfg_get(config: object, key: str, default: object = None) -> object:
-    """The value of `key` in a mapping, a pydantic model or any object with attributes; `default` where it is absent.
-
-    A dotted key walks down (`"wandb.project"`). A key that is present with the value None gives None.
-    """
-    node = config
-    for part in key.split("."):
-        if node is None:
-            return default
-        node = node.get(part, _MISSING) if isinstance(node, Mapping) else getattr(node, part, _MISSING)
-        if node is _MISSING:
-            return default
-    return node
 
 
 @overload

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,11 +104,20 @@ class Report:
 
 # ---- unknown keys
 
-TABLES: dict[str, dict[str, str]] = tomllib.loads(
-    Path(__file__).with_name("foreign_names.toml").read_text(encoding="utf-8")
-)
-FOREIGN = TABLES["keys"]
-"""Last part of a key of another trainer -> the key of this package."""
+_DEAD = {
+    "penalize_invalid_tool_call": "grpo.invalid_tool_call_advantage, for NeMo Gym, which is not supported here",
+    "invalid_tool_call_strategy": "grpo.invalid_tool_call_advantage, for NeMo Gym, which is not supported here",
+    "penalize_malformed_thinking": "grpo.malformed_thinking_advantage and reward_penalties.penalize_malformed_think_tag, "
+    "for NeMo Gym, which is not supported here",
+    "zero_variance_prompt_filtering": "grpo.use_dynamic_sampling",
+    "num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
+    "activation_checkpointing_enabled": "policy.dtensor_cfg.activation_checkpointing, or "
+    "policy.megatron_cfg.activation_checkpointing where that backend is enabled",
+    "enforce_monotonicity": "none: sampling has no such setting",
+    "steps_per_epoch": "ppo.ppo_epochs",
+    "value_loss": "value_loss_fn",
+}
+"""Keys that stand in NeMo RL's own recipes and that nothing reads, there or here -> the key that works."""
 SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}
 """What runs a configuration with such a section."""
 
@@ -117,7 +125,7 @@ SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}
 def unknown_key(dotted: str, model: type[Section]) -> str:
     """Sentence for a key that is not in the schema, with the nearest one."""
     parent, _, name = dotted.rpartition(".")
-    if (right := TABLES["dead"].get(name)) is not None:
+    if (right := _DEAD.get(name)) is not None:
         return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
     section = dotted.partition(".")[0]
     if section in SCRIPTS and section not in model.model_fields:
@@ -126,8 +134,6 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     if name == "_override_":
         return "works in a section at the top of the file only, not deeper"
     known = model.known_keys()
-    if (own := _own_name(name, known)) is not None:
-        return f"is unknown here: other trainers' {name} is {own}"
     prefix = f"{parent}." if parent else ""
     every = known | {spelling for spelling, canonical in model.aliases() if canonical in known}
     here = sorted(
@@ -144,23 +150,6 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     if not here and model.takes_own_key(dotted):
         return "is unknown"
     return f"is unknown; {place} " + (f"knows {', '.join(here)}" if here else "takes no keys")
-
-
-def _own_name(name: str, known: frozenset[str]) -> str | None:
-    """The key of this package for another trainer's name, of those that a kind of configuration knows, and what it needs
-    besides; None for a name of nobody."""
-    key = FOREIGN.get(name, "")
-    of_kind = (
-        key,
-        key.replace("grpo.", "ppo.", 1),
-        key.removeprefix("policy."),
-        key.replace("data.train.", "data.", 1),
-    )
-    own = next((each for each in of_kind if each in known or each.startswith("env.reward_functions")), None)
-    if own is None or name not in TABLES["besides"]:
-        return own
-    section = own.rpartition(".")[0]
-    return f"{own} (with {section}.{TABLES['besides'][name].format(section=section)})"
 
 
 # ---- what pydantic finds

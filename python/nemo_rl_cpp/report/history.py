@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_cpp.config.access import as_number, cfg_get
+from nemo_rl_cpp.config.access import as_number
 from nemo_rl_cpp.files.durable import json_rows
 from nemo_rl_cpp.files.yaml_text import Plain
 
@@ -101,7 +101,12 @@ class MetricHistory:
 
     def setting(self, key: str, default: object = None) -> object:
         """A dotted key of the configuration."""
-        return cfg_get(self.settings, key, default)
+        node: object = self.settings
+        for part in key.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return node
 
     def names(self, prefix: str = "") -> list[str]:
         """The names that begin with `prefix`, sorted."""

@@ -1,4 +1,4 @@
-"""Words of messages that a user can follow: values as they were written, keys of other trainers, tabs, and the `+` remedy."""
+"""Words of messages that a user can follow: values as they were written, tabs, and the `+` remedy."""
 
 import re
 import shlex
@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.argument_checks import nearest
-from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
-from nemo_rl_cpp.config.errors import FOREIGN
-from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.config import ConfigError, load_grpo_config
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = f"defaults: {ROOT / 'configs/grpo_tiny.yaml'}\n"
@@ -83,37 +81,6 @@ def test_the_plus_remedy_is_there_where_it_works():
             load_grpo_config("run.yaml", ["+" + override])
 
 
-def test_keys_of_other_trainers():
-    found = problems(
-        "grpo: {max_completion_length: 256, beta: 0.04, num_generations: 8}\nlearning_rate: 1e-6\npolicy: {epsilon_high: 0.28}\n"
-    )
-    wanted = {
-        "max_completion_length": "policy.generation.max_new_tokens", "beta": "loss_fn.reference_policy_kl_penalty",
-        "num_generations": "grpo.num_generations_per_prompt", "learning_rate": "policy.optimizer.kwargs.lr", "epsilon_high": "loss_fn.ratio_clip_max",
-    }  # fmt: skip
-    assert len(found) == len(wanted)
-    for theirs, ours in wanted.items():
-        assert sum(problem.endswith(f"is unknown here: other trainers' {theirs} is {ours}") for problem in found) == 1
-    Path("run.yaml").write_text(f"defaults: {ROOT / 'configs/ppo_tiny.yaml'}\n")
-    with pytest.raises(ConfigError, match="other trainers' max_steps is ppo.max_num_steps"):
-        load_ppo_config("run.yaml", ["ppo.max_steps=4"])
-    with pytest.raises(ConfigError, match="other trainers' max_completion_length is generation.max_new_tokens"):
-        load_eval_config("evals/eval.yaml", ["max_completion_length=4"])
-
-
-@pytest.mark.parametrize(
-    "theirs, key, besides",
-    [("lora_r", "dim", ""), ("lora_rank", "dim", ""), ("lora_alpha", "alpha", ""),
-     ("r", "dim", ""), ("init_lora_weights", "lora_A_init", ""),
-     ("lora_target_modules", "target_modules", " and policy.dtensor_cfg.lora_cfg.match_all_linear=false"),
-     ("layers_to_transform", "target_modules", " and policy.dtensor_cfg.lora_cfg.match_all_linear=false")],
-)  # fmt: skip
-def test_keys_of_lora_are_answered_with_what_switches_it_on(theirs, key, besides):
-    section = "policy.dtensor_cfg.lora_cfg"
-    (problem,) = problems(overrides=[f"policy.{theirs}=8"])
-    assert problem.endswith(f"other trainers' {theirs} is {section}.{key} (with {section}.enabled=true{besides})")
-
-
 @pytest.mark.parametrize("theirs", ["use_rslora", "use_dora", "layers_pattern", "modules_to_save", "rank_pattern"])
 def test_nothing_is_suggested_for_a_key_that_is_like_none(theirs):
     (problem,) = problems(overrides=[f"++policy.dtensor_cfg.lora_cfg.{theirs}=8"])
@@ -158,16 +125,3 @@ def test_who_asks_for_adapters_without_enabled_is_told():
         with pytest.raises(ConfigError) as caught:
             load_grpo_config(file, overrides)
         assert [problem.key for problem in caught.value.problems] == [f"{lora}.{key}"], (file, overrides)
-
-
-def test_no_key_of_ours_is_called_foreign_and_each_leads_to_one():
-    ours = GRPOMasterConfig.known_keys()
-    for _name, key in FOREIGN.items():
-        assert key in ours or key.startswith(("env.reward_functions.", "data.")), key
-    top = {
-        key
-        for model in (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig)
-        for key in model.known_keys()
-        if "." not in key
-    }
-    assert not top & set(FOREIGN)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from nemo_rl_cpp.config.access import as_number, cfg_get, to_json, to_plain
+from nemo_rl_cpp.config.access import as_number, to_json, to_plain
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from pydantic import BaseModel
 
@@ -22,15 +22,6 @@ class Outer(BaseModel):
 
 class Color(enum.Enum):
     RED = "red"
-
-
-def test_cfg_get_reads_mappings_models_and_mixtures():
-    assert cfg_get({"a": {"b": 1}}, "a.b") == 1
-    assert cfg_get(Outer(), "inner.project") == "p"
-    assert cfg_get({"o": Outer()}, "o.level") == 3
-    assert cfg_get({"a": None}, "a", 5) is None
-    assert cfg_get({"a": None}, "a.b", 5) == 5
-    assert cfg_get(Outer(), "missing", 7) == 7
 
 
 def test_to_plain_converts_everything_to_json_types():

@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.custom_components import AdvantageEstimator, OwnEstimator
 from nemo_rl_cpp.checks.components import ESTIMATORS
-from nemo_rl_cpp.config.base import Section, check_keys
+from nemo_rl_cpp.config.base import Section, Settings, as_model
 from nemo_rl_cpp.config.loop import (
     ADVANTAGE_ESTIMATORS,
     AdvEstimatorConfig,
@@ -61,23 +61,6 @@ def calculate_baseline_and_std_per_prompt(
     return result.baseline, result.std
 
 
-def setting(config: object, name: str, *default: T) -> T:
-    """Return a field of a mapping or an object. Raise ValueError for a missing one without a default."""
-    found = config.get(name, _MISSING) if isinstance(config, Mapping) else getattr(config, name, _MISSING)
-    if found is not _MISSING:
-        return found
-    if default:
-        return default[0]
-    raise ValueError(f"the configuration has no '{name}'; add the key (known: {sorted(_names(config))})")
-
-
-def _names(config: object) -> list[str]:
-    return list(config) if isinstance(config, Mapping) else [n for n in vars(config) if not n.startswith("_")]
-
-
-_MISSING = object()
-
-
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
     return ops.group_ids_from_prompts(prompt_ids) if group_id is None else torch.as_tensor(group_id)
 
@@ -90,13 +73,18 @@ def _on_tokens(advantages: Tensor, mask: Tensor, offsets: Tensor | None) -> Tens
 
 
 class _Estimator(AdvantageEstimator):
-    """What estimators share. ConfigError for a key that none knows; NeMo RL hands every estimator the whole section."""
+    """What estimators share: sections, or mappings with their keys. ConfigError for a key that the section lacks."""
 
-    def __init__(self, estimator_config: object, loss_config: object):
-        check_keys(estimator_config, "", AdvEstimatorConfig, GAEConfig)
-        self.use_kl_in_reward = setting(loss_config, "use_kl_in_reward", False)
-        self.kl_coef = setting(loss_config, "reference_policy_kl_penalty", 0.0)
-        self.kl_type = setting(loss_config, "reference_policy_kl_type", "k3")
+    section: type[AdvEstimatorConfig | GAEConfig] = AdvEstimatorConfig
+
+    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
+        self.config = as_model(estimator_config, self.section)
+        if not isinstance(loss_config, Section):
+            loss_config = {"reference_policy_kl_penalty": 0.0} | dict(loss_config or {})
+        loss = as_model(loss_config, ClippedPGLossConfig)
+        self.use_kl_in_reward = loss.use_kl_in_reward
+        self.kl_coef = loss.reference_policy_kl_penalty
+        self.kl_type = loss.reference_policy_kl_type
         self.last_metrics: dict[str, float] = {}
 
     def _whitened(self, result: ops.TokenAdvantages) -> Tensor:
@@ -112,10 +100,10 @@ class _Estimator(AdvantageEstimator):
 class GRPOAdvantageEstimator(_Estimator):
     """reward - baseline of the group, over the group's std if normalize_rewards; the same on every token."""
 
-    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
+    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
-        self.use_leave_one_out_baseline = setting(estimator_config, "use_leave_one_out_baseline", True)
-        self.normalize_rewards = setting(estimator_config, "normalize_rewards", True)
+        self.use_leave_one_out_baseline = self.config.use_leave_one_out_baseline
+        self.normalize_rewards = self.config.normalize_rewards
 
     def _advantages(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None) -> Tensor:
         stats = ops.group_baseline(
@@ -138,9 +126,9 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     name, and the others weigh 1.
     """
 
-    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
+    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
-        self.reward_weights = setting(estimator_config, "reward_weights", None)
+        self.reward_weights = self.config.reward_weights
         self.part_weights: Mapping[str, float] = {}
 
     def compute_advantage(
@@ -171,9 +159,9 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
     """Reward less the group's mean (if minus_baseline) and less the KL penalty of the token (if use_kl_in_reward),
     whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""
 
-    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
+    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
-        self.minus_baseline = setting(estimator_config, "minus_baseline", True)
+        self.minus_baseline = self.config.minus_baseline
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor | None = None,
@@ -195,9 +183,11 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
 class RawRewardAdvantageEstimator(_Estimator):
     """The reward itself on every token, whitened over the valid tokens if normalize_advantages; no returns."""
 
-    def __init__(self, estimator_config: object, loss_config: object):
+    section = GAEConfig
+
+    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
-        self.normalize_advantages = setting(estimator_config, "normalize_advantages")
+        self.normalize_advantages = self.config.normalize_advantages
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, offsets: Tensor | None = None, **kwargs: object
@@ -209,14 +199,16 @@ class RawRewardAdvantageEstimator(_Estimator):
 class GeneralizedAdvantageEstimator(_Estimator):
     """GAE (arXiv:1506.02438) with carry-forward masking, VAPO's decoupled and length-adaptive lambdas, and whitening."""
 
-    def __init__(self, estimator_config: object, loss_config: object):
+    section = GAEConfig
+
+    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
-        self.gae_lambda = setting(estimator_config, "gae_lambda")
-        self.gae_gamma = setting(estimator_config, "gae_gamma")
-        self.normalize_advantages = setting(estimator_config, "normalize_advantages")
-        self.gae_lambda_value = setting(estimator_config, "gae_lambda_value")
-        self.gae_lambda_policy = setting(estimator_config, "gae_lambda_policy")
-        self.length_adaptive_alpha = setting(estimator_config, "length_adaptive_alpha")
+        self.gae_lambda = self.config.gae_lambda
+        self.gae_gamma = self.config.gae_gamma
+        self.normalize_advantages = self.config.normalize_advantages
+        self.gae_lambda_value = self.config.gae_lambda_value
+        self.gae_lambda_policy = self.config.gae_lambda_policy
+        self.length_adaptive_alpha = self.config.length_adaptive_alpha
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,

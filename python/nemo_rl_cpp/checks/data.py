@@ -37,13 +37,12 @@ def _tokenizer(
 ) -> tuple[Tokenizer | None, list[Finding]]:
     """(the tokenizer with the run's template, None if it is not on this machine or damaged; findings about the template)."""
     from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
-    from nemo_rl_cpp.data.config_access import is_given
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
     name = "tokenizer" if evaluation else "policy.tokenizer"
     key = f"{name}.chat_template"
     folder = _local_tokenizer(config, evaluation)
-    value = section.chat_template if is_given(section, "chat_template") else "default"
+    value = section.chat_template if "chat_template" in section.model_fields_set else "default"
     try:
         if folder == "tiny":
             from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -89,10 +88,10 @@ def _local_tokenizer(config: WholeConfig, evaluation: bool) -> Path | str | None
 
 def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
     """(dotted key, section with the defaults filled in) of every data set."""
-    from nemo_rl_cpp.data.config_access import to_plain
+    from nemo_rl_cpp.config.access import as_written
     from nemo_rl_cpp.data.datasets.utils import update_single_dataset_config
 
-    plain = to_plain(data)
+    plain = as_written(data)
     if evaluation:
         yield "data", plain
         return

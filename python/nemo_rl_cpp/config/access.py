@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import cast, overload
+from typing import Any, cast, overload
 
 from pydantic import BaseModel
 
@@ -49,6 +49,15 @@ def to_plain(value: object) -> Plain:
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return to_plain(value.detach().cpu().tolist() if hasattr(value, "detach") else value.tolist())
     return str(value)
+
+
+def as_written(config: object) -> Any:
+    """Sections as dictionaries, with only the keys that were written; mappings and lists are copied, all else stays."""
+    if isinstance(config, BaseModel):
+        config = config.model_dump(exclude_unset=True, by_alias=False)
+    if isinstance(config, Mapping):
+        return {key: as_written(value) for key, value in config.items()}
+    return [as_written(value) for value in config] if isinstance(config, (list, tuple)) else config
 
 
 def to_json(value: object) -> Plain:

@@ -3,7 +3,7 @@
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
@@ -428,57 +428,20 @@ def as_model(config: object, model: type[M], section: str = "") -> M:
     raise ConfigError(where)
 
 
-def read_section(config: object, model: type[M], **absent: object) -> M:
-    """`config`, a section, a mapping or an object, as `model`, to be read by attribute; its values are the caller's to check.
-
-    `absent`: what a key is that a mapping or an object leaves out, where that differs from the schema's default.
-    """
-    return config if isinstance(config, model) else model.model_construct(**absent | _values(config, model))
-
-
-def check_keys(given: object, name: str, *models: type[Section]) -> None:
-    """ConfigError for a key of a section made by hand that none of `models` has, with the nearest one.
-
-    `given` is a mapping or an object; a section was checked when it was made, and None stands for one without keys. `name` is
-    its place in a file ("policy.generation"), for messages.
-    """
-    if given is None or isinstance(given, Section):
-        return
-    known = frozenset().union(*(model.known_keys() for model in models))
-    problems = []
-    for key in _dotted_keys(_values(given, *models), models, ""):
-        if key not in known and not any(model.takes_own_key(key) for model in models):
-            said = [unknown_key(key, model) for model in models]
-            nearest = next((text for text in said if "did you mean" in text), said[0])
-            where = Problem("", f"{name}.{key}", nearest) if name else Problem(models[0].__name__, key, nearest)
-            problems.append(where)
-    if problems:
-        raise ConfigError(problems)
-
-
-def _dotted_keys(given: object, models: Iterable[type[Section]], prefix: str) -> Iterator[str]:
-    """Keys of a mapping, those in the sections that it holds as mappings included. What the program itself writes
-    (`_pad_token_id`) is none of them."""
-    if not isinstance(given, Mapping):
-        return
-    sections = {name: section_type(info.annotation) for model in models for name, info in fields_of(model)}
-    for key, value in given.items():
-        if any(key in (model.__private_attributes__ or ()) for model in models):
-            continue
-        yield f"{prefix}{key}"
-        if (inner := sections.get(str(key))) is not None:
-            yield from _dotted_keys(value, (inner,), f"{prefix}{key}.")
-
-
-def _values(config: object, *models: type[Section]) -> dict[str, object]:
-    """The settings in a mapping or an object; of an object's class only those that a model has."""
+def _values(config: object, model: type[Section]) -> dict[str, object]:
+    """The settings in a mapping or an object; of an object's class only those that the model has."""
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, (str, bytes, int, float, list, tuple, set, type(None))):
-        names = " or ".join(model.__name__ for model in models)
         raise ConfigError(
-            [Problem("", "", f"expected a {names} or a mapping, not {type(config).__name__} ({in_a_line(config)})")]
+            [
+                Problem(
+                    "",
+                    "",
+                    f"expected a {model.__name__} or a mapping, not {type(config).__name__} ({in_a_line(config)})",
+                )
+            ]
         )
     own = {**getattr(config, "__dict__", {}), **(getattr(config, "model_extra", None) or {})}
-    of_class = {name: getattr(config, name) for model in models for name in model.model_fields if hasattr(config, name)}
+    of_class = {name: getattr(config, name) for name in model.model_fields if hasattr(config, name)}
     return of_class | {name: value for name, value in own.items() if not name.startswith("_")}

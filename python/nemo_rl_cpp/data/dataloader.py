@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nemo_rl_cpp.config.base import as_model
+from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.data.collate_fn import rl_collate_fn
-from nemo_rl_cpp.data.config_access import get_field
 from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
 from nemo_rl_cpp.data.random_order import permutation
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.user_code import call_user
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.config.data import DataConfig
 
 
 class StatefulDataLoader:
@@ -144,7 +142,7 @@ class MultipleDataloaderWrapper:
         self.data_iterators = {name: iter(loader) for name, loader in dataloaders.items()}
         self.records: dict[str, object] = {}
         self._turn = 0
-        path = get_field(data_config, "custom_dataloader", None)
+        path = as_model(data_config, DataConfig, "data").custom_dataloader
         self._custom = _import(path) if path else None
         if self._custom is None:
             each = {loader.batch_size for loader in self.dataloaders.values()}

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nemo_rl_cpp.config.base import as_model
+from nemo_rl_cpp.config.policy import TokenizerConfig
 from nemo_rl_cpp.data.boundaries import named_ends
-from nemo_rl_cpp.data.config_access import get_field, is_given
 from nemo_rl_cpp.data.tokenizer_settings import (
     SpecialTokens,
     class_name,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer as Backend
 
-    from nemo_rl_cpp.config.policy import TokenizerConfig
 
 TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
 """Ids of one text, of several, or of several as a tensor [B, S]."""
@@ -365,15 +365,16 @@ def get_tokenizer(
     (see `choose_template`); it must use `messages`.
     `chat_template_kwargs` are variables that every `apply_chat_template` call gets. The pad token is eos where missing.
     """
-    tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"), section=section)
-    if is_given(tokenizer_config, "chat_template"):
+    config = as_model(tokenizer_config, TokenizerConfig, section)
+    if config.name is None:
+        raise ValueError(f"{section} lacks the key 'name'")
+    tokenizer = Tokenizer.from_pretrained(config.name, section=section)
+    if "chat_template" in config.model_fields_set:
         from nemo_rl_cpp.data.chat_template import choose_template  # jinja2 takes a fifth of a second to load
 
-        value = get_field(tokenizer_config, "chat_template")
-        tokenizer.use_chat_template(choose_template(value, tokenizer.chat_template, f"{section}.chat_template"))
-    kwargs = get_field(tokenizer_config, "chat_template_kwargs", None)
-    if kwargs:
-        if not isinstance(kwargs, Mapping):
-            raise ValueError(f"{section}.chat_template_kwargs must be a mapping, got {type(kwargs).__name__}")
-        tokenizer.chat_template_kwargs = dict(kwargs)
+        tokenizer.use_chat_template(
+            choose_template(config.chat_template, tokenizer.chat_template, f"{section}.chat_template")
+        )
+    if config.chat_template_kwargs:
+        tokenizer.chat_template_kwargs = dict(config.chat_template_kwargs)
     return tokenizer

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DataConfig, defaults_for
-from nemo_rl_cpp.data.config_access import get_field, to_plain
 from nemo_rl_cpp.data.datasets import (
     AllTaskProcessedDataset,
     RawDataset,
@@ -42,9 +42,9 @@ class Resumable(Protocol):
 
 def get_train_dataset_name(data_config: DataConfig | Settings | None) -> str | None:
     """`dataset_name` of the training data, of the first of several; None without any."""
-    sections = sections_of(get_field(data_config, "train", None))
-    default = get_field(get_field(data_config, "default", None), "dataset_name", None)
-    return (get_field(sections[0], "dataset_name", None) or default) if sections else None
+    config = as_written(data_config or {})
+    sections, default = sections_of(config.get("train")), (config.get("default") or {}).get("dataset_name")
+    return (sections[0].get("dataset_name") or default) if sections else None
 
 
 class _Tasks:
@@ -105,7 +105,7 @@ def _check_and_fill(config: Settings, env_configs: Settings | None) -> tuple[lis
                 raise ValueError(
                     f"data.{side} lacks env_name (data.default.env_name serves all): which environment scores it?"
                 )
-            if get_field(env_configs, env_name, None) is None:
+            if env_configs.get(env_name) is None:
                 raise ValueError(f"data.{side}.env_name is {env_name!r}, but there is no section env.{env_name}")
     return sides
 
@@ -141,9 +141,9 @@ def load_response_data(
     match are counted and said on stderr; ValueError when they are all the rows of a section. With `actors` environments are
     Ray actors.
     """
-    config = to_plain(data_config)
+    config = as_written(data_config)
     train_sections, val_sections = _check_and_fill(config, env_configs)
-    max_length = get_field(data_config, "max_input_seq_length", None)
+    max_length = config.get("max_input_seq_length")
     # Environments start processes, which is safe only before threads exist.
     environments = {} if env_configs is None else _create_environments(config, env_configs, actors)
     try:
@@ -155,7 +155,7 @@ def load_response_data(
                 env_name = section.get("env_name")
                 environment = environments.get(env_name)
                 where = f"data.{side}.{i}" if isinstance(config[side], (list, tuple)) else f"data.{side}"
-                scored = (env_name, None if env_configs is None else get_field(env_configs, env_name, None))
+                scored = (env_name, None if env_configs is None else env_configs.get(env_name))
                 tasks.add(raw, raw.dataset, environment)
                 say(inspect_rows(raw, raw.dataset, tokenizer, limits, where, scored))
                 if side == "train" and raw.val_dataset is not None:
@@ -185,8 +185,8 @@ def _create_environments(
     created: dict[str, Environment] = {}
     try:
         for name in extract_necessary_env_names(config):
-            if get_field(env_configs, name, None) is not None:  # a default that no section uses may lack one
-                created[name] = create_env(env_name=name, env_config=get_field(env_configs, name), **placed)
+            if env_configs.get(name) is not None:  # a default that no section uses may lack one
+                created[name] = create_env(env_name=name, env_config=env_configs[name], **placed)
     except BaseException:
         _shut_down(created)
         raise

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_rl_cpp.config.access import to_json, to_plain
-from nemo_rl_cpp.config.base import read_section
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.logger import TensorboardConfig
 from nemo_rl_cpp.files.durable import fsync_path, own_copy, read_text, write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -208,7 +208,7 @@ class TensorboardLogger(LoggerInterface):
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
         """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument. Several runs may share that folder: this one
         goes on in the event files that its own folder (the argument) lists, and leaves the others alone."""
-        given = read_section(cfg or {}, TensorboardConfig).log_dir
+        given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
         self.log_dir = str(given or log_dir or "tensorboard")
         self._list = Path(log_dir) / "event_files.txt" if given and log_dir else None
         self.writer = self._open()

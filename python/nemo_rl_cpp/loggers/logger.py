@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl_cpp.config.access import as_number, to_json, to_plain, written
-from nemo_rl_cpp.config.base import Settings, check_keys, read_section
+from nemo_rl_cpp.config.base import Settings, as_model
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
 from nemo_rl_cpp.files.durable import disk_trouble, json_rows, own_copy, read_text
 from nemo_rl_cpp.files.folder_lock import FolderLock
@@ -32,8 +32,8 @@ class Logger(LoggerInterface):
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
         """ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
         if isinstance(cfg, Mapping):
-            check_keys(cfg, "logger", LoggerConfig)
-        section = read_section(cfg, LoggerConfig, log_dir="", monitor_gpus=False, **dict.fromkeys(LOGGER_BACKENDS))
+            cfg = {"log_dir": "", "monitor_gpus": False} | cfg
+        section = as_model(cfg, LoggerConfig, "logger")
         if not section.log_dir:
             raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
         self.base_log_dir = str(section.log_dir)
@@ -46,8 +46,7 @@ class Logger(LoggerInterface):
         self._files: list[LoggerBackend] = []
         self._ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
-        if getattr(cfg, "metrics_jsonl_enabled", True):  # of an object: the section has no such key
-            self._files.append(JsonlLogger(self.log_dir))
+        self._files.append(JsonlLogger(self.log_dir))
         for name, backend in self.backends().items():
             if section.is_enabled(name):
                 folder = self.log_dir / name
@@ -79,8 +78,7 @@ class Logger(LoggerInterface):
         if checkpoint_dir is not None:
             self._ledger.own(checkpoint_dir.resolve())
 
-    def _start_monitor(self, cfg: GPUMonitoringConfig | Mapping[str, object] | None) -> RayGpuMonitorLogger | None:
-        section = read_section(cfg or {}, GPUMonitoringConfig)
+    def _start_monitor(self, section: GPUMonitoringConfig) -> RayGpuMonitorLogger | None:
         monitor = self.new_monitor(
             collection_interval=section.collection_interval,
             flush_interval=section.flush_interval,

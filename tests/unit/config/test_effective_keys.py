@@ -73,7 +73,7 @@ WITH_VLLM = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.pytho
 OF_A_SERVER = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:9",
                "policy.generation.vllm_cfg.http_refit_api_key_env_var=HOME")  # fmt: skip
 CHECKS = ("/config/rules", "/config/fold.py", "/config/loader.py", "/config/master.py", "/report/given.py")
-PASSES_ON = ("/config/base.py", "/config/access.py", "/data/config_access.py")
+PASSES_ON = ("/config/base.py", "/config/access.py")
 
 
 class Alternating(SingleTurnEnvironment):

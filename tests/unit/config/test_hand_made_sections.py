@@ -2,8 +2,6 @@
 
 import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
-from nemo_rl_cpp.config.base import check_keys
-from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
 from nemo_rl_cpp.loggers.logger import Logger
@@ -41,14 +39,3 @@ def test_unknown_keys_are_refused(tmp_path, monkeypatch, make, section, said):
         make(section)
     assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        {}, {"_pad_token_id": 0, "stop_strings": ["a"]}, {"vllm_cfg": {"max_model_len": 9, "precision": "float32"}, "num_prompts_per_step": 3},
-        {"vllm_kwargs": {"anything": 1}, "vllm_cfg": None}, EvalGenerationConfig(model_name="m"), None,
-    ],
-)  # fmt: skip
-def test_known_keys_pass(section):
-    check_keys(section, "policy.generation", EvalGenerationConfig)

@@ -17,7 +17,6 @@ from nemo_rl_cpp.loggers import files as tb_events
 from nemo_rl_cpp.loggers.folders import get_experiment_dir, get_next_experiment_dir
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.loggers.logger import Logger
-from pydantic import BaseModel
 
 
 def rows(path):
@@ -86,16 +85,7 @@ def test_torch_values_are_numbers_in_the_files(tmp_path):
     assert events(tmp_path / "tensorboard") == [("train/loss", 1, 0.25), ("train/norm", 1, 2.0)]
 
 
-def test_config_may_be_a_model_and_files_can_be_switched_off(tmp_path):
-    class LoggerConfig(BaseModel):
-        log_dir: str
-        tensorboard_enabled: bool = True
-        metrics_jsonl_enabled: bool = False
-
-    with Logger(LoggerConfig(log_dir=str(tmp_path / "deep" / "logs"))) as logger:
-        logger.log_metrics({"x": 1}, 1)
-    assert not (tmp_path / "deep" / "logs" / "metrics.jsonl").exists()
-    assert events(tmp_path / "deep" / "logs" / "tensorboard") == [("x", 1, 1.0)]
+def test_a_folder_must_be_given():
     with pytest.raises(ValueError, match="logger.log_dir is empty"):
         Logger({"log_dir": ""})
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DatasetConfig
-from nemo_rl_cpp.data.config_access import get_field
 from nemo_rl_cpp.data.conversation import row_at
 from nemo_rl_cpp.data.datasets.files import ListDataset
 from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos
@@ -60,7 +60,7 @@ class RawDataset:
             self.val_dataset = split["test"]
 
     def set_processor(self) -> None:
-        name = get_field(self.data_config, "processor", None) or self.default_processor
+        name = self.data_config.get("processor") or self.default_processor
         if name not in PROCESSOR_REGISTRY:
             raise ValueError(
                 f"data: the processor {name!r} is unknown; known are {sorted(PROCESSOR_REGISTRY)}; add one "
@@ -80,11 +80,11 @@ class RawDataset:
             raise ValueError(f"prompt_file: {spec.prompt_file or 'the prompt'}: {error}") from None
 
     def set_task_spec(self, data_config: DatasetConfig | Mapping[str, object]) -> None:
-        self.data_config = data_config
+        self.data_config = as_written(data_config)
         self.task_spec = TaskDataSpec(
             task_name=self.task_name,
-            prompt_file=get_field(data_config, "prompt_file", None),
-            system_prompt_file=get_field(data_config, "system_prompt_file", None),
+            prompt_file=self.data_config.get("prompt_file"),
+            system_prompt_file=self.data_config.get("system_prompt_file"),
         )
 
 

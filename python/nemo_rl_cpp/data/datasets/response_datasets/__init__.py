@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Mapping
 
 from nemo_rl_cpp.argument_checks import did_you_mean
+from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetConfig, DatasetEntry, is_class_name
-from nemo_rl_cpp.data.config_access import to_plain
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import merge_datasets
 from nemo_rl_cpp.environments.loading import own_dataset_class
@@ -71,7 +71,7 @@ def check_dataset_config(data_config: dict[str, object], further: frozenset[str]
 
 def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
     """The data set of one section of `data.train` or `data.validation`, with its processor and prompts bound."""
-    config = to_plain(data_config)
+    config = as_written(data_config)
     dataset = check_dataset_config(config)(**config)
     dataset.set_task_spec(config)
     dataset.set_processor()
@@ -80,7 +80,7 @@ def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> 
 
 def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
     """The data set of an evaluation's `data` section: its test or held-out split unless `split` names another."""
-    config = to_plain(data_config)
+    config = as_written(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
     repeat = 1 if "repeat" in (_accepted(cls) or ()) else config.pop("repeat", 1)
     if getattr(cls, "eval_split", None) is not None and config.get("split") is None:

@@ -431,7 +431,7 @@ def as_model(config: object, model: type[M], section: str = "") -> M:
 def _values(config: object, model: type[Section]) -> dict[str, object]:
     """The settings in a mapping or an object; of an object's class only those that the model has."""
     if isinstance(config, Mapping):
-        return dict(config)
+        return plain_values(config)
     if isinstance(config, (str, bytes, int, float, list, tuple, set, type(None))):
         raise ConfigError(
             [

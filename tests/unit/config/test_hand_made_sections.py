@@ -22,7 +22,7 @@ def generation(section):
         (Logger, {"log_dirs": "x"}, "logger.log_dirs is unknown; did you mean log_dir?"),
         (Logger, {"log_dir": "x", "wandb_enable": True}, "logger.wandb_enable is unknown; did you mean wandb_enabled?"),
         (Logger, {"log_dir": "x", "wandb": {"projct": "p"}}, "logger.wandb.projct is unknown; did you mean project?"),
-        (Logger, {"log_dir": "x", 3: 4}, "logger.3 is unknown"),
+        (Logger, {"log_dir": "x", 3: 4}, "logger the keys of a mapping must be texts, not int (3)"),
         (CheckpointManager, {"checkpoint_dir": "x", "save_perod": 5}, "checkpointing.save_perod is unknown; did you mean save_period?"),
         (CheckpointManager, {"checkpoint_dir": "x", "keep_topk": 5}, "checkpointing.keep_topk is unknown; did you mean keep_top_k?"),
         (MathEnvironment, {"num_workers": 1, "bogus": 2}, "env.math.bogus is unknown; the section knows math_verify_impl, "),

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from nemo_rl_cpp.config.policy import TokenizerConfig
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
 from nemo_rl_cpp.data.texts import TokenBytes, token_bytes_table
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS, tiny_tokenizer
@@ -352,13 +353,6 @@ def test_get_tokenizer_chat_template_choices(tmp_path, monkeypatch):
 
 
 def test_get_tokenizer_takes_typed_models(tmp_path):
-    from pydantic import BaseModel
-
-    class TokenizerConfig(BaseModel):
-        name: str
-        chat_template: str | None = None
-        chat_template_kwargs: dict | None = None
-
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "own"
     tokenizer.save_pretrained(tmp_path)

@@ -141,11 +141,7 @@ def test_mistakes_are_found_before_the_start(overrides, words):
 )  # fmt: skip
 def test_keys_that_go_to_nothing_are_refused(overrides):
     with pytest.raises(
-<<<<<<< HEAD
         ConfigError, match="go to a class or function of yours|must be one of clipped_pg, .* a dotted name"
-=======
-        ConfigError, match="go to a class or function of yours|must be one of clipped_pg, .*a dotted name"
->>>>>>> 7ebb886 (Follow sections made at the border in tests)
     ):
         grpo(*overrides)
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from nemo_rl_cpp.algorithms.advantage_estimator import ReinforcePlusPlusAdvantageEstimator, setting
+from nemo_rl_cpp.algorithms.advantage_estimator import ReinforcePlusPlusAdvantageEstimator
 from nemo_rl_cpp.algorithms.dynamic_sampling import (
     ADVICE,
     DynamicSamplingExhausted,
@@ -70,12 +70,12 @@ def dynamic_sampling(
         raise ValueError(f"unit is {unit!r}; it must be 'group' or 'sample'")
     if "group_id" not in repeated_batch and "idx" not in repeated_batch:
         unit = "sample"
-    found = ((name, setting(master_config, name, None)) for name in ("grpo", "ppo"))
+    found = ((name, master_config.get(name)) for name in ("grpo", "ppo"))
     section_name, section = next((each for each in found if each[1] is not None), ("", None))
     if section is None:
         raise ValueError("the configuration has neither a grpo nor a ppo section")
     repeated_batch["baseline"], repeated_batch["std"] = baseline, std
-    if not setting(section, "use_dynamic_sampling"):
+    if not section["use_dynamic_sampling"]:
         return SamplingRound(repeated_batch, True, None, {})
     with timer.time("dynamic_sampling") if timer is not None else nullcontext():
         kept = mixed_rows(repeated_batch) if unit == "group" else std != 0.0
@@ -85,10 +85,10 @@ def dynamic_sampling(
         if bool(kept.any()):
             batch_cache = batch if batch_cache is None else BatchedDataDict.from_batches([batch_cache, batch])
             batch = batch_cache
-        wanted = setting(section, "num_prompts_per_step") * setting(section, "num_generations_per_prompt")
+        wanted = section["num_prompts_per_step"] * section["num_generations_per_prompt"]
         available = len(batch["filtered_reward"])
         if available < wanted:
-            limit = setting(section, "dynamic_sampling_max_gen_batches")
+            limit = section["dynamic_sampling_max_gen_batches"]
             if limit <= 0:
                 raise ValueError(f"{section_name}.dynamic_sampling_max_gen_batches is {limit}; it must be positive")
             used = dynamic_sampling_num_gen_batches

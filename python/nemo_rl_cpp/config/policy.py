@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
-from .base import Count, NonNegative, Positive, Section, fields_of, key, section
+from .base import Count, NonNegative, Positive, Section, fields_of, key, no_effect, section
 from .errors import Report
 from .generation import GenerationConfig
 from .optimizer import (
@@ -337,7 +337,9 @@ class ValuePackingConfig(SequencePackingConfig):
 
 
 class ValueTokenizerConfig(TokenizerConfig):
-    """The tokenizer that is saved beside the critic. It reads what the policy's tokenizer wrote."""
+    """The critic reads what the policy's tokenizer wrote."""
+
+    name: str | None = no_effect(None, "the critic reads what the policy's tokenizer wrote")
 
 
 class ValueConfig(TrainedModelConfig):

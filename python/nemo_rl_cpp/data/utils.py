@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl_cpp.config.access import as_written
+from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.data import DataConfig, defaults_for
 from nemo_rl_cpp.data.datasets import (
     AllTaskProcessedDataset,
@@ -143,7 +144,7 @@ def load_response_data(
     """
     config = as_written(data_config)
     train_sections, val_sections = _check_and_fill(config, env_configs)
-    max_length = config.get("max_input_seq_length")
+    max_length = as_model(config, DataConfig, "data").max_input_seq_length
     # Environments start processes, which is safe only before threads exist.
     environments = {} if env_configs is None else _create_environments(config, env_configs, actors)
     try:

@@ -42,7 +42,7 @@ SHAPES = [  # {}: the section, grpo or ppo
      "{}.batch_multiplier=1.5", "policy.dynamic_batching.enabled=true", "policy.sequence_packing.enabled=false"),
     ("{}.reward_shaping.enabled=true", "{}.reward_shaping.stop_properly_penalty_coef=0.5", "policy.sequence_packing.enabled=false",
      "data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=8", "policy.tokenizer.chat_template=default"),
-    ("policy.backend=hf",),
+    ("policy.backend=hf", "loss_fn.name=dr_grpo"),
 ]  # fmt: skip
 SEVERAL = ("cluster.executor=processes", "cluster.gpus_per_node=3", "policy.generation.colocated.enabled=false",
            "policy.generation.colocated.resources.gpus_per_node=1", "{0}.async_{0}.enabled=true",

@@ -3,6 +3,7 @@ folders but in the fast tier. With `-n`, which tests stay in one process: those 
 for the CPU."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from tiers import SLOW_FIXTURES, is_in_a_slow_folder, scheduler, seconds_of, uni
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where PYTHONDONTWRITEBYTECODE is set, torch's 1,500 files would be compiled anew by every process that a test starts, which takes
-    seconds: compiled files go into pytest's cache instead."""
+    seconds: compiled files go into pytest's cache instead. A shell's background job ignores Ctrl-C, and so would all that it starts: the
+    tests of Ctrl-C hear it there, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTHONDONTWRITEBYTECODE" in os.environ and hasattr(config, "cache"):
         del os.environ["PYTHONDONTWRITEBYTECODE"]
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(config.cache.mkdir("bytecode"))

@@ -7,7 +7,8 @@
         policy/weights/           an ordinary Hugging Face folder: config.json, model.safetensors, tokenizer files
         policy/optimizer/         absent with checkpointing.save_optimizer=false
         value/weights/ ...        PPO
-        trainer_state/            data loader and whatever else the loop keeps
+        train_dataloader.json     position in the data
+        trainer_state/            what else the loop keeps, see `algorithms/checkpointing.py`
         manifest.json             size and SHA-256 of every file; written last
       latest_checkpoint_status.json
 

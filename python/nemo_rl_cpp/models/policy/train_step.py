@@ -1,4 +1,4 @@
-"""One global batch: micro-batches forward, loss, backward. The optimizer step is the caller's."""
+"""One global batch: micro-batches forward, loss, backward. `TrainedModel` (models/trained_model.py) makes the optimizer step."""
 
 from __future__ import annotations
 

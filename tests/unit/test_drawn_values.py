@@ -1,4 +1,4 @@
-"""Three hundred drawn values of every type for every argument of the Python entries: each arrives as it was given, or is
+"""Hundreds of drawn values of every type for every argument of the Python entries: each arrives as it was given, or is
 refused by a ValueError of one sentence. Training and models are stubs."""
 
 import inspect
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from nemo_rl_cpp import argument_checks
+from nemo_rl_cpp import argument_checks, generate
 from nemo_rl_cpp.api import training
 from nemo_rl_cpp.config import ConfigError, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.config.access import plain
@@ -24,6 +24,7 @@ from nemo_rl_cpp.hub import sources
 pytestmark = pytest.mark.slow
 pandas = pytest.importorskip("pandas")
 NUM_VALUES = 300
+NUM_CALLS = 100  # of train_grpo, each of which reads a configuration
 RAW = (
     "incompatible function arguments",
     "Traceback",
@@ -87,9 +88,9 @@ def deep(depth):
     return value
 
 
-def drawn(seed):
+def drawn(seed, count=NUM_VALUES):
     rng = random.Random(seed)
-    return [draw(rng) for _ in range(NUM_VALUES)]
+    return [draw(rng) for _ in range(count)]
 
 
 def refused(error):
@@ -149,8 +150,8 @@ def train(monkeypatch, tmp_path):
 def test_settings_of_train_grpo(train):
     """All settings drawn at once; those that are refused are left out, and the others must arrive."""
     arrived, kept_back = 0, 0
-    columns = {name: drawn(index) for index, name in enumerate(SETTINGS)}
-    for row in range(NUM_VALUES):
+    columns = {name: drawn(index, NUM_CALLS) for index, name in enumerate(SETTINGS)}
+    for row in range(NUM_CALLS):
         given = {name: values[row] for name, values in columns.items()}
         for _ in range(len(given) + 1):
             try:
@@ -187,7 +188,7 @@ def test_settings_of_train_grpo(train):
                 held,
             )
             arrived += 1
-    assert arrived > 300 and kept_back > 3000
+    assert arrived > NUM_CALLS and kept_back > 10 * NUM_CALLS
 
 
 def test_prompts_and_functions_of_train_grpo(train):
@@ -200,7 +201,7 @@ def test_prompts_and_functions_of_train_grpo(train):
         functions = (
             [reward, [reward], (reward, reward), {"a": reward}, iter([reward])] if name == "reward_funcs" else []
         )
-        for value in [*drawn(100 + index), *functions]:
+        for value in [*drawn(100 + index, NUM_CALLS), *functions]:
             try:
                 _, rows, val_rows, environment, _ = train(
                     **({"prompts": None} if name == "dataset" else {}) | {name: value}
@@ -220,7 +221,7 @@ def test_prompts_and_functions_of_train_grpo(train):
 
 
 def test_unknown_keywords_of_train_grpo(train):
-    for index, value in enumerate(drawn(200)):
+    for index, value in enumerate(drawn(200, NUM_CALLS)):
         name = ["learnig_rate", "beta", "peft_config", "grpo__sed", "nonsense", "größe", "a__b", "loss_fn__", "__x"][
             index % 9
         ]
@@ -310,7 +311,7 @@ def test_arguments_of_a_text_generators_making(monkeypatch):
         asked.append(name)
         raise sources.SourceError(f"{name!r:.60} is not here")
 
-    monkeypatch.setattr(sources, "resolve_model", nowhere)
+    monkeypatch.setattr(generate, "resolve_model", nowhere)
     for index, name in enumerate(("model", "precision", "num_threads")):
         for value in drawn(400 + index):
             with pytest.raises(ValueError) as caught:

@@ -32,8 +32,7 @@ SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # torch's names and de
 
 
 def _moment_dtype(value: object) -> str:
-    name = _SHORT.get(str(value).removeprefix("torch."), value)
-    if name in ("float32", "bfloat16"):
+    if name := _SHORT.get(str(value).removeprefix("torch.")):
         return name
     raise ValueError(
         f"cannot be {in_a_line(value)}: AdamW keeps its moments in float32 or bfloat16; set it to one of them"

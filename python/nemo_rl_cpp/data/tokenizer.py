@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.policy import TokenizerConfig
 from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.tokenizer_settings import (
     SpecialTokens,
@@ -24,6 +22,8 @@ from nemo_rl_cpp.data.tokenizer_settings import (
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer as Backend
+
+    from nemo_rl_cpp.config.policy import TokenizerConfig
 
 
 TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
@@ -365,6 +365,10 @@ def get_tokenizer(
     (see `choose_template`); it must use `messages`.
     `chat_template_kwargs` are variables that every `apply_chat_template` call gets. The pad token is eos where missing.
     """
+    # `nemo-rl-cpp generate` has no configuration: it starts without pydantic
+    from nemo_rl_cpp.config.base import as_model
+    from nemo_rl_cpp.config.policy import TokenizerConfig
+
     config = as_model(tokenizer_config, TokenizerConfig, section)
     if config.name is None:
         raise ValueError(f"{section} lacks the key 'name'")

@@ -19,7 +19,7 @@ struct WholeSums {
   std::vector<float> target_logits;  ///< one a pair
 };
 
-/// row[v] = c * tanh(row[v] / c), for a softcap c above 0.
+/// row[v] = c * tanh(row[v] / c); a softcap c of 0 changes nothing.
 template <class A>
 void cap_row(A* row, std::int64_t n, double softcap) {
   if (softcap == 0) return;

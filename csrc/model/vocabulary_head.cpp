@@ -164,7 +164,8 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
   const std::int64_t* const first = wanted.first + start;
   block_sums_.resize(static_cast<std::size_t>(U * tiles));
   target_logits_.resize(static_cast<std::size_t>(first[U] - first[0]));
-  const auto take_row = [&](std::int64_t u, std::int64_t tile, std::int64_t columns, const float* row) {
+  const auto take_row = [&](std::int64_t u, std::int64_t tile, std::int64_t columns, float* row) {
+    cap_row(row, columns, slice_.softcap());
     block_sums_[static_cast<std::size_t>(u * tiles + tile)] =
         kernels::vocab_block_sum(row, columns, temperature, entropy.defined());
     for (std::int64_t i = first[u], v = slice_.begin() + tile * width; i < first[u + 1]; ++i)
@@ -178,10 +179,7 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
       ops::linear_forward(x.narrow(0, start, U), w.narrow(0, v, columns), std::nullopt,
                           at::from_blob(logits, {U, columns}, {kTile, 1}, at::kFloat));
       at::parallel_for(0, U, kRowBlock, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t u = begin; u < end; ++u) {
-          cap_row(logits + u * kTile, columns, slice_.softcap());
-          take_row(u, tile, columns, logits + u * kTile);
-        }
+        for (std::int64_t u = begin; u < end; ++u) take_row(u, tile, columns, logits + u * kTile);
       });
     }
   } else {
@@ -192,10 +190,7 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
           const std::int64_t columns = std::min(width, V - v), rows = std::min(kRowBlock, U - r);
           float* const logits = kept ? kept + (tile * U + r) * kTile : thread_logits();
           tile_logits<decltype(tag)>(x, w, start + r, rows, v, columns, logits);
-          for (std::int64_t u = r; u < r + rows; ++u) {
-            cap_row(logits + (u - r) * kTile, columns, slice_.softcap());
-            take_row(u, tile, columns, logits + (u - r) * kTile);
-          }
+          for (std::int64_t u = r; u < r + rows; ++u) take_row(u, tile, columns, logits + (u - r) * kTile);
         }
       });
     });

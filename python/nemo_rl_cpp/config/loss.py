@@ -31,7 +31,8 @@ LOSSES: dict[str, dict[str, object]] = {
 }
 """The losses that `loss_fn.name` chooses, and the keys that each decides (docs/losses.md)."""
 _ALIASES = {"vanilla": "clipped_pg", "geo_mean": "gmpo"}
-_OWN_TERM = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo")
+OWN_TERMS = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo")
+"""Those whose name is the ratio mode of the native op; the others are clipped_pg with some keys."""
 LossName = Annotated[str, OneOf(lambda: [*LOSSES, *_ALIASES], dotted=True)]
 
 
@@ -106,7 +107,7 @@ class ClippedPGLossConfig(Section):
             if given not in (value, type(self).model_fields[field].default):
                 raise ValueError(f"{field} is {given}, but the loss {name} needs {value}: leave it out")
             self.__dict__[field] = value
-        if name in _OWN_TERM and (self.use_cispo or self.disable_ppo_ratio or self.force_on_policy_ratio):
+        if name in OWN_TERMS and (self.use_cispo or self.disable_ppo_ratio or self.force_on_policy_ratio):
             raise ValueError(f"use_cispo, disable_ppo_ratio and force_on_policy_ratio do not go with the loss {name}")
         return self
 

@@ -69,6 +69,7 @@ class Architecture(NamedTuple):
         qk_norm: "none", "head" or "whole".
         biases: those that it may have: "qkv" always, "attention" by attention_bias, "mlp" by mlp_bias.
         layer_types: the kind of each layer; one of SLIDING sees sliding_window tokens, where that is not null.
+        lists_layers: config.json has the kinds as layer_types, also where it was written without them.
         rotary: whether each layer turns queries and keys.
         rope_theta: where config.json has none.
         local_rope: layers of SLIDING have rotary embeddings of their own: (key of their theta in format 4, its default).
@@ -86,6 +87,7 @@ class Architecture(NamedTuple):
     qk_norm: str = "none"
     norms: Mapping[str, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
     layer_types: Callable[[Form], list[str]] = _all_full
+    lists_layers: bool = False
     rotary: Callable[[Form], list[bool]] = lambda form: [True] * form["num_hidden_layers"]
     rope_theta: float = 10000.0
     local_rope: tuple[str | None, float] | None = None
@@ -149,7 +151,7 @@ SUPPORTED_ARCHITECTURES = {
     "olmo2": Architecture("Olmo2", _OLMO2, qk_norm="whole", norms=_BEHIND),
     "olmo3": Architecture(
         "Olmo3", {**_OLMO2, "sliding_window": 4096}, qk_norm="whole", norms=_BEHIND, layer_types=lambda form: _listed(form, 4),
-        rope_theta=500000.0, local_rope=(None, 500000.0),
+        lists_layers=True, rope_theta=500000.0, local_rope=(None, 500000.0),
     ),
     "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",), layer_types=_where_switched_on),
     "qwen3": Architecture(
@@ -164,13 +166,13 @@ SUPPORTED_ARCHITECTURES = {
         "Phi3", _PHI3, biases=(), layer_types=_all_sliding, partial_rotary=True, fused_tensors=True
     ),
     "gemma2": Architecture(
-        "Gemma2", _GEMMA2, norm_offset=1.0, activation="hidden_activation", layer_types=lambda form: _listed(form, 2),
+        "Gemma2", _GEMMA2, norm_offset=1.0, activation="hidden_activation", layer_types=lambda form: _listed(form, 2), lists_layers=True,
         norms={"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND},
         factors=_gemma_factors, only={"use_bidirectional_attention": False},
     ),
     "gemma3_text": Architecture(
         "Gemma3Text", _GEMMA3, qk_norm="head", norm_offset=1.0, activation="hidden_activation",
-        layer_types=lambda form: _listed(form, form["sliding_window_pattern"]),
+        layer_types=lambda form: _listed(form, form["sliding_window_pattern"]), lists_layers=True,
         norms={"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND},
         rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
         only={"use_bidirectional_attention": False},

@@ -120,7 +120,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     form = {**made.defaults, **form}
     _derive(form)
     _check(form)
-    if made.activation == "hidden_activation" or made.local_rope is not None:
+    if made.lists_layers:
         form["layer_types"] = made.layer_types(form)
     section = rope.section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
     for kind_of_layer in form.get("rope_parameters", ("",)):

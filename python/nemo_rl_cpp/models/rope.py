@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.models.architectures import FULL, SLIDING
 
 DEFAULT_THETA = 10000.0
-KINDS = ("full_attention", "sliding_attention")
+KINDS = (FULL, SLIDING)
 """Kinds of layers, which may have rotary embeddings of their own each."""
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 _NEEDED = {

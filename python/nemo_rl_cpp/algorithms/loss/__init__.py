@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.loss import ClippedPGLossConfig, MseValueLossConfig
+from nemo_rl_cpp.config.loss import OWN_TERMS, ClippedPGLossConfig, MseValueLossConfig
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 
@@ -159,7 +159,7 @@ class ClippedPGLossFn:
             )
         if kind is None:
             kind = "full" if self.use_importance_sampling_correction else "none"
-        if self.name in ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo"):
+        if self.name in OWN_TERMS:
             mode = self.name
         elif self.force_on_policy_ratio:
             mode = "on_policy"

@@ -20,8 +20,6 @@ from nemo_rl_cpp.data.interfaces import (
     TaskDataSpec,
     TokenizerType,
 )
-from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
-from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
 from nemo_rl_cpp.data.processors import FILLS_A_PLACE, PROCESSOR_REGISTRY
 from nemo_rl_cpp.data.prompt_rendering import split_prompt
 from nemo_rl_cpp.user_code import call_any
@@ -102,8 +100,10 @@ class AllTaskProcessedDataset:
         dataset: Indexed[Row],
         tokenizer: TokenizerType,
         default_task_data_spec: TaskDataSpec | None,
-        task_data_processors: Processor | Mapping[str, tuple[TaskDataSpec, Processor]],
-        task_data_preprocessors: Preprocessor | Mapping[str, Preprocessor] | None = None,
+        task_data_processors: TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]],
+        task_data_preprocessors: TaskDataPreProcessFnCallable
+        | Mapping[str, TaskDataPreProcessFnCallable]
+        | None = None,
         max_seq_length: int | None = None,
     ):
         self.dataset = dataset
@@ -126,7 +126,7 @@ class AllTaskProcessedDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _processor(self, entry: Row) -> tuple[TaskDataSpec, Processor]:
+    def _processor(self, entry: Row) -> tuple[TaskDataSpec, TaskDataProcessFnCallable]:
         table = self.task_data_processors
         if not isinstance(table, Mapping):
             return self.default_task_data_spec, table

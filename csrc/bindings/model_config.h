@@ -32,6 +32,16 @@ inline model::LayerNorms norms_from(const pybind11::dict& d) {
   return {name("before_attention"), name("after_attention"), name("before_mlp"), name("after_mlp")};
 }
 
+/// Sizes and names of a mixture of experts, and the layers that are one.
+inline void set_experts(model::ModelConfig& c, const pybind11::dict& d) {
+  auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
+  auto& e = c.experts;
+  get("count", e.count), get("chosen", e.chosen), get("intermediate_size", e.intermediate_size);
+  get("renormalise", e.renormalise), get("shared_size", e.shared_size);
+  get("block", e.block), get("gate", e.gate), get("up", e.up), get("down", e.down);
+  for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).has_experts = true;
+}
+
 inline model::ModelConfig config_from(const pybind11::dict& d) {
   model::ModelConfig c;
   auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
@@ -51,6 +61,7 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
     c.ropes.push_back({inv_freq, factor});
   for (const auto& [window, rope] : d["layers"].cast<std::vector<std::pair<std::int64_t, std::optional<int>>>>())
     c.layers.push_back({window, rope.value_or(model::LayerConfig::kNoRope)});
+  if (d.contains("experts")) set_experts(c, d["experts"].cast<pybind11::dict>());
   return c;
 }
 

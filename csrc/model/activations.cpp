@@ -5,12 +5,13 @@ namespace {
 
 enum class Keep { nothing, for_backward };
 
-/// The buffers of `layer` but h_in.
-LayerActivations buffers(const Decoder& decoder, std::int64_t layer, std::int64_t T, Keep keep, Workspace& workspace) {
+/// The buffers of layer `l` but h_in, in the memory of the layer `place`.
+LayerActivations buffers(const Decoder& decoder, std::int64_t l, std::int64_t place, std::int64_t T, Keep keep,
+                         Workspace& workspace) {
   const auto& c = decoder.config();
   const auto S = decoder.compute_dtype(), A = decoder.accumulate_dtype();
   const auto take = [&](LayerSlot slot, std::int64_t columns, at::ScalarType type) {
-    return workspace.take(layer, slot, {T, columns}, type);
+    return workspace.take(place, slot, {T, columns}, type);
   };
   LayerActivations a;
   a.qkv = take(LayerSlot::qkv, c.qkv_size(), S);
@@ -23,7 +24,9 @@ LayerActivations buffers(const Decoder& decoder, std::int64_t layer, std::int64_
   const auto branch = [&](bool has_norm, LayerSlot out, LayerSlot rstd) {
     return has_norm ? Branch{take(out, c.hidden_size, A), take(rstd, 1, A)} : Branch{};
   };
-  a.gate_up = take(LayerSlot::gate_up, 2 * c.intermediate_size, S);
+  const auto mlp = decoder.mlp(l).kept();
+  a.gate_up = take(LayerSlot::gate_up, mlp.gate_up, S);
+  if (mlp.shared_gate_up > 0) a.shared_gate_up = take(LayerSlot::shared_gate_up, mlp.shared_gate_up, S);
   if (!c.norms.before_attention.empty()) a.rstd_in = take(LayerSlot::rstd_in, 1, A);
   a.lse = take(LayerSlot::lse, c.num_heads, A);
   a.attn_branch = branch(!c.norms.after_attention.empty(), LayerSlot::attn_branch, LayerSlot::attn_branch_rstd);
@@ -41,23 +44,29 @@ at::Tensor stream_of(const Decoder& decoder, std::int64_t layer, std::int64_t T,
 
 NothingKept::NothingKept(const Decoder& decoder, std::int64_t T, Workspace& workspace)
     : h_(workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype())),
-      shared_(buffers(decoder, 0, T, Keep::nothing, workspace)) {}
+      shared_(buffers(decoder, 0, 0, T, Keep::nothing, workspace)) {}
 
 at::Tensor SavedActivations::stream(std::int64_t l) { return stream_of(decoder_, l, token_ids().numel(), workspace_); }
 
 LayerActivations SavedActivations::layer(std::int64_t l) {
-  auto a = buffers(decoder_, checkpoint_ ? 0 : l, token_ids().numel(), Keep::for_backward, workspace_);
+  auto a = buffers(decoder_, l, checkpoint_ ? 0 : l, token_ids().numel(), Keep::for_backward, workspace_);
   a.h_in = stream(l);
   return a;
 }
 
 KeptSink::KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<const KeptActivations::Node> nodes,
                    Workspace& workspace)
-    : kept_(kept), nodes_(nodes) {
+    : decoder_(decoder), kept_(kept), nodes_(nodes), workspace_(workspace) {
   const auto T = static_cast<std::int64_t>(nodes.size());
   streams_[0] = workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype());
   streams_[1] = workspace.take(Slot::h_next, {T, decoder.config().hidden_size}, decoder.accumulate_dtype());
-  shared_ = buffers(decoder, 0, T, Keep::for_backward, workspace);
+}
+
+LayerActivations KeptSink::layer(std::int64_t l) {
+  auto& shared = shared_[decoder_.config().layers[static_cast<std::size_t>(l)].has_experts ? 1 : 0];
+  if (!shared.qkv.defined())
+    shared = buffers(decoder_, l, 0, static_cast<std::int64_t>(nodes_.size()), Keep::for_backward, workspace_);
+  return shared;
 }
 
 KeptSource::KeptSource(const Decoder& decoder, const KeptActivations& kept, std::vector<KeptActivations::Node> nodes,
@@ -78,7 +87,7 @@ at::Tensor KeptSource::stream_behind() const {
 
 LayerActivations KeptSource::layer(std::int64_t l) {
   const auto T = token_ids().numel();
-  auto a = buffers(decoder_, 0, T, Keep::for_backward, workspace_);
+  auto a = buffers(decoder_, l, 0, T, Keep::for_backward, workspace_);
   a.h_in = stream_of(decoder_, 0, T, workspace_);
   kept_.get(l, a, nodes_);
   return a;
@@ -86,11 +95,16 @@ LayerActivations KeptSource::layer(std::int64_t l) {
 
 KeptActivations kept_activations_of(const Decoder& decoder) {
   Workspace workspace;
-  auto a = buffers(decoder, 0, 1, Keep::for_backward, workspace);
-  a.h_in = stream_of(decoder, 0, 1, workspace);
-  std::int64_t bytes = 0;
-  for (const auto& t : a.all()) bytes += t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0;
-  return {decoder.config().num_layers(), bytes, static_cast<std::int64_t>(a.h_in.nbytes())};
+  std::vector<std::int64_t> bytes;
+  const auto stream = stream_of(decoder, 0, 1, workspace);
+  for (std::int64_t l = 0; l < decoder.config().num_layers(); ++l) {
+    auto a = buffers(decoder, l, 0, 1, Keep::for_backward, workspace);
+    a.h_in = stream;
+    bytes.push_back(0);
+    for (const auto& t : a.all()) bytes.back() += t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0;
+  }
+  bytes.push_back(static_cast<std::int64_t>(stream.nbytes()));
+  return KeptActivations(bytes);
 }
 
 }  // namespace nemo_rl::model

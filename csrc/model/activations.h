@@ -80,14 +80,16 @@ class KeptSink : public ActivationSink {
            Workspace& workspace);
   bool keeps() const override { return true; }
   at::Tensor stream(std::int64_t l) override { return streams_[static_cast<std::size_t>(l % 2)]; }
-  LayerActivations layer(std::int64_t) override { return shared_; }
+  LayerActivations layer(std::int64_t l) override;
   void put(std::int64_t l, const LayerActivations& a) override { kept_.put(l, a, nodes_); }
 
  private:
+  const Decoder& decoder_;
   KeptActivations& kept_;
   std::span<const KeptActivations::Node> nodes_;
+  Workspace& workspace_;
   at::Tensor streams_[2];
-  LayerActivations shared_;
+  LayerActivations shared_[2];  ///< of layers without and with experts
 };
 
 /// From there, without a forward. `kept` must hold these rows until the backward, which takes a layer's at a time.

@@ -17,6 +17,7 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
     count /= part.size;
   };
   if (part.size == 1) return c;
+  NRL_CHECK_ARG(!has_experts(), "tensor parallelism cannot split a mixture of experts");
   divide(c.num_heads, "attention heads");
   divide(c.num_kv_heads, "key/value heads");
   divide(c.intermediate_size, "columns of the MLP");
@@ -27,6 +28,10 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
   c.slice = part;
   return c;
 }
+
+bool ModelConfig::has_experts() const { return std::ranges::any_of(layers, &LayerConfig::has_experts); }
+
+bool ModelConfig::has_dense_mlp() const { return !std::ranges::all_of(layers, &LayerConfig::has_experts); }
 
 std::int64_t ModelConfig::vocab_block() const {
   return slice.size == 1 ? kernels::kVocabBlock : std::min(kernels::kVocabBlock, vocab_size / slice.size);

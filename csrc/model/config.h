@@ -29,8 +29,9 @@ enum class QkNorm {
 
 /// What one layer of a decoder does otherwise than another.
 struct LayerConfig {
-  std::int64_t window = 0;  ///< tokens that attention sees at most, its own included; 0: all
-  int rope = 0;             ///< which of ModelConfig::ropes turns queries and keys; kNoRope: none
+  std::int64_t window = 0;   ///< tokens that attention sees at most, its own included; 0: all
+  int rope = 0;              ///< which of ModelConfig::ropes turns queries and keys; kNoRope: none
+  bool has_experts = false;  ///< its MLP is ModelConfig::experts
   static constexpr int kNoRope = -1;
 };
 
@@ -38,6 +39,18 @@ struct LayerConfig {
 struct RopeConfig {
   std::vector<double> inv_freq;   ///< after rope scaling
   double attention_factor = 1.0;  ///< multiplies cos and sin (yarn, longrope)
+};
+
+/// A mixture of experts: a router sends each token through `chosen` of `count` MLPs. Their results are added up, each
+/// times its weight: softmax of the router's logits, over all experts or with `renormalise` over the chosen ones.
+struct ExpertsConfig {
+  std::int64_t count = 0;              ///< E
+  std::int64_t chosen = 0;             ///< of each token; of equal logits the expert with the lower number
+  std::int64_t intermediate_size = 0;  ///< of each expert
+  bool renormalise = false;
+  std::int64_t shared_size = 0;  ///< of an MLP that all tokens go through, times sigmoid of a gate; 0: there is none
+  /// Names in the checkpoint: of the block, and in it of the matrices of an expert.
+  std::string block = "mlp", gate = "gate_proj", up = "up_proj", down = "down_proj";
 };
 
 /// Which slice of the layers and of the vocabulary a process has, where several hold one model.
@@ -55,12 +68,13 @@ struct VocabRows {
 struct ModelConfig {
   std::int64_t vocab_size = 0;         ///< V
   std::int64_t hidden_size = 0;        ///< D
-  std::int64_t intermediate_size = 0;  ///< I
+  std::int64_t intermediate_size = 0;  ///< I, of layers without experts
   std::int64_t num_heads = 0;          ///< N
   std::int64_t num_kv_heads = 0;       ///< K
   std::int64_t head_dim = 0;           ///< H
   std::vector<LayerConfig> layers;
   std::vector<RopeConfig> ropes;
+  ExpertsConfig experts;
   double rms_norm_eps = 1e-6;
   double norm_offset = 0;           ///< norms multiply by offset + w: 1 in Gemma
   double attention_scale = 0;       ///< of the scores
@@ -90,6 +104,10 @@ struct ModelConfig {
   VocabRows vocab_rows(int rank) const;
   VocabRows vocab_rows() const { return vocab_rows(slice.rank); }
 
+  /// Whether gate and up are one product that reads its weights in pairs of rows (silu), or an ordinary product.
+  bool has_gated_product() const { return activation == kernels::Gate::silu; }
+  bool has_experts() const;
+  bool has_dense_mlp() const;
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers.size()); }
   std::int64_t query_size() const { return num_heads * head_dim; }
   std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }

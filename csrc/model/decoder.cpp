@@ -7,14 +7,9 @@
 #include "ops/linear.h"
 #include "ops/rms_norm.h"
 #include "ops/rope.h"
-#include "ops/swiglu.h"
 
 namespace nemo_rl::model {
 namespace {
-
-std::optional<at::Tensor> optional(const at::Tensor& t) {
-  return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
-}
 
 /// Whether these are all of T rows, in order.
 bool are_all(std::span<const std::int64_t> rows, std::int64_t T) {
@@ -33,6 +28,9 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::
                   2 * rope.inv_freq.size(), " dimensions of heads of ", config_.head_dim);
     ropes_.emplace_back(rope, device());
   }
+  NRL_CHECK_ARG(!config_.has_experts() || device().is_cpu(),
+                "a mixture of experts is computed on the CPU only, not on ", device().str());
+  for (std::int64_t l = 0; l < config_.num_layers(); ++l) mlps_.push_back(mlp_of(config_, l));
   for (const auto& layer : config_.layers)
     NRL_CHECK_ARG(layer.window >= 0 && layer.rope < static_cast<int>(ropes_.size()), "a layer has window ",
                   layer.window, " and rotary table ", layer.rope, " of ", ropes_.size());
@@ -116,13 +114,12 @@ void Decoder::embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, 
 Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed) const {
   const auto& c = config_;
   const auto S = compute_dtype();
-  Scratch s{workspace.take(Slot::normed, {T, c.hidden_size}, S),
-            workspace.take(Slot::act, {T, c.intermediate_size}, S),
-            {},
-            {},
-            {},
-            packed};
-  if (c.activation != kernels::Gate::silu) s.gate_up = workspace.take(Slot::gate_up, {T, 2 * c.intermediate_size}, S);
+  Scratch s{.normed = workspace.take(Slot::normed, {T, c.hidden_size}, S), .packed = packed};
+  s.mlp.workspace = &workspace, s.mlp.packed = packed;
+  if (c.has_dense_mlp()) {
+    s.mlp.act = workspace.take(Slot::act, {T, c.intermediate_size}, S);
+    if (!c.has_gated_product()) s.mlp.gate_up = workspace.take(Slot::gate_up, {T, 2 * c.intermediate_size}, S);
+  }
   const bool norms = !c.norms.after_attention.empty() || !c.norms.after_mlp.empty();
   if (!norms && peers_ == nullptr && c.residual_multiplier == 1) return s;
   s.branch_out = workspace.take(Slot::branch_out, {T, c.hidden_size}, accumulate_dtype());
@@ -144,7 +141,7 @@ void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const A
   const auto& c = config_;
   ops::linear_ask_ahead(p.qkv_weight, /*gated=*/false, s.packed);
   const auto x = normalised(a.h_in, p.norm_before_attention, a.rstd_in, s.normed);
-  ops::linear_forward(x, p.qkv_weight, optional(p.qkv_bias), c.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw,
+  ops::linear_forward(x, p.qkv_weight, if_defined(p.qkv_bias), c.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw,
                       /*accumulate=*/false, s.packed);
   ops::linear_ask_ahead(p.o_weight, /*gated=*/false, s.packed);
   if (c.qk_norm != QkNorm::none) normalise_heads(p, a);
@@ -163,7 +160,7 @@ void Decoder::rotate(std::int64_t l, const at::Tensor& qkv, const at::Tensor& po
 /// y = the norm of x with this weight; rstd may be undefined.
 void Decoder::normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y,
                         const at::Tensor& rstd) const {
-  ops::rms_norm_forward(x, weight, config_.rms_norm_eps, config_.norm_offset, y, optional(rstd));
+  ops::rms_norm_forward(x, weight, config_.rms_norm_eps, config_.norm_offset, y, if_defined(rstd));
 }
 
 /// qkv_raw -> qkv: queries and keys normalised, values as they are.
@@ -174,28 +171,38 @@ void Decoder::normalise_heads(const LayerParameters& p, LayerActivations& a) con
   a.qkv.narrow(1, Q + KV, KV).copy_(a.qkv_raw.narrow(1, Q + KV, KV));
 }
 
+/// h += what product(y, accumulate) gives, or the norm of that where the architecture has one, times
+/// residual_multiplier. The tensor-parallel sum over ranks stands between the product and the addition; where there is
+/// neither a norm nor such a sum nor a factor, the product adds by itself.
+template <class Product>
+void Decoder::add_branch(const Product& product, const at::Tensor& norm, const Branch& branch, const at::Tensor& h,
+                         const Scratch& s) const {
+  const double factor = config_.residual_multiplier;
+  if (!norm.defined() && peers_ == nullptr && factor == 1) return product(h, /*accumulate=*/true);
+  const auto& out = branch.out.defined() ? branch.out : s.branch_out;
+  product(out, /*accumulate=*/false);
+  if (peers_ != nullptr) peers_->sum(out, "adding what all slices of a layer give");
+  if (norm.defined()) normalise(out, norm, s.branch, branch.rstd);
+  const auto& added = norm.defined() ? s.branch : out;
+  if (factor != 1) added.mul_(factor);
+  h.add_(added);
+}
+
 /// Attention's output product and the MLP: what they add to the residual stream.
 void Decoder::finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor& h_out, const Scratch& s) {
   const auto& p = layer(l);
   if (a.h_mid.defined()) a.h_mid.copy_(a.h_in);
   const auto& h = a.h_mid.defined() ? a.h_mid : a.h_in;
-  add_branch(a.attn, p.o_weight, p.o_bias, p.norm_after_attention, a.attn_branch, h, s);
-  run_mlp(l, a, h, s);
-  ops::linear_ask_ahead(p.down_weight, /*gated=*/false, s.packed);
-  if (!h_out.is_same(h)) h_out.copy_(h);
-  add_branch(s.act, p.down_weight, p.down_bias, p.norm_after_mlp, a.mlp_branch, h_out, s);
-}
-
-/// The MLP up to its last product, which reads s.act.
-void Decoder::run_mlp(std::int64_t l, LayerActivations& a, const at::Tensor& h, const Scratch& s) {
-  const auto& p = layer(l);
-  ops::linear_ask_ahead(p.gate_up_weight, has_gated_product(), s.packed);
+  // of several slices the first adds the bias
+  const auto o_bias = config_.slice.rank == 0 ? if_defined(p.o_bias) : std::nullopt;
+  add_branch([&](const at::Tensor& y,
+                 bool accumulate) { ops::linear_forward(a.attn, p.o_weight, o_bias, y, accumulate, s.packed); },
+             p.norm_after_attention, a.attn_branch, h, s);
+  mlp(l).ask_ahead(p, s.packed);
   const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
-  if (has_gated_product())
-    return ops::linear_swiglu(x, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, s.act, s.packed);
-  const auto gate_up = a.gate_up.defined() ? a.gate_up : s.gate_up;
-  ops::linear_forward(x, p.gate_up_weight, optional(p.gate_up_bias), gate_up, /*accumulate=*/false, s.packed);
-  ops::swiglu_forward(gate_up, s.act, config_.activation);
+  if (!h_out.is_same(h)) h_out.copy_(h);
+  add_branch([&](const at::Tensor& y, bool accumulate) { mlp(l).forward(p, x, y, accumulate, a, s.mlp); },
+             p.norm_after_mlp, a.mlp_branch, h_out, s);
 }
 
 /// What a branch reads: h normalised into `out`, or h itself where no norm stands before it; in the compute type.
@@ -206,24 +213,6 @@ at::Tensor Decoder::normalised(const at::Tensor& h, const at::Tensor& weight, co
     return out;
   }
   return h.scalar_type() == out.scalar_type() ? h : const_cast<at::Tensor&>(out).copy_(h);
-}
-
-/// h += x · wᵀ + bias, or the norm of that where the architecture has one, times residual_multiplier. The
-/// tensor-parallel sum over ranks, of which the first adds the bias, stands between the product and the addition; where
-/// there is neither a norm nor such a sum nor a factor, the product adds by itself.
-void Decoder::add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm,
-                         const Branch& branch, const at::Tensor& h, const Scratch& s) const {
-  const double factor = config_.residual_multiplier;
-  if (!norm.defined() && peers_ == nullptr && factor == 1)
-    return ops::linear_forward(x, w, optional(bias), h, /*accumulate=*/true, s.packed);
-  const auto& out = branch.out.defined() ? branch.out : s.branch_out;
-  ops::linear_forward(x, w, config_.slice.rank == 0 ? optional(bias) : std::nullopt, out, /*accumulate=*/false,
-                      s.packed);
-  if (peers_ != nullptr) peers_->sum(out, "adding what all slices of a layer give");
-  if (norm.defined()) normalise(out, norm, s.branch, branch.rstd);
-  const auto& added = norm.defined() ? s.branch : out;
-  if (factor != 1) added.mul_(factor);
-  h.add_(added);
 }
 
 void Decoder::final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const {

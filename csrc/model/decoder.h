@@ -12,6 +12,7 @@
 #include "distributed/peers.h"
 #include "model/gradient_views.h"
 #include "model/layer_activations.h"
+#include "model/mlp.h"
 #include "model/parameters.h"
 #include "model/rope_table.h"
 #include "model/workspace.h"
@@ -39,13 +40,11 @@ class Decoder {
   const ModelConfig& config() const { return config_; }
   const DecoderParameters& parameters() const { return parameters_; }
   ops::AttentionHeads attention_heads(std::int64_t layer) const;
+  const Mlp& mlp(std::int64_t l) const { return *mlps_[static_cast<std::size_t>(l)]; }
   distributed::Peers* peers() const { return peers_; }
   at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
-
-  /// Whether gate and up are one product that reads its weights in pairs of rows (silu), or an ordinary product.
-  bool has_gated_product() const { return config_.activation == kernels::Gate::silu; }
 
   /// Reserves angles for positions up to `count`, which a forward will get on the device.
   void reserve_positions(std::int64_t count) {
@@ -82,10 +81,9 @@ class Decoder {
   /// What all layers of a forward share: buffers that each writes and nobody reads later.
   struct Scratch {
     at::Tensor normed;      ///< [T, D] S: what a branch reads
-    at::Tensor act;         ///< [T, I] S
-    at::Tensor gate_up;     ///< [T, 2I] S, where the gated product does not end in the activation
     at::Tensor branch_out;  ///< [T, D] A, where a norm, a sum over peers or a factor stands behind a branch
     at::Tensor branch;      ///< [T, D] S, the same normalised
+    MlpScratch mlp;
     const ops::PackedWeights* packed = nullptr;  ///< copies of weights, for few rows
   };
   Scratch scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed = nullptr) const;
@@ -106,12 +104,12 @@ class Decoder {
   void run_attention(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
                      const Scratch& s);
   void finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor& h_out, const Scratch& s);
-  void run_mlp(std::int64_t l, LayerActivations& a, const at::Tensor& h, const Scratch& s);
   at::Tensor normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd,
                         const at::Tensor& out) const;
   void normalise_heads(const LayerParameters& p, LayerActivations& a) const;
-  void add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm,
-                  const Branch& branch, const at::Tensor& h, const Scratch& s) const;
+  template <class Product>
+  void add_branch(const Product& product, const at::Tensor& norm, const Branch& branch, const at::Tensor& h,
+                  const Scratch& s) const;
 
   at::Tensor branch_gradient(const at::Tensor& dh, const Branch& branch, const at::Tensor& norm,
                              const at::Tensor& d_norm, Workspace& workspace) const;
@@ -126,6 +124,7 @@ class Decoder {
   ModelConfig config_;
   DecoderParameters parameters_;
   std::vector<RopeTable> ropes_;
+  std::vector<std::unique_ptr<Mlp>> mlps_;
   distributed::Peers* peers_;
 };
 

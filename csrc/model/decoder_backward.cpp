@@ -4,7 +4,6 @@
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "ops/rms_norm.h"
-#include "ops/swiglu.h"
 
 namespace nemo_rl::model {
 
@@ -56,25 +55,13 @@ void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h
 void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerGradients& grads,
                            Workspace& workspace) {
   const auto &p = layer(l), &g = grads.dense();
-  const std::int64_t T = dh.size(0), D = config_.hidden_size, I = config_.intermediate_size;
-  const auto S = compute_dtype();
+  const std::int64_t T = dh.size(0), D = config_.hidden_size;
   const auto dy = branch_gradient(dh, a.mlp_branch, p.norm_after_mlp, g.norm_after_mlp, workspace);
-  const auto d_act = workspace.take(Slot::d_act, {T, I}, S);
-  if (grads.wants(&LayerParameters::down_weight)) {
-    const auto act = workspace.take(Slot::act, {T, I}, S);
-    ops::swiglu_forward(a.gate_up, act, config_.activation);
-    grads.add(&LayerParameters::down_weight, dy, act, workspace);
-  }
-  if (g.down_bias.defined()) ops::add_column_sums(dy, g.down_bias);
-  ops::linear_backward_input(dy, p.down_weight, d_act);
-  const auto d_gate_up = workspace.take(Slot::d_gate_up, {T, 2 * I}, S);
-  ops::swiglu_backward(d_act, a.gate_up, d_gate_up, config_.activation);
-  if (grads.wants(&LayerParameters::gate_up_weight))
-    grads.add(&LayerParameters::gate_up_weight, d_gate_up,
-              normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, S)), workspace);
-  if (g.gate_up_bias.defined()) ops::add_column_sums(d_gate_up, g.gate_up_bias);
+  const auto x = [&] {
+    return normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, compute_dtype()));
+  };
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
-  ops::linear_backward_input(d_gate_up, p.gate_up_weight, d_normed);
+  mlp(l).backward(p, x, dy, a, d_normed, grads, workspace);
   add_input_gradient(d_normed, a.h_mid, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
 }
 

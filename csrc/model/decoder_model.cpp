@@ -75,9 +75,10 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
       ++steps_of_few_rows_;
       return nullptr;
     }
-    for (const auto& layer : decoder_.parameters().layers) {
-      for (const auto& w : {layer.qkv_weight, layer.o_weight, layer.down_weight}) packed_.pack(w, /*gated=*/false);
-      packed_.pack(layer.gate_up_weight, decoder_.has_gated_product());
+    for (std::int64_t l = 0; l < config().num_layers(); ++l) {
+      const auto& layer = decoder_.parameters().layers[static_cast<std::size_t>(l)];
+      for (const auto& w : {layer.qkv_weight, layer.o_weight}) packed_.pack(w, /*gated=*/false);
+      decoder_.mlp(l).pack(layer, packed_);
     }
     packed_.pack(decoder_.parameters().lm_head, /*gated=*/false);
     is_packed_ = true;

@@ -8,8 +8,10 @@
 #include "runtime/tensor.h"
 
 namespace nemo_rl::model {
-KeptActivations::KeptActivations(std::int64_t num_layers, std::int64_t layer_bytes, std::int64_t last_bytes)
-    : num_layers_(num_layers), layer_bytes_(layer_bytes), row_bytes_(num_layers * layer_bytes + last_bytes) {}
+KeptActivations::KeptActivations(std::span<const std::int64_t> bytes) : begin_{0} {
+  for (const auto n : bytes) begin_.push_back(begin_.back() + n);
+  row_bytes_ = begin_.back();
+}
 
 void KeptActivations::set_max_bytes(std::int64_t bytes) {
   NRL_CHECK_ARG(bytes >= 0, "kept activations: ", bytes, " bytes; expected 0 or more");
@@ -76,7 +78,7 @@ std::byte* KeptActivations::place(Node node, std::int64_t layer) const {
   NRL_CHECK(alive(node), "kept activations: this token's row is in use for another one");
   const auto row = static_cast<std::int64_t>(row_of(node));
   auto* slab = static_cast<std::byte*>(slabs_[static_cast<std::size_t>(row / kSlabRows)].data_ptr());
-  return slab + row % kSlabRows * row_bytes_ + layer * layer_bytes_;
+  return slab + row % kSlabRows * row_bytes_ + begin_[static_cast<std::size_t>(layer)];
 }
 
 /// f(node, offset in the layer's part of a kept row, bytes, how many) for every token of every activation.
@@ -97,8 +99,9 @@ void KeptActivations::for_each_row(std::int64_t layer, const LayerActivations& a
     fields.push_back({static_cast<std::byte*>(t.data_ptr()), static_cast<std::int64_t>(t.nbytes()) / T});
     sum += fields.back().bytes;
   }
-  NRL_CHECK(T == 0 || sum == (layer < num_layers_ ? layer_bytes_ : row_bytes_ - num_layers_ * layer_bytes_),
-            "kept activations: ", sum, " bytes of a token in layer ", layer);
+  const auto l = static_cast<std::size_t>(layer);
+  NRL_CHECK(T == 0 || sum == begin_[l + 1] - begin_[l], "kept activations: ", sum, " bytes of a token in layer ",
+            layer);
   runtime::parallel_rows(T, /*grain=*/8, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {
       std::int64_t offset = 0;

@@ -20,8 +20,8 @@ class KeptActivations {
   static constexpr Node kNone = -1;  ///< not kept
   static constexpr Node kRoot = -2;  ///< before a sequence's first token
 
-  /// `layer_bytes`: of one token's LayerActivations; `last_bytes`: of its residual stream after the last layer.
-  KeptActivations(std::int64_t num_layers, std::int64_t layer_bytes, std::int64_t last_bytes);
+  /// `bytes`: of one token's LayerActivations of each layer, and of its residual stream after the last one.
+  explicit KeptActivations(std::span<const std::int64_t> bytes);
 
   /// Keeps up to so many bytes of rows from this call on. 0 (the value at first) keeps none and returns all memory.
   void set_max_bytes(std::int64_t bytes);
@@ -81,7 +81,8 @@ class KeptActivations {
   template <class F>
   void for_each_row(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes, const F& f) const;
 
-  std::int64_t num_layers_, layer_bytes_, row_bytes_;
+  std::vector<std::int64_t> begin_;  ///< where each layer begins in a row; behind the last entry ends the row
+  std::int64_t row_bytes_;
   std::int64_t max_rows_ = 0;
   std::vector<Row> rows_;
   std::vector<std::size_t> free_;  ///< unused rows

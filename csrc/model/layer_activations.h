@@ -25,13 +25,28 @@ struct LayerActivations {
   Branch attn_branch;   ///< what attention adds, before its norm
   at::Tensor h_mid;     ///< [T, D] A: after attention. Undefined: the MLP goes on in h_in, which nobody reads later
   at::Tensor rstd_mid;  ///< [T, 1] A (where a norm stands before the MLP)
-  at::Tensor gate_up;   ///< [T, 2I] S
-  Branch mlp_branch;    ///< what the MLP adds, before its norm
+  at::Tensor gate_up;   ///< [T, 2I] S; of a mixture of experts [T, chosen · 2I], of the highest logit first
+  at::Tensor shared_gate_up;  ///< [T, 2I] S of the shared expert
+  Branch mlp_branch;          ///< what the MLP adds, before its norm
 
   /// All of them, some undefined; each is contiguous with one row a token.
-  std::array<at::Tensor, 15> all() const {
-    return {h_in,  rstd_in,  qkv_raw, q_rstd,         k_rstd,         qkv, attn, lse, attn_branch.out, attn_branch.rstd,
-            h_mid, rstd_mid, gate_up, mlp_branch.out, mlp_branch.rstd};
+  std::array<at::Tensor, 16> all() const {
+    return {h_in,
+            rstd_in,
+            qkv_raw,
+            q_rstd,
+            k_rstd,
+            qkv,
+            attn,
+            lse,
+            attn_branch.out,
+            attn_branch.rstd,
+            h_mid,
+            rstd_mid,
+            gate_up,
+            shared_gate_up,
+            mlp_branch.out,
+            mlp_branch.rstd};
   }
 };
 

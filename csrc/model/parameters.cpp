@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "common/check.h"
+#include "model/mlp.h"
 
 namespace nemo_rl::model {
 namespace {
@@ -48,9 +49,9 @@ std::vector<std::int64_t> shape_of(std::int64_t rows, std::int64_t columns) {
 
 }  // namespace
 
-std::vector<LayerTensor> layer_tensors(const ModelConfig& c) {
+std::vector<LayerTensor> layer_tensors(const ModelConfig& c, std::int64_t l) {
   using P = LayerParameters;
-  const std::int64_t D = c.hidden_size, I = c.intermediate_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
+  const std::int64_t D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
   std::vector<LayerTensor> all;
   constexpr int kRows = 0, kColumns = 1, kWhole = ParameterSpec::kWhole;
   const auto add = [&](bool is_there, at::Tensor P::* field, int split, std::vector<LayerTensor::Part> parts,
@@ -74,11 +75,10 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c) {
   add(c.output_bias, &P::o_bias, kWhole, {{"self_attn.o_proj.bias", D}});
   norm(c.norms.after_attention, &P::norm_after_attention);
   norm(c.norms.before_mlp, &P::norm_before_mlp);
-  if (c.fused_tensors) add(true, &P::gate_up_weight, kRows, {{"mlp.gate_up_proj.weight", 2 * I}}, D);
-  else add(true, &P::gate_up_weight, kRows, {{"mlp.gate_proj.weight", I}, {"mlp.up_proj.weight", I}}, D);
-  add(c.mlp_bias, &P::gate_up_bias, kRows, {{"mlp.gate_proj.bias", I}, {"mlp.up_proj.bias", I}});
-  add(true, &P::down_weight, kColumns, {{"mlp.down_proj.weight", D}}, I);
-  add(c.mlp_bias, &P::down_bias, kWhole, {{"mlp.down_proj.bias", D}});
+  for (auto& tensor : mlp_of(c, l)->tensors()) {
+    if (c.slice.size == 1) tensor.split = kWhole;
+    all.push_back(std::move(tensor));
+  }
   norm(c.norms.after_mlp, &P::norm_after_mlp);
   return all;
 }
@@ -86,9 +86,8 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c) {
 ParameterLayout::ParameterLayout(const ModelConfig& c) {
   LayoutBuilder b(*this);
   b.add_vocabulary(kEmbedding, c.vocab_rows(), c.vocab_size, c.hidden_size);
-  const auto tensors = layer_tensors(c);
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
-    for (const auto& tensor : tensors) {
+    for (const auto& tensor : layer_tensors(c, l)) {
       b.align();
       for (const auto& part : tensor.parts) {
         auto shape = shape_of(part.rows, tensor.columns), whole = shape;
@@ -108,6 +107,7 @@ ParameterLayout::ParameterLayout(const ModelConfig& c) {
     b.add_vocabulary(kLmHead, c.vocab_rows(), c.vocab_size, c.hidden_size);
   }
   b.align();
+  index();
 }
 
 ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
@@ -123,8 +123,8 @@ ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
              is_split ? 1 : ParameterSpec::kWhole, is_split ? c.slice.rank * size : 0);
   };
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
-    for (const auto& tensor : layer_tensors(c)) {
-      if (tensor.columns == 0) continue;
+    for (const auto& tensor : layer_tensors(c, l)) {
+      if (tensor.columns == 0 || !tensor.takes_adapters) continue;
       std::vector<std::string> names;
       std::int64_t begin = 0;
       const std::size_t first = adapters.size();
@@ -148,6 +148,7 @@ ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
   NRL_CHECK_ARG(wanted.empty(), "no matrix of a layer is named ", wanted.empty() ? "" : *wanted.begin());
   if (c.value_head) b.add(kValueHead, {1, c.hidden_size});
   b.align();
+  index();
 }
 
 const ParameterSpec* ParameterLayout::value_head() const {
@@ -155,10 +156,14 @@ const ParameterSpec* ParameterLayout::value_head() const {
   return found == specs.end() ? nullptr : &*found;
 }
 
+void ParameterLayout::index() {
+  for (std::size_t i = 0; i < specs.size(); ++i) by_name_.emplace(specs[i].name, i);
+}
+
 const ParameterSpec& ParameterLayout::find(const std::string& name) const {
-  for (const auto& spec : specs)
-    if (spec.name == name) return spec;
-  throw std::runtime_error("no parameter is named " + name);
+  const auto found = by_name_.find(name);
+  if (found == by_name_.end()) throw std::runtime_error("no parameter is named " + name);
+  return specs[found->second];
 }
 
 DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout& layout, at::Tensor flat_buffer)
@@ -172,10 +177,9 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   };
   const std::int64_t vocab = c.vocab_rows().size();
   embedding = view(kEmbedding, {vocab, c.hidden_size});
-  const auto tensors = layer_tensors(c);
   layers.resize(static_cast<std::size_t>(c.num_layers()));
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
-    for (const auto& tensor : tensors) {
+    for (const auto& tensor : layer_tensors(c, l)) {
       std::int64_t rows = 0;
       for (const auto& part : tensor.parts) rows += part.rows;
       layers[static_cast<std::size_t>(l)].*tensor.field =

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "model/config.h"
@@ -37,6 +38,12 @@ struct LayerParameters {
   at::Tensor gate_up_bias;           ///< [2I]
   at::Tensor down_weight;            ///< [D, I]
   at::Tensor down_bias;              ///< [D]
+  at::Tensor router_weight;          ///< [E, D]
+  at::Tensor experts_gate_up;        ///< [E · 2I, D], I of an expert
+  at::Tensor experts_down;           ///< [E · D, I]
+  at::Tensor shared_gate_weight;     ///< [1, D]
+  at::Tensor shared_gate_up;         ///< [2I, D], I of the shared expert
+  at::Tensor shared_down;            ///< [D, I]
   at::Tensor norm_after_mlp;         ///< [D]
 };
 
@@ -51,10 +58,11 @@ struct LayerTensor {
   std::vector<Part> parts;
   std::int64_t columns = 0;           ///< 0: a vector
   int split = ParameterSpec::kWhole;  ///< as in ParameterSpec
+  bool takes_adapters = true;
 };
-/// All tensors of a layer of this architecture, in the order in which they lie in memory. Names are written here and
-/// nowhere else.
-std::vector<LayerTensor> layer_tensors(const ModelConfig& config);
+/// All tensors of layer `l`, in the order in which they lie in memory. Names are written here, those of the MLP in its
+/// class, and nowhere else.
+std::vector<LayerTensor> layer_tensors(const ModelConfig& config, std::int64_t l);
 
 /// One adapter: it changes rows [begin, begin + rows) of a matrix of a layer.
 struct AdapterSpec {
@@ -77,6 +85,10 @@ struct ParameterLayout {
   const ParameterSpec& find(const std::string& name) const;
   /// That of a critic; nullptr: there is none.
   const ParameterSpec* value_head() const;
+
+ private:
+  void index();
+  std::unordered_map<std::string, std::size_t> by_name_;
 };
 
 /// A flat buffer seen as a decoder's parameters (weights, a rounded copy of them, or their gradients).

@@ -33,6 +33,15 @@ enum class Slot {
   d_branch,               ///< [T, D] gradient behind the norm of `branch`
   d_attn,                 ///< [T, N·H]
   d_qkv,                  ///< [T, (N+2K)H]
+  expert_logits,          ///< [T, E] of a router
+  expert_d_logits,        ///< [T, E] their gradient in the compute type
+  expert_x,               ///< [T · chosen, D] a layer's tokens by their experts
+  expert_dy,              ///< [T · chosen, D] the gradients of their results
+  expert_gate_up,         ///< [T · chosen, 2I]
+  expert_act,             ///< [T · chosen, I]
+  expert_d_act,           ///< [T · chosen, I]
+  expert_y,               ///< [T · chosen, D] their results, or the gradients of expert_x
+  shared_y,               ///< [T, D] what the shared expert gives, or the gradient of its input
   adapter_x,              ///< [T, parts · dim] a matrix's input times the A of its adapters
   adapter_y,              ///< [T, parts · dim] its output's gradient times their B
   head_hidden,            ///< [U, D] rows that the head reads
@@ -61,6 +70,7 @@ enum class LayerSlot {
   h_mid,
   rstd_mid,
   gate_up,
+  shared_gate_up,
   mlp_branch,
   mlp_branch_rstd,
   count_

@@ -13,7 +13,7 @@ constexpr auto kRoot = KeptActivations::kRoot;
 
 /// Two layers of 3 + 1 floats a token, then 2 floats.
 KeptActivations small(std::int64_t rows) {
-  KeptActivations kept(2, 16, 8);
+  KeptActivations kept(std::array<std::int64_t, 3>{16, 16, 8});
   kept.set_max_bytes(rows * 40 + 39);
   return kept;
 }

@@ -56,7 +56,7 @@ from nemo_rl_cpp.distributed.cluster import Cluster, shut_down
 from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
 from nemo_rl_cpp.evals.eval import evaluate_policy
-from nemo_rl_cpp.evals.report import EvalResult
+from nemo_rl_cpp.evals.results import EvalResult
 from nemo_rl_cpp.interrupts import GracefulStop
 from nemo_rl_cpp.loggers.backends import check_trackers
 from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace

@@ -55,7 +55,6 @@ from nemo_rl_cpp.models.memory import forecast_summary
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.report import ReportWriter
-from nemo_rl_cpp.report.given import schema_defaults
 from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
@@ -330,9 +329,12 @@ def make_report(config: TrainMasterConfig, logger: Logger, tokenizer: TokenizerT
     if not config.logger.report:
         return None
     return ReportWriter(
-        logger.log_dir, config, schema_defaults(config), total_steps=config.loop.max_num_steps, title=config.title,
+        logger.log_dir,
+        config,
+        total_steps=config.loop.max_num_steps,
+        title=config.title,
         token_bytes=bytes_of_token(tokenizer),
-    )  # fmt: skip
+    )
 
 
 def close_environments(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_cpp.command_line import command_parser
-from nemo_rl_cpp.evals.pages import compare_evaluations, is_evaluation
+from nemo_rl_cpp.evals.results import compare_evaluations, is_evaluation
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.report import write_report
 from nemo_rl_cpp.report.compare import compare_runs, run_folder

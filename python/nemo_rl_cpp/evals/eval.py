@@ -4,8 +4,8 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, 
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
-from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
+from nemo_rl_cpp.evals.results import EvalResult, interval_of_mean, save_evaluation_data, show
 from nemo_rl_cpp.hub.sources import find_policy_weights
 from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 from nemo_rl_cpp.models.generation.interfaces import generating
@@ -63,9 +63,9 @@ def main(config: MasterConfig) -> EvalResult:
 def evaluate_policy(
     policy: PolicyInterface, tokenizer: TokenizerType, config: MasterConfig, longest: int
 ) -> EvalResult:
-    """Evaluates the present weights of a policy in training; `generation.model_name`, its precision and the section
-    `tokenizer` are not read. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` where that is
-    less. Raises ConfigError."""
+    """Evaluate the present weights of a policy in training, without `generation.model_name`, its precision and the section
+    `tokenizer`. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` if that is less. Raises
+    ConfigError."""
     config = checked(config, MasterConfig)
     environment = _make_environment(config)
     try:
@@ -99,10 +99,9 @@ def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProce
 
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
-    """The native engine, or transformers' (`generation.backend: hf`), with its own copy of the weights. There is no trainer, so
-    nothing else of the model is loaded.
+    """Return the native engine, or transformers' (`generation.backend: hf`), with its own copy of the weights.
 
-    A length that the configuration leaves out is bounded by the model's."""
+    Without a length in the configuration, the model's positions bound it."""
     say_fold(config, None)
     use_threads(config.cluster)
     engine = config.generation.vllm_cfg
@@ -145,11 +144,11 @@ def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | 
 def run_env_eval(
     vllm_generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
 ) -> EvalResult:
-    """Generates `eval.num_tests_per_prompt` responses to every prompt, lets the environment score them, and reports.
+    """Generate `eval.num_tests_per_prompt` responses to every prompt, let the environment score them, save and print the result.
 
     A response is right when its reward is 1. Random draws are keyed by (eval.seed, stream "eval", the prompt's number, the
-    response's number): the score does not depend on generation.num_prompts_per_step. Conversations go on for
-    `eval.max_rollout_turns` turns; the engine that NeMo RL's name for the first argument says may be any.
+    response's number): the score does not depend on generation.num_prompts_per_step. The first argument has NeMo RL's name and
+    takes any engine.
 
     Raises ValueError for cons@k with an environment that extracts no answers.
     """
@@ -161,112 +160,97 @@ def run_env_eval(
 
 
 def measure(
-    vllm_generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
+    generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, config: MasterConfig
 ) -> tuple[EvalResult, list[dict[str, object]]]:
-    """`run_env_eval` without its table: (result, one dictionary a response)."""
-    wanted = master_config.eval
-    run = _Run(vllm_generation, env, master_config)
+    """Return the result of an evaluation and its samples, one dictionary a response; responses to a prompt are neighbours."""
+    n = config.eval.num_tests_per_prompt
+    samples: list[dict[str, object]] = []
+    rounds: list[tuple[int, dict[str, float]]] = []
     start = time.perf_counter()
 
     def work() -> None:
-        with generating(vllm_generation):
+        with generating(generation):
             for batch in dataloader:
-                run.one(repeat_prompts(batch, wanted.num_tests_per_prompt, run.prompts, stream="eval"))
+                first = len(samples)
+                some, metrics = _answer(repeat_prompts(batch, n, first // n, stream="eval"), generation, env, config)
+                samples.extend({**sample, "sample_index": first + i} for i, sample in enumerate(some))
+                rounds.append((len(some), metrics))
                 seconds = time.perf_counter() - start
-                print(f"{run.prompts} prompts, {len(run.rewards)} responses, {seconds:.1f} s", flush=True)
+                print(f"{len(samples) // n} prompts, {len(samples)} responses, {seconds:.1f} s", flush=True)
 
     serve(work)
-    return run.result(time.perf_counter() - start), run.samples
+    rewards = [sample["reward"] for sample in samples]
+    scores = prompt_scores(rewards, [sample["extracted_answer"] for sample in samples], config)
+    result = EvalResult(
+        score=math.fsum(scores) / len(scores),
+        interval=interval_of_mean(scores),
+        prompts=len(scores),
+        mean_reward=math.fsum(rewards) / len(rewards),
+        seconds=time.perf_counter() - start,
+        metrics=combine_rollout_metrics(rounds),
+    )
+    return result, samples
 
 
-@dataclass
-class _Run:
-    """What has been generated and scored so far; responses to a prompt lie side by side."""
-
-    generation: BaseEngine
-    env: Environment
-    config: MasterConfig
-    prompts: int = 0
-    rewards: list[float] = field(default_factory=list)
-    answers: list[str | None] = field(default_factory=list)
-    samples: list[dict[str, object]] = field(default_factory=list)
-    rounds: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-
-    def one(self, batch: BatchedDataDict) -> None:
-        texts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
-        limit = self.config.generation.vllm_cfg.max_model_len
-        conversations = Conversations(batch, self.generation.tokenizer, limit)
-        answers: list[str | None] = [None] * batch.size
-        for _ in range(self.config.eval.max_rollout_turns):
-            if not conversations.active:
-                break
-            turn, rows = conversations.begin(), conversations.active
-            conversations.respond(turn, self.generation.generate(turn.inputs))
-            scored = self._score(turn.active)
-            for row, answer in zip(rows, scored.answers or [None] * len(rows)):
-                answers[row] = answer
-            conversations.observe(turn, scored)
-        batch = conversations.finish()
-        self.rounds.append((batch.size, rollout_metrics(conversations.stats) | environment_metrics({"": self.env})))
-        self.prompts += batch.size // self.config.eval.num_tests_per_prompt
-        self._keep(texts, batch, answers)
-
-    def _score(self, active: BatchedDataDict) -> EnvironmentReturn:
-        logs = [visible(log) for log in active["message_log"]]
-        options = {"return_extracted_answer": True} if _takes(self.env, "return_extracted_answer") else {}
-        asked = call_remote(self.env, "step", logs, active["extra_env_info"], **options)
-        scored = answer_of(self.env, asked, self.config.data.env_name)
-        if isinstance(scored.rewards, dict):  # `Conversations` adds the parts up, by their weights, as in training
-            parts = {name: torch.as_tensor(values, dtype=torch.float32) for name, values in scored.rewards.items()}
-            return scored._replace(rewards=WeightedParts.like(scored.rewards, parts))
-        return scored
-
-    def _keep(self, texts: list[str], batch: BatchedDataDict, answers: list[str | None]) -> None:
-        rewards = batch["total_reward"].tolist()
-        self.rewards += rewards
-        self.answers += answers
-        for row, (text, log) in enumerate(zip(texts, batch["message_log"])):
-            said = visible(log)
-            self.samples.append(
-                {
-                    "prompt": text,
-                    "response": "".join(message["content"] for message in said if message["role"] == "assistant"),
-                    "extracted_answer": answers[row],
-                    "reward": rewards[row],
-                    "message_log": said,
-                    "extra_env_info": batch["extra_env_info"][row],
-                    "sample_index": len(self.samples),
-                    "truncated": bool(batch["truncated"][row]),
-                }
-            )
-
-    def result(self, seconds: float) -> EvalResult:
-        scores = list(self._scores())
-        return EvalResult(
-            score=math.fsum(scores) / len(scores),
-            interval=interval_of_mean(scores),
-            prompts=len(scores),
-            mean_reward=math.fsum(self.rewards) / len(self.rewards),
-            seconds=seconds,
-            metrics=combine_rollout_metrics(self.rounds),
+def _answer(
+    batch: BatchedDataDict, generation: BaseEngine, env: Environment, config: MasterConfig
+) -> tuple[list[dict[str, object]], dict[str, float]]:
+    """Return a sample for each row of a batch, and the metrics of rollouts and environment."""
+    prompts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
+    conversations = Conversations(batch, generation.tokenizer, config.generation.vllm_cfg.max_model_len)
+    answers: list[str | None] = [None] * batch.size
+    for _ in range(config.eval.max_rollout_turns):
+        if not conversations.active:
+            break
+        turn, rows = conversations.begin(), conversations.active
+        conversations.respond(turn, generation.generate(turn.inputs))
+        scored = _score(turn.active, env, config.data.env_name)
+        for row, answer in zip(rows, scored.answers or [None] * len(rows)):
+            answers[row] = answer
+        conversations.observe(turn, scored)
+    batch = conversations.finish()
+    samples = []
+    for row, log in enumerate(map(visible, batch["message_log"])):
+        samples.append(
+            {
+                "prompt": prompts[row],
+                "response": "".join(message["content"] for message in log if message["role"] == "assistant"),
+                "extracted_answer": answers[row],
+                "reward": batch["total_reward"][row].item(),
+                "message_log": log,
+                "extra_env_info": batch["extra_env_info"][row],
+                "truncated": bool(batch["truncated"][row]),
+            }
         )
-
-    def _scores(self) -> Iterator[float]:
-        """The metric of each prompt."""
-        wanted, n = self.config.eval, self.config.eval.num_tests_per_prompt
-        if wanted.metric == "cons@k" and all(answer is None for answer in self.answers):
-            raise ValueError(
-                f"eval.metric=cons@k votes on answers, but no answer was found in any response (environment {self.config.data.env_name}): "
-                "use an environment that extracts answers, or eval.metric=pass@k"
-            )
-        for start in range(0, len(self.rewards), n):
-            own = self.rewards[start : start + n]
-            if wanted.metric == "cons@k":
-                yield cons_at_k(own, self.answers[start : start + n], wanted.k_value)
-            else:
-                yield pass_at_k(n, sum(reward == 1 for reward in own), wanted.k_value)
+    return samples, rollout_metrics(conversations.stats) | environment_metrics({"": env})
 
 
-def _takes(env: Environment, parameter: str) -> bool:
+def _score(active: BatchedDataDict, env: Environment, name: str) -> EnvironmentReturn:
     step = getattr(env, "_instance", env).step
-    return parameter in inspect.signature(step).parameters
+    takes_answers = "return_extracted_answer" in inspect.signature(step).parameters
+    options = {"return_extracted_answer": True} if takes_answers else {}
+    logs = [visible(log) for log in active["message_log"]]
+    scored = answer_of(env, call_remote(env, "step", logs, active["extra_env_info"], **options), name)
+    if isinstance(scored.rewards, dict):  # `Conversations` adds the parts up, by their weights, as in training
+        parts = {name: torch.as_tensor(values, dtype=torch.float32) for name, values in scored.rewards.items()}
+        return scored._replace(rewards=WeightedParts.like(scored.rewards, parts))
+    return scored
+
+
+def prompt_scores(rewards: list[float], answers: list[str | None], config: MasterConfig) -> list[float]:
+    """Return the metric of each prompt. ValueError for cons@k without any answer."""
+    wanted, n = config.eval, config.eval.num_tests_per_prompt
+    votes = wanted.metric == "cons@k"
+    if votes and all(answer is None for answer in answers):
+        raise ValueError(
+            "eval.metric=cons@k votes on answers, but no answer was found in any response (environment "
+            f"{config.data.env_name}): use an environment that extracts answers, or eval.metric=pass@k"
+        )
+    scores = []
+    for start in range(0, len(rewards), n):
+        own = rewards[start : start + n]
+        if votes:
+            scores.append(cons_at_k(own, answers[start : start + n], wanted.k_value))
+        else:
+            scores.append(pass_at_k(n, sum(reward == 1 for reward in own), wanted.k_value))
+    return scores

@@ -1,4 +1,4 @@
-"""pass@k and cons@k: estimates from n responses of what k responses would achieve, and how sure a share is."""
+"""pass@k and cons@k, estimated from n responses, and intervals of shares."""
 
 import math
 import statistics
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
-    """Chance that at least one of k responses is right, without bias, from n = `num_tests` of which c are right:
+    """Return the chance that at least one of k responses is right, without bias, from n = `num_tests` of which c are right:
 
         1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n-c+1}^{n} (1 - k / i)
 
@@ -24,7 +24,7 @@ def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
 
 
 def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
-    """Chance that the majority answer of k responses is right: the share of all k-subsets whose voted answer has reward 1.
+    """Return the chance that the majority answer of k responses is right: the share of all k-subsets whose voted answer has reward 1.
 
     Of answers with equally many votes the one that comes first in the subset wins; an answer's reward is that of its
     first response in the subset. No answer (None) is an answer like any other. The subsets are counted, not listed: for
@@ -47,7 +47,7 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
 
 
 def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
-    """Ways to give `remaining` votes to answers that all lose against `votes` votes whose first is response `first`."""
+    """Count the ways to give `remaining` votes to answers that all lose against `votes` votes whose first is response `first`."""
     ways = [1] + [0] * remaining  # ways[m]: ways so far with m votes given
     for place in others:
         after = sum(i > first for i in place)
@@ -65,13 +65,13 @@ _Z = 1.959963984540054  # 95 % of a normal distribution lie within so many devia
 
 
 def normal_interval(values: Sequence[float]) -> Interval:
-    """95 % interval of the mean of at least two values: mean +- 1.96 s / sqrt(n), with s their spread."""
+    """Return the 95 % interval of the mean of at least two values: mean +- 1.96 s / sqrt(n), with s their spread."""
     mean, half = math.fsum(values) / len(values), _Z * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 
 
 def wilson_interval(share: float, count: int, z: float = _Z) -> Interval:
-    """95 % interval of a proportion `share` seen in `count` trials (Wilson, 1927):
+    """Return the 95 % interval of a proportion `share` seen in `count` trials (Wilson, 1927):
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
     """

@@ -1,4 +1,4 @@
-"""What the numbers of a run say, in plain words: rules that are pure functions of the metric history."""
+"""Rules that read the metric history of a run and say in words what they found, with the key to change."""
 
 import math
 import statistics
@@ -11,135 +11,15 @@ from nemo_rl_cpp.metrics import extremum
 from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.history import format_number as fmt
 
+LEVELS = ("bad", "warn", "good", "info")
+ERROR, NORM, REWARD = "train/token_mult_prob_error", "train/grad_norm", "train/reward"
+ACCURACY = "validation/accuracy"
+CUT, LENGTH, PROMPT = "train/truncation_rate", "train/mean_gen_tokens_per_sample", "train/mean_prompt_length"
 _NEARLY_ALL = 0.9
 
 
-def _loop(h: MetricHistory) -> str:
-    """The section of the training loop."""
-    return "ppo" if h.setting("ppo.num_prompts_per_step") is not None else "grpo"
-
-
-def compares_groups(h: MetricHistory) -> bool:
-    """Whether responses to one prompt are compared with one another: not where a critic judges each by itself, nor where
-    there is one response a prompt and the estimator needs no more."""
-    if _loop(h) == "ppo":
-        return False
-    return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
-
-
-def cause_of_no_signal(h: MetricHistory) -> str | None:
-    """What leaves (nearly) all samples without a learning signal, and the key to change; None where the metrics do not say."""
-    for cause in (_groups_of_one, _prompts_cut, _context_full, _masked_for_length, _answers_cut, _constant_reward):
-        if (found := cause(h)) is not None:
-            return found
-    return None
-
-
-def _groups_of_one(h: MetricHistory) -> str | None:
-    if _loop(h) != "grpo" or h.setting("grpo.num_generations_per_prompt") != 1:
-        return None
-    if h.setting("grpo.adv_estimator.name", "grpo") not in ("grpo", "gdpo"):
-        return None
-    return (
-        "grpo.num_generations_per_prompt is 1: a response is compared with the others to its prompt, and there are none. "
-        "Set it to 2 or more (8 and 16 are usual)."
-    )
-
-
-def _prompts_cut(h: MetricHistory) -> str | None:
-    share = h.recent("train/cut_prompts_rate")
-    if share is None or share < _NEARLY_ALL:
-        return None
-    limit = h.setting("data.max_input_seq_length")
-    longest = h.recent("train/mean_prompt_length")
-    given = f" (they have {fmt(longest)} on average)" if longest is not None else ""
-    return (
-        f"{'All' if share == 1 else 'Nearly all'} prompts have data.max_input_seq_length{f' = {limit}' if limit else ''} tokens or more{given}: "
-        "they are cut and train nothing. Raise data.max_input_seq_length (and policy.max_total_sequence_length), or shorten the prompts."
-    )
-
-
-def context_is_full(h: MetricHistory) -> bool:
-    """Whether responses end because prompt and response fill the context, before they have max_new_tokens."""
-    rate, mean = h.recent("train/truncation_rate"), h.recent("train/mean_gen_tokens_per_sample")
-    wanted, prompt = as_number(h.setting("policy.generation.max_new_tokens")), h.recent("train/mean_prompt_length")
-    limit = as_number(h.setting("policy.max_total_sequence_length"))
-    if None in (rate, mean, wanted, prompt, limit) or rate < 0.2:
-        return False
-    return mean < 0.9 * wanted and prompt + mean > 0.8 * limit
-
-
-def _context_full(h: MetricHistory) -> str | None:
-    return context_advice(h) if context_is_full(h) and (h.recent("train/truncation_rate") or 0) >= _NEARLY_ALL else None
-
-
-def context_advice(h: MetricHistory) -> str:
-    """What to do where `context_is_full`."""
-    limit, mean = h.setting("policy.max_total_sequence_length"), h.recent("train/mean_gen_tokens_per_sample")
-    prompt, wanted = h.recent("train/mean_prompt_length"), h.setting("policy.generation.max_new_tokens")
-    return (
-        f"Prompts of {fmt(prompt or 0)} tokens leave {fmt(mean or 0)} of policy.max_total_sequence_length = {limit} for a response "
-        f"(policy.generation.max_new_tokens is {wanted}): raise policy.max_total_sequence_length, or shorten the prompts."
-    )
-
-
-def _masked_for_length(h: MetricHistory) -> str | None:
-    rate, name = h.recent("train/truncation_rate"), _loop(h)
-    if rate is None or rate < _NEARLY_ALL or not h.setting(f"{name}.overlong_filtering"):
-        return None
-    return (
-        f"{name}.overlong_filtering masks every response that was cut off, and nearly all were: raise "
-        "policy.generation.max_new_tokens, or set it to false."
-    )
-
-
-def cut_costs_nothing(h: MetricHistory) -> bool:
-    """Whether responses that were cut off are rewarded as well as all, as where answers fill exactly their length. Steps in
-    which all were cut compare nothing: where there are no others, a reward that rises says it."""
-    cut, every, rate = (
-        dict(zip(*h.curve(name).finite(), strict=True))
-        for name in ("train/reward_of_truncated", "train/reward", "train/truncation_rate")
-    )
-    steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
-    if steps:
-        reward = sum(cut[step] for step in steps)
-        return reward > 0 and reward >= 0.9 * sum(every[step] for step in steps)
-    trend = h.trend("train/reward")
-    return bool(cut) and trend is not None and trend.sigmas > 3
-
-
-def _answers_cut(h: MetricHistory) -> str | None:
-    rate, reward = h.recent("train/truncation_rate"), h.curve("train/reward").finite().values
-    if rate is None or rate < _NEARLY_ALL or not reward or max(reward) > 0:
-        return None
-    return (
-        "Nearly all responses were cut off before they ended, and none was rewarded: raise policy.generation.max_new_tokens, or "
-        "add stop strings. A tokenizer that is not the model's own gives such text too: look at the samples."
-    )
-
-
-def _constant_reward(h: MetricHistory) -> str | None:
-    equal = h.recent("train/groups/pct_equal")
-    rewards = h.curve("train/accuracy", "train/reward").finite().values
-    if equal is None or equal < 100 or len(rewards) < 3 or len(set(rewards)) > 1:
-        return None
-    return (
-        f"Every response of every step had the same reward, {fmt(rewards[0])}. Either the reward function gives one number to "
-        "everything (call it with a right and a wrong answer), or the task is out of reach: look at the samples."
-    )
-
-
-LEVELS = ("bad", "warn", "good", "info")
-ERROR, NORM, REWARD, ACCURACY = (
-    "train/token_mult_prob_error",
-    "train/grad_norm",
-    "train/reward",
-    "validation/accuracy",
-)
-
-
 class Finding(NamedTuple):
-    """One statement: `level` is bad, warn, good or info; `title` the statement, `advice` what to do about it or why."""
+    """A statement about a run: `level` is one of `LEVELS`, `advice` says what to do about it or why it matters."""
 
     level: str
     title: str
@@ -167,20 +47,122 @@ def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Calla
     return add
 
 
+def find(history: MetricHistory) -> list[Finding]:
+    """Apply all rules; return the findings, the most serious first."""
+    found = [finding for rule in RULES if (finding := rule(history)) is not None]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+
+
 def percent(share: float) -> str:
-    """A share between 0 and 1 as text: `71 %`."""
+    """Return a share between 0 and 1 as text: `71 %`."""
     value = 100 * share
     return f"{value:.1f} %" if 0 < value < 10 else f"{value:.0f} %"
 
 
 def count(number: float, noun: str) -> str:
-    """A number with its noun: `1 step`, `3 steps`."""
+    """Return a number with its noun: `1 step`, `3 steps`."""
     return f"{number:.0f} {noun}{'' if number == 1 else 's'}"
 
 
-def find(history: MetricHistory) -> list[Finding]:
-    found = [finding for rule in RULES if (finding := rule(history)) is not None]
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+# ---- causes of a missing learning signal
+
+
+def cause_of_no_signal(h: MetricHistory) -> str | None:
+    """Return why (nearly) no sample has a learning signal, with the key to change; None where the metrics do not tell."""
+    for cause in (_groups_of_one, _prompts_cut, _context_full, _masked_for_length, _answers_cut, _constant_reward):
+        if (found := cause(h)) is not None:
+            return found
+    return None
+
+
+def _loop(h: MetricHistory) -> str:
+    return "ppo" if h.setting("ppo.num_prompts_per_step") is not None else "grpo"
+
+
+def _compares_groups(h: MetricHistory) -> bool:
+    """Whether advantages compare responses to one prompt. A critic judges each response alone, and so do some estimators
+    that take one response a prompt."""
+    if _loop(h) == "ppo":
+        return False
+    return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
+
+
+def _groups_of_one(h: MetricHistory) -> str | None:
+    if _loop(h) != "grpo" or h.setting("grpo.num_generations_per_prompt") != 1:
+        return None
+    if h.setting("grpo.adv_estimator.name", "grpo") not in ("grpo", "gdpo"):
+        return None
+    return (
+        "grpo.num_generations_per_prompt is 1: a response is compared with the others to its prompt, and there are none. "
+        "Set it to 2 or more (8 and 16 are usual)."
+    )
+
+
+def _prompts_cut(h: MetricHistory) -> str | None:
+    share, limit = h.recent("train/cut_prompts_rate"), h.setting("data.max_input_seq_length")
+    if share is None or share < _NEARLY_ALL:
+        return None
+    longest = h.recent(PROMPT)
+    given = f" (they have {fmt(longest)} on average)" if longest is not None else ""
+    return (
+        f"{'All' if share == 1 else 'Nearly all'} prompts have data.max_input_seq_length{f' = {limit}' if limit else ''} "
+        f"tokens or more{given}: they are cut and train nothing. Raise data.max_input_seq_length (and "
+        "policy.max_total_sequence_length), or shorten the prompts."
+    )
+
+
+def _context_is_full(h: MetricHistory) -> bool:
+    """Whether responses end because prompt and response fill the context before max_new_tokens is reached."""
+    rate, mean, prompt = h.recent(CUT), h.recent(LENGTH), h.recent(PROMPT)
+    wanted = as_number(h.setting("policy.generation.max_new_tokens"))
+    limit = as_number(h.setting("policy.max_total_sequence_length"))
+    if None in (rate, mean, wanted, prompt, limit) or rate < 0.2:
+        return False
+    return mean < 0.9 * wanted and prompt + mean > 0.8 * limit
+
+
+def _context_full(h: MetricHistory) -> str | None:
+    return _context_advice(h) if _context_is_full(h) and (h.recent(CUT) or 0) >= _NEARLY_ALL else None
+
+
+def _context_advice(h: MetricHistory) -> str:
+    limit, wanted = h.setting("policy.max_total_sequence_length"), h.setting("policy.generation.max_new_tokens")
+    return (
+        f"Prompts of {fmt(h.recent(PROMPT) or 0)} tokens leave {fmt(h.recent(LENGTH) or 0)} of "
+        f"policy.max_total_sequence_length = {limit} for a response (policy.generation.max_new_tokens is {wanted}): raise "
+        "policy.max_total_sequence_length, or shorten the prompts."
+    )
+
+
+def _masked_for_length(h: MetricHistory) -> str | None:
+    rate, name = h.recent(CUT), _loop(h)
+    if rate is None or rate < _NEARLY_ALL or not h.setting(f"{name}.overlong_filtering"):
+        return None
+    return (
+        f"{name}.overlong_filtering masks every response that was cut off, and nearly all were: raise "
+        "policy.generation.max_new_tokens, or set it to false."
+    )
+
+
+def _answers_cut(h: MetricHistory) -> str | None:
+    rate, reward = h.recent(CUT), h.curve(REWARD).finite().values
+    if rate is None or rate < _NEARLY_ALL or not reward or max(reward) > 0:
+        return None
+    return (
+        "Nearly all responses were cut off before they ended, and none was rewarded: raise policy.generation.max_new_tokens, "
+        "or add stop strings. A tokenizer that is not the model's own gives such text too: look at the samples."
+    )
+
+
+def _constant_reward(h: MetricHistory) -> str | None:
+    equal = h.recent("train/groups/pct_equal")
+    rewards = h.curve("train/accuracy", REWARD).finite().values
+    if equal is None or equal < 100 or len(rewards) < 3 or len(set(rewards)) > 1:
+        return None
+    return (
+        f"Every response of every step had the same reward, {fmt(rewards[0])}. Either the reward function gives one number to "
+        "everything (call it with a right and a wrong answer), or the task is out of reach: look at the samples."
+    )
 
 
 # ---- the health of a run: exactness, gradients, memory, verifiers
@@ -188,29 +170,26 @@ def find(history: MetricHistory) -> list[Finding]:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Whether trainer and generator give the same probabilities, in the steps whose samples the present weights made."""
+    """Compare the probabilities of trainer and generator, in steps whose samples the present weights made."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in zip(*h.curve(ERROR).finite()) if not stale.get(step)]
     if not values:
         return None
-    if all(value == 1.0 for value in values):
-        return (
-            "good",
-            "token_mult_prob_error is exactly 1.0: trainer and generator agree bit for bit",
-            f"In all {len(values)} steps the trained probabilities are the sampled ones.",
-        )
-    worst = max(values)
+    worst, differing = max(values), sum(value != 1.0 for value in values)
+    if not differing:
+        title = "token_mult_prob_error is exactly 1.0: trainer and generator agree bit for bit"
+        return "good", title, f"In all {len(values)} steps the trained probabilities are the sampled ones."
     if worst > 1.05:
-        return (
-            "bad",
-            f"Trainer and generator disagree: token_mult_prob_error reached {fmt(worst)}",
-            "Above 1.05 the training signal is suspect: compare weights, precision and sampling parameters of the two.",
+        title = f"Trainer and generator disagree: token_mult_prob_error reached {fmt(worst)}"
+        advice = (
+            "Above 1.05 the training signal is suspect: compare weights, precision and sampling parameters of the two."
         )
-    differing = sum(value != 1.0 for value in values)
+        return "bad", title, advice
+    steps = f"{differing} of {len(values)} steps"
+    title = f"Trainer and generator differ slightly in {steps}: token_mult_prob_error up to {worst:.6g}"
     return (
         "info",
-        f"Trainer and generator differ slightly in {differing} of {len(values)} steps: "
-        f"token_mult_prob_error up to {worst:.6g}",
+        title,
         "Rounding differs between the two. loss_fn.use_importance_sampling_correction=true corrects for it.",
     )
 
@@ -218,17 +197,12 @@ def exactness(h: MetricHistory) -> Found:
 @rule()
 def not_finite(h: MetricHistory) -> Found:
     for name in h.names("train/"):
-        curve = h.curve(name)
         if extremum(name):
             continue  # extrema over no token are infinite by definition
-        broken = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
+        broken = [step for step, value in zip(*h.curve(name)) if not math.isfinite(value)]
         if broken:
-            return (
-                "bad",
-                f"{name} was not finite in {count(len(broken), 'step')}, first in step {broken[0]}",
-                "Look at the samples of that step, and lower the learning rate.",
-                name,
-            )
+            title = f"{name} was not finite in {count(len(broken), 'step')}, first in step {broken[0]}"
+            return "bad", title, "Look at the samples of that step, and lower the learning rate.", name
     return None
 
 
@@ -238,16 +212,13 @@ def gradient_spikes(h: MetricHistory) -> Found:
     if len(curve.values) < 10:
         return None
     usual = statistics.median(curve.values)
-    spikes = [step for step, value in zip(curve.steps, curve.values, strict=True) if usual > 0 and value > 8 * usual]
+    spikes = [step for step, value in zip(*curve) if usual > 0 and value > 8 * usual]
     if not spikes:
         return None
     where = ", ".join(map(str, spikes[:5])) + (", ..." if len(spikes) > 5 else "")
-    return (
-        "warn",
-        f"The gradient norm spiked in {count(len(spikes), 'step')} ({where}): up to {fmt(max(curve.values))}, "
-        f"usually {fmt(usual)}",
-        "policy.max_grad_norm limits their effect; look at the samples of these steps.",
-    )
+    size = f"up to {fmt(max(curve.values))}, usually {fmt(usual)}"
+    title = f"The gradient norm spiked in {count(len(spikes), 'step')} ({where}): {size}"
+    return "warn", title, "policy.max_grad_norm limits their effect; look at the samples of these steps."
 
 
 @rule(NORM)
@@ -255,11 +226,8 @@ def vanishing_gradient(h: MetricHistory) -> Found:
     values = h.curve(NORM).finite().values[-10:]
     if len(values) < 3 or any(value != 0 for value in values):
         return None
-    return (
-        "bad",
-        f"The gradient was 0 in the last {len(values)} steps",
-        cause_of_no_signal(h) or "Nothing is learned: all advantages are 0, or every sample is masked.",
-    )
+    advice = cause_of_no_signal(h) or "Nothing is learned: all advantages are 0, or every sample is masked."
+    return "bad", f"The gradient was 0 in the last {len(values)} steps", advice
 
 
 @rule()
@@ -270,12 +238,9 @@ def verifier_timeouts(h: MetricHistory) -> Found:
     number = h.total(*names)
     if number <= 0:
         return None
-    return (
-        "warn",
-        f"{count(number, 'answer')} could not be verified within their deadline and scored as failed",
-        "Look for hostile or enormous answers among the samples, or raise the deadline of the environment.",
-        names[0],
-    )
+    title = f"{count(number, 'answer')} could not be verified within their deadline and scored as failed"
+    advice = "Look for hostile or enormous answers among the samples, or raise the deadline of the environment."
+    return "warn", title, advice, names[0]
 
 
 @rule()
@@ -284,31 +249,26 @@ def unmatchable_truths(h: MetricHistory) -> Found:
     number = h.total(*names)
     if number <= 0:
         return None
-    return (
-        "bad",
-        f"{count(number, 'answer')} scored 0 because nothing can match their truth, right answers too",
-        "Mend these rows of the data: a truth is a number or an expression (of GSM8K's answers what follows ####), in multiple choice "
-        "the letter. `nemo-rl-cpp check` names the first row.",
-        names[0],
+    title = f"{count(number, 'answer')} scored 0 because nothing can match their truth, right answers too"
+    advice = (
+        "Mend these rows of the data: a truth is a number or an expression (of GSM8K's answers what follows ####), in "
+        "multiple choice the letter. `nemo-rl-cpp check` names the first row."
     )
+    return "bad", title, advice, names[0]
 
 
 @rule("memory/rss_gb")
 def memory_growth(h: MetricHistory) -> Found:
-    name = "memory/rss_gb"
-    values = h.curve(name).finite().values
+    values = h.curve("memory/rss_gb").finite().values
     if len(values) < 20:
         return None
     quarter = len(values) // 4
     means = [statistics.fmean(values[i * quarter : (i + 1) * quarter]) for i in range(4)]
     # the first quarter is warm-up: only growth after it counts
-    if not all(a < b for a, b in zip(means, means[1:], strict=False)) or means[3] < 1.15 * means[1]:
+    if not all(a < b for a, b in zip(means, means[1:])) or means[3] < 1.15 * means[1]:
         return None
-    return (
-        "warn",
-        f"Memory keeps growing: {fmt(means[1])} to {fmt(means[3])} GiB after the warm-up",
-        "Something is kept from step to step; the run may end for lack of memory.",
-    )
+    title = f"Memory keeps growing: {fmt(means[1])} to {fmt(means[3])} GiB after the warm-up"
+    return "warn", title, "Something is kept from step to step; the run may end for lack of memory."
 
 
 # ---- learning: reward, validation, exploration, usefulness of the batches
@@ -316,154 +276,150 @@ def memory_growth(h: MetricHistory) -> Found:
 
 @rule(REWARD)
 def reward_trend(h: MetricHistory) -> Found:
-    """Whether the training reward rose, fell or stayed, beyond the noise between steps."""
+    """Tell whether the reward rose, fell or stayed, beyond the noise between steps."""
     trend = h.trend(REWARD)
     if trend is None:
         return None
     span = f"from {fmt(trend.first)} to {fmt(trend.last)} (means of the first and the last {trend.stretch} steps)"
     if trend.sigmas > 3:
-        return ("good", f"The reward rose {span}", "The policy is learning from its rewards.")
+        return "good", f"The reward rose {span}", "The policy is learning from its rewards."
     if trend.sigmas < -3:
-        return (
-            "bad",
-            f"The reward fell {span}",
-            "Look at the learning rate, the KL weight and the samples with the highest rewards.",
-        )
+        advice = "Look at the learning rate, the KL weight and the samples with the highest rewards."
+        return "bad", f"The reward fell {span}", advice
     advice = (
         "The change is within the noise between steps: more steps, a higher learning rate or an easier task would "
         "show whether the policy learns."
     )
-    return ("warn", f"The reward has not clearly moved: {span}", advice)
+    return "warn", f"The reward has not clearly moved: {span}", advice
 
 
 @rule(ACCURACY)
 def validation_trend(h: MetricHistory) -> Found:
-    """The validation at first, now and at its best."""
     curve = h.curve(ACCURACY).finite()
     if len(curve.values) < 2:
         return None
-    first, last, best = curve.values[0], curve.values[-1], max(curve.values)
-    at = curve.steps[curve.values.index(best)]
-    name = f"Validation {validation_word(h)}"
-    text = f"from {fmt(first)} (step {curve.steps[0]}) to {fmt(last)} (step {curve.steps[-1]})"
-    note = f"The best was {fmt(best)} at step {at}."
-    if last > first:
-        if _intervals_meet(h, curve.steps[0], curve.steps[-1]):
-            return ("info", f"{name} rose {text}", f"{note} The 95 % intervals of the two overlap.")
-        return ("good", f"{name} rose {text}", note)
-    level = "warn" if last < first else "info"
-    word = "fell" if last < first else "is unchanged"
-    return (level, f"{name} {word} {text}", f"The best was {fmt(best)} at step {at}.")
+    (first, *_, last), (begin, *_, end), best = curve.values, curve.steps, max(curve.values)
+    name, note = f"Validation {validation_word(h)}", f"The best was {fmt(best)} at step {curve.step_of(best)}."
+    text = f"from {fmt(first)} (step {begin}) to {fmt(last)} (step {end})"
+    if last < first:
+        return "warn", f"{name} fell {text}", note
+    if last == first:
+        return "info", f"{name} is unchanged {text}", note
+    if _intervals_meet(h, begin, end):
+        return "info", f"{name} rose {text}", f"{note} The 95 % intervals of the two overlap."
+    return "good", f"{name} rose {text}", note
 
 
 def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
     """Whether the intervals of two validations overlap; False where they are not known."""
-    low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite(), strict=True)) for end in ("low", "high"))
+    low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite())) for end in ("low", "high"))
     return first in high and last in low and low[last] <= high[first]
 
 
 @rule(ACCURACY)
 def past_its_best(h: MetricHistory) -> Found:
-    """The training reward still rises while validation has dropped well below its best."""
+    """Warn where the reward still rises while validation has dropped well below its best."""
     curve, trend = h.curve(ACCURACY).finite(), h.trend(REWARD)
     if len(curve.values) < 3 or trend is None or trend.sigmas <= 0:
         return None
-    best, last = max(curve.values), curve.values[-1]
-    if best > curve.values[0] and last < best - max(0.05, 0.25 * (best - curve.values[0])):
-        at = curve.steps[curve.values.index(best)]
-        return (
-            "warn",
-            f"Validation {validation_word(h)} is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises",
-            f"The policy may be fitting its training prompts or its verifier: the checkpoint of step {at} "
-            "is the one to keep.",
-        )
-    return None
+    best, first, last = max(curve.values), curve.values[0], curve.values[-1]
+    if best <= first or last >= best - max(0.05, 0.25 * (best - first)):
+        return None
+    at, word = curve.step_of(best), validation_word(h)
+    title = f"Validation {word} is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises"
+    advice = f"The policy may be fitting its training prompts or its verifier: the checkpoint of step {at} is the one to keep."
+    return "warn", title, advice
 
 
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
-    """The share of prompt groups whose rewards are all equal: they teach nothing, where groups are compared."""
-    if not compares_groups(h):
+    """Report the share of prompt groups whose rewards are all equal: where groups are compared, they teach nothing."""
+    if not _compares_groups(h):
         return None
     share = h.recent("train/groups/pct_equal")
-    if share is None:
-        mixed = h.recent("train/baseline_reward/pct_mixed")
-        share = None if mixed is None else 100 - mixed
+    if share is None and (mixed := h.recent("train/baseline_reward/pct_mixed")) is not None:
+        share = 100 - mixed
     if share is None or share < 40:
         return None
-    level = "bad" if share >= 90 else "warn"
+    level, title = "bad" if share >= 90 else "warn", f"{percent(share / 100)} of groups had equal rewards"
+    if level == "bad" and (cause := cause_of_no_signal(h)) is not None:
+        return level, title, cause
     best = h.recent("train/groups/pct_equal_best", "train/baseline_reward/pct_1") or 0.0
     worst = h.recent("train/groups/pct_equal_worst", "train/baseline_reward/pct_0") or 0.0
-    if level == "bad" and (cause := cause_of_no_signal(h)) is not None:
-        return (level, f"{percent(share / 100)} of groups had equal rewards", cause)
+    why = "Some prompts are too easy and others too hard."
     if best > 2 * worst:
         why = f"{percent(best / 100)} had the best reward throughout: the task is too easy. Use harder prompts."
     elif worst > 2 * best:
         why = f"{percent(worst / 100)} had the worst reward throughout: the task is too hard. Use easier prompts first."
-    else:
-        why = "Some prompts are too easy and others too hard."
     why += " grpo.use_dynamic_sampling=true replaces such groups by others, at the price of more generation."
-    return (level, f"{percent(share / 100)} of groups had equal rewards", why)
+    return level, title, why
 
 
 @rule("train/advantages/max")
 def no_signal(h: MetricHistory) -> Found:
     low, high = h.curve("train/advantages/min"), h.curve("train/advantages/max")
-    silent = sum(a == 0 == b for a, b in zip(low.values, high.values, strict=False))
+    silent, steps = sum(a == 0 == b for a, b in zip(low.values, high.values)), len(low.values)
     if silent == 0:
         return None
-    level = "bad" if silent * 2 > len(low.values) else "warn"
-    cause = cause_of_no_signal(h) if level == "bad" else None
-    if compares_groups(h):
+    level = "bad" if silent * 2 > steps else "warn"
+    why = "No response was better or worse than expected: look at the rewards of the samples."
+    if _compares_groups(h):
         why = "All rewards within each group were equal. More generations per prompt or other prompts would help."
-    else:
-        why = "No response was better or worse than expected: look at the rewards of the samples."
-    return (level, f"{silent} of {len(low.values)} steps had no learning signal: every advantage was 0", cause or why)
+    advice = (cause_of_no_signal(h) if level == "bad" else None) or why
+    return level, f"{silent} of {steps} steps had no learning signal: every advantage was 0", advice
 
 
 @rule("train/cut_prompts_rate")
 def prompts_cut(h: MetricHistory) -> Found:
-    """Prompts that are longer than the limit are cut and train nothing."""
-    share = h.recent("train/cut_prompts_rate")
+    """Report prompts that are longer than the limit."""
+    share, limit = h.recent("train/cut_prompts_rate"), h.setting("data.max_input_seq_length")
     if not share:
         return None
-    limit = h.setting("data.max_input_seq_length")
-    return (
-        "bad" if share > 0.5 else "warn",
-        f"{percent(share)} of prompts were too long: they were cut and train nothing",
-        cause_of_no_signal(h)
-        if share >= 0.9
-        else f"Raise data.max_input_seq_length{f' (it is {limit})' if limit else ''}, or leave such prompts out of the data.",
-    )
+    key = f"data.max_input_seq_length{f' (it is {limit})' if limit else ''}"
+    advice = cause_of_no_signal(h) if share >= _NEARLY_ALL else f"Raise {key}, or leave such prompts out of the data."
+    title = f"{percent(share)} of prompts were too long: they were cut and train nothing"
+    return "bad" if share > 0.5 else "warn", title, advice
 
 
-@rule("train/truncation_rate")
+def _cut_costs_nothing(h: MetricHistory) -> bool:
+    """Whether responses that were cut off are rewarded as well as all, as where answers fill exactly their length.
+
+    A step in which all were cut compares nothing; where there are no others, a rising reward decides.
+    """
+    names = ("train/reward_of_truncated", REWARD, CUT)
+    cut, every, rate = (dict(zip(*h.curve(name).finite())) for name in names)
+    steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
+    if steps:
+        reward = sum(cut[step] for step in steps)
+        return reward > 0 and reward >= 0.9 * sum(every[step] for step in steps)
+    trend = h.trend(REWARD)
+    return bool(cut) and trend is not None and trend.sigmas > 3
+
+
+@rule(CUT)
 def truncation(h: MetricHistory) -> Found:
-    rate = h.recent("train/truncation_rate")
+    rate = h.recent(CUT)
     if rate is None or rate < 0.2:
         return None
     level = "bad" if rate > 0.6 else "warn"
-    if context_is_full(h):
-        return (level, f"{percent(rate)} of responses were cut off at the end of the context", context_advice(h))
-    if cut_costs_nothing(h):
-        return (
-            "info",
-            f"{percent(rate)} of responses end at the length limit, and are rewarded as well as the others",
-            "That is right where answers fill policy.generation.max_new_tokens; raise it where they need more.",
-        )
+    if _context_is_full(h):
+        return level, f"{percent(rate)} of responses were cut off at the end of the context", _context_advice(h)
+    if _cut_costs_nothing(h):
+        title = f"{percent(rate)} of responses end at the length limit, and are rewarded as well as the others"
+        advice = "That is right where answers fill policy.generation.max_new_tokens; raise it where they need more."
+        return "info", title, advice
     if (h.recent("train/reward_of_truncated") or 0) > 0:
-        level = "warn"  # they earn something: whether their ends are missed does not show
-    return (
-        level,
-        f"{percent(rate)} of responses were cut off at the length limit",
+        level = "warn"  # the cut ones earn something, so their ends may not be missed
+    advice = (
         "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
-        "(grpo.reward_shaping, grpo.overlong_filtering).",
+        "(grpo.reward_shaping, grpo.overlong_filtering)."
     )
+    return level, f"{percent(rate)} of responses were cut off at the length limit", advice
 
 
-@rule()
+@rule("train/approx_entropy")
 def entropy(h: MetricHistory) -> Found:
-    name, trend = "train/approx_entropy", h.trend("train/approx_entropy")
+    trend = h.trend("train/approx_entropy")
     if trend is None or trend.first <= 0:
         return None
     span = f"from {fmt(trend.first)} to {fmt(trend.last)}"
@@ -472,10 +428,10 @@ def entropy(h: MetricHistory) -> Found:
             "The policy hardly explores any more. If the reward still has room, lower the learning rate, raise "
             "loss_fn.ratio_clip_max (clip higher) or the KL weight."
         )
-        return ("warn", f"The entropy collapsed {span}", advice, name)
+        return "warn", f"The entropy collapsed {span}", advice
     if trend.last >= max(3 * trend.first, 1.0) and trend.sigmas >= 3:
         advice = "The policy is becoming random: lower the learning rate or raise the KL weight."
-        return ("warn", f"The entropy grew {span}", advice, name)
+        return "warn", f"The entropy grew {span}", advice
     return None
 
 
@@ -484,99 +440,83 @@ def kl_drift(h: MetricHistory) -> Found:
     kl = h.recent("train/kl_penalty")
     if kl is None or kl < 0.5:
         return None
-    return (
-        "warn",
-        f"The policy is far from its reference: KL {fmt(kl)} per token",
-        "Raise loss_fn.reference_policy_kl_penalty or lower the learning rate if the text degrades.",
-    )
+    advice = "Raise loss_fn.reference_policy_kl_penalty or lower the learning rate if the text degrades."
+    return "warn", f"The policy is far from its reference: KL {fmt(kl)} per token", advice
 
 
-@rule()
+@rule("train/critic/explained_var")
 def value_quality(h: MetricHistory) -> Found:
-    name = next((n for n in ("train/critic/explained_var", "train/explained_var") if h.curve(n).values), None)
-    explained = h.recent(name) if name else None
+    explained = h.recent("train/critic/explained_var")
     if explained is None or explained >= 0:
         return None
-    return (
-        "warn",
-        f"The value model explains nothing: explained variance {fmt(explained)}",
+    advice = (
         "Its predictions are worse than the mean return: train it longer before the policy "
-        "(ppo.policy_training_start_step), or raise its learning rate.",
-        name,
+        "(ppo.policy_training_start_step), or raise its learning rate."
     )
+    return "warn", f"The value model explains nothing: explained variance {fmt(explained)}", advice
 
 
 @rule("train/dynamic_sampling_num_gen_batches")
 def sampling_cost(h: MetricHistory) -> Found:
-    name = "train/dynamic_sampling_num_gen_batches"
-    count = h.recent(name)
-    if count is None or count < 3 or math.isnan(count):
+    batches = h.recent("train/dynamic_sampling_num_gen_batches")
+    if batches is None or batches < 3:
         return None
-    return (
-        "warn",
-        f"Dynamic sampling needed {fmt(count)} generation batches a step",
+    advice = (
         "Few groups have differing rewards: choose prompts nearer to the policy's ability, or raise "
-        "grpo.batch_multiplier to generate them in one go.",
+        "grpo.batch_multiplier to generate them in one go."
     )
+    return "warn", f"Dynamic sampling needed {fmt(batches)} generation batches a step", advice
 
 
-_FIRST_LOOK = 3  # steps: one step of a small batch proves nothing
+# ---- in the terminal
 
 
 class Alerts:
     """Follows the metrics of this process's steps, with or without a report.
 
-    Findings are looked for at every step at first and ever more seldom (each twentieth of the run so far), so that a long run
-    spends next to nothing on them.
+    Applies the rules after the third step, at first after every step and later after each twentieth of the run so far, so
+    that a long run spends next to nothing on them.
     """
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
-        """`settings`: the run's configuration as a plain mapping, see `MetricHistory`."""
+        """Take the run's configuration as a plain mapping, see `MetricHistory`."""
         self.history = MetricHistory(settings=settings)
         self._steps = 0
-        self._next = _FIRST_LOOK
+        self._next = 3  # one step of a small batch proves nothing
         self._told: set[str] = set()
 
     def validation(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Takes in the metrics of a validation."""
+        """Take in the metrics of a validation."""
         self._add(step, metrics, "validation")
 
     def step(self, step: int, metrics: Mapping[str, object]) -> list[str]:
-        """Takes in a step; what is serious and was not said before, a line each."""
+        """Take in a step; return a line for each serious finding that was not returned before."""
         self._add(step, metrics, "train")
         self._steps += 1
         if self._steps < self._next:
             return []
         self._next = self._steps + max(1, self._steps // 20)
-        return [_line(finding) for finding in self.serious() if self._is_new(finding)]
+        new = [finding for finding in self.serious() if finding.metric not in self._told]
+        self._told |= {finding.metric for finding in new}
+        return [f"serious: {finding.title}. {finding.advice}" for finding in new]
 
     def serious(self) -> list[Finding]:
-        """The serious findings, each piece of advice once: the consequences of one cause share it."""
+        """Return the serious findings, each piece of advice once: the consequences of one cause share it."""
         found = [finding for finding in find(self.history) if finding.level == "bad"]
         return list({finding.advice: finding for finding in reversed(found)}.values())[::-1]
 
     @property
     def learned_nothing(self) -> bool:
         """Whether no step of this process changed the policy: every gradient was 0."""
-        norms = self.history.curve("train/grad_norm").values
+        norms = self.history.curve(NORM).values
         return bool(norms) and all(norm == 0 for norm in norms)
 
     def table(self) -> dict[str, str]:
-        """Rows for the table at the end of a run."""
+        """Return rows for the table at the end of a run."""
         return {
-            f"serious {number}" if number > 1 else "serious": _line(finding, "")
+            f"serious {number}" if number > 1 else "serious": f"{finding.title}. {finding.advice}"
             for number, finding in enumerate(self.serious(), start=1)
         }
 
     def _add(self, step: int, metrics: Mapping[str, object], prefix: str) -> None:
-        numbers = {f"{prefix}/{name}": value for name, value in metrics.items() if as_number(value) is not None}
-        self.history.add({"step": step, **numbers})
-
-    def _is_new(self, finding: Finding) -> bool:
-        known = finding.metric in self._told
-        self._told.add(finding.metric)
-        return not known
-
-
-def _line(finding: Finding, head: str = "serious: ") -> str:
-    return f"{head}{finding.title}. {finding.advice}".rstrip()
+        self.history.add({"step": step} | {f"{prefix}/{name}": value for name, value in metrics.items()})

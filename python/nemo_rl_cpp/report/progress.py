@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.config.access import as_number
 from nemo_rl_cpp.metrics.timer import TOTAL
 from nemo_rl_cpp.report.history import format_number
 from nemo_rl_cpp.report.page import duration
@@ -15,25 +16,27 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-# what a line shows of the metrics, in this order, under these names; the first name that is there counts
-_SHOWN: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("reward", ("reward", "train/reward")),
-    ("acc", ("accuracy", "validation/accuracy")),
-    ("loss", ("loss", "train/loss")),
-    ("grad", ("grad_norm", "train/grad_norm")),
-    ("ev", ("critic/explained_var", "train/critic/explained_var")),
-    ("len", ("mean_gen_tokens_per_sample", "train/mean_gen_tokens_per_sample")),
-    ("tok/s", ("tokens_per_sec", "performance/tokens_per_sec")),
-)
+_SHOWN = {
+    "reward": "reward",
+    "accuracy": "acc",
+    "loss": "loss",
+    "grad_norm": "grad",
+    "critic/explained_var": "ev",
+    "mean_gen_tokens_per_sample": "len",
+    "tokens_per_sec": "tok/s",
+}
+"""Metrics of a line, in this order, with their labels."""
 _FIRST = {
-    "validation": "validating", "generation": "generating the first responses", "value_training": "training the critic",
+    "validation": "validating",
+    "generation": "generating the first responses",
+    "value_training": "training the critic",
     "policy_training": "training on the first responses",
-}  # fmt: skip
-"""Phases that are said as they begin before the first step is done, where there is no live line."""
+}
+"""Phases that are printed as they begin before the first step is done, where there is no live line."""
 
 
 class Progress:
-    """Shows how a run goes.
+    """Shows the progress of a run.
 
         with Progress(total_steps=100, start_step=state.step) as progress:
             timer.subscribe(progress)                # phases appear by themselves, or: progress.phase("generation")
@@ -42,37 +45,33 @@ class Progress:
             progress.finish({"reward": "0.15 -> 0.62", ...})
 
     `mode`: "live" (one line that redraws itself), "notebook" (the same, in the cell's output), "plain" (a line a step),
-    "quiet"; None chooses by where the output goes. Text printed by others meanwhile appears above the live line.
+    "quiet"; None chooses by where the output goes. Text that others print meanwhile appears above the live line.
     """
 
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: "Console | None" = None
     ) -> None:
         """`total_steps` None: unknown, no time left is shown. `console`: a rich Console, by default stdout."""
-        if mode not in (None, "live", "notebook", "plain", "quiet"):
-            raise ValueError(f"progress mode {mode!r}: use live, notebook, plain or quiet")
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console
         self._step = self._start_step = start_step
         self._phase = "starting"
         self._metrics: dict[str, float] = {}
-        self._began = self._step_began = time.monotonic()
-        self._phase_began = self._began
+        self._began = self._step_began = self._phase_began = time.monotonic()
         self._first_step_end: float | None = None
         self._live: Live | None = None
         self._display: DisplayHandle | None = None
-        self._closed = False
         self._said: set[str] = set()
         if self.mode == "live":
             self._start_live()
         elif self.mode == "notebook":
-            self._start_notebook()
+            from IPython.display import display
 
-    # ---------------------------------------------------------------- what the loop says
+            self._display = display({"text/plain": self.line()}, raw=True, display_id=True)
 
     def phase(self, name: str) -> None:
-        """The run is now doing `name`."""
+        """Show that the run is now doing `name`."""
         self._phase, self._phase_began = name, time.monotonic()
         if self.mode == "notebook":
             self._show_notebook()
@@ -81,16 +80,16 @@ class Progress:
             stage(_FIRST[name])
 
     def stage_started(self, label: str, depth: int) -> None:
-        """An outermost stage of a subscribed timer begins."""
+        """Show an outermost stage of a subscribed timer."""
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 
     def step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
-        """Step number `step` (from 1) is done, with these metrics (with or without their prefix)."""
+        """Show that step number `step` (from 1) is done, with its metrics."""
         now = time.monotonic()
-        self._metrics.update(
-            {key: number for key, value in (metrics or {}).items() if (number := _number(value)) is not None}
-        )
+        for name in _SHOWN:
+            if (value := as_number((metrics or {}).get(name))) is not None:
+                self._metrics[name] = value
         if self._first_step_end is None:
             self._first_step_end, self._start_step = now, step
         took, self._step, self._step_began = now - self._step_began, step, now
@@ -104,7 +103,7 @@ class Progress:
             self._print(text)
 
     def finish(self, summary: Mapping[str, object] | None = None, title: str = "Run") -> None:
-        """Ends the live line and prints a table of `summary`."""
+        """End the live line and print a table of `summary`."""
         self.close()
         if summary and self.mode != "quiet":
             from rich.table import Table
@@ -117,10 +116,9 @@ class Progress:
             self._get_console().print(table)
 
     def close(self) -> None:
-        """Ends the live line; may be called again."""
-        if not self._closed and self._live is not None:
+        """End the live line; may be called again."""
+        if self._live is not None:
             self._live.stop()
-        self._closed = True
 
     def __enter__(self) -> "Progress":
         return self
@@ -128,16 +126,16 @@ class Progress:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ---------------------------------------------------------------- the line
+    # ---- the line
 
-    def line(self, now: float | None = None) -> str:
-        now = time.monotonic() if now is None else now
+    def line(self) -> str:
+        """Return the live line."""
+        now = time.monotonic()
         phase = f"{self._phase} {duration(now - self._phase_began)}"
-        parts = [self._head(), phase, self._values()]
-        return " | ".join(part for part in parts if part) + self._tail(now)
+        return " | ".join(filter(None, [self._head(), phase, self._values()])) + self._tail(now)
 
     def eta_seconds(self, now: float | None = None) -> float | None:
-        """Seconds left by the mean time of the steps so far (the first, which warms up, only when it is the only one)."""
+        """Return the seconds left by the mean time of the steps so far, without the first, which warms up, if there are others."""
         if self.total_steps is None or self._first_step_end is None:
             return None
         now = time.monotonic() if now is None else now
@@ -150,11 +148,7 @@ class Progress:
         return f"step {self._step}" + (f"/{self.total_steps}" if self.total_steps is not None else "")
 
     def _values(self) -> str:
-        shown: dict[str, str] = {}
-        for label, names in _SHOWN:
-            value = next((self._metrics[name] for name in names if name in self._metrics), None)
-            if value is not None:
-                shown[label] = format_number(value)
+        shown = {label: format_number(self._metrics[name]) for name, label in _SHOWN.items() if name in self._metrics}
         if shown.get("acc") == shown.get("reward"):  # the environment's name for the same mean
             shown.pop("acc", None)
         return "  ".join(f"{label} {number}" for label, number in shown.items())
@@ -163,7 +157,7 @@ class Progress:
         left = self.eta_seconds(now)
         return "" if left is None or self._step >= (self.total_steps or 0) else f" | {duration(left)} left"
 
-    # ---------------------------------------------------------------- where it goes
+    # ---- where it goes
 
     def _get_console(self) -> "Console":
         if self._console is None:
@@ -198,11 +192,6 @@ class Progress:
         self._live = Live(Line(), console=self._get_console(), refresh_per_second=4, transient=True)
         self._live.start()
 
-    def _start_notebook(self) -> None:
-        from IPython.display import display
-
-        self._display = display({"text/plain": self.line()}, raw=True, display_id=True)
-
     def _show_notebook(self) -> None:
         if self._display is not None:
             self._display.update({"text/plain": self.line()}, raw=True)
@@ -214,9 +203,3 @@ def _choose_mode(console: "Console | None") -> str:
         return "notebook"
     terminal = console.is_terminal if console is not None else sys.stdout is not None and sys.stdout.isatty()
     return "live" if terminal else "plain"
-
-
-def _number(value: object) -> float | None:
-    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # of numpy or torch
-        value = value.item()
-    return float(value) if isinstance(value, (int, float)) else None

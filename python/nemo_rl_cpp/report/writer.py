@@ -1,33 +1,32 @@
-"""Keeps report.html of a log folder up to date while a run goes on."""
+"""Keeps report.html of a log folder up to date during a run."""
 
 import json
 import platform
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from nemo_rl_cpp.config.access import redact, to_json, to_plain, written
-from nemo_rl_cpp.config.base import Settings
+from nemo_rl_cpp.config.access import to_json, written
+from nemo_rl_cpp.config.locate import config_folders
+from nemo_rl_cpp.config.master import MasterConfig
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
-from nemo_rl_cpp.report.given import given_keys
-from nemo_rl_cpp.report.history import JsonlTail, MetricHistory
+from nemo_rl_cpp.report.history import JsonlTail, MetricHistory, read_json
 from nemo_rl_cpp.report.page import RunFacts, render
 from nemo_rl_cpp.report.samples import SampleBook, TokenBytes, writable
 
 REPORT = "report.html"
 FACTS = "report_facts.json"
-_STORED = ("title", "status", "message", "total_steps", "defaults", "environment", "given", "base")
+_STORED = ("title", "status", "message", "total_steps", "environment", "given")
 
 
 class ReportWriter:
     """Writes `<log_dir>/report.html` from metrics.jsonl and the rollout files of the folder.
 
-    `update()` after each step costs next to nothing most of the time: the page is written at most every `min_interval`
+    `update()` after each step costs next to nothing most of the time: it writes the page at most every `min_interval`
     seconds, and so seldom that writing takes less than 2 % of the time. The page replaces the old one in one step, so
     there is a whole page at any moment, also after a crash; `write_report(log_dir)` makes it again from the files alone.
     """
@@ -35,15 +34,14 @@ class ReportWriter:
     def __init__(
         self,
         log_dir: Path | str,
-        config: Settings | None = None,
-        defaults: Mapping[str, object] | None = None,
+        config: MasterConfig | None = None,
         total_steps: int | None = None,
         title: str | None = None,
         min_interval: float = 5.0,
         token_bytes: TokenBytes | None = None,
     ) -> None:
-        """`config` and `defaults`: resolved configuration and the schema's defaults (mappings or models); without them
-        the folder's own hyperparams.json and an earlier report's facts are used. `token_bytes`: see `SampleBook`."""
+        """Without `config`, take the folder's hyperparams.json and the facts of an earlier report. `token_bytes`: see
+        `SampleBook`."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self.min_interval = min_interval
@@ -52,34 +50,27 @@ class ReportWriter:
         self._last_written = -float("inf")
         self._cost = 0.0
         self._warned = False
-        facts = _read_json(self.log_dir / FACTS)
-        steps = total_steps if total_steps is not None else facts.get("total_steps")
-        plain_defaults = _mapping(redact(to_plain(defaults)) if defaults is not None else facts.get("defaults"))
-        given, base = _given(config, plain_defaults, facts)
+        facts = read_json(self.log_dir / FACTS)
         self._facts = RunFacts(
             title=title or str(facts.get("title") or "/".join(self.log_dir.absolute().parts[-2:])),
             status=str(facts.get("status", "running")),
             message=str(facts.get("message", "")),
-            total_steps=steps if isinstance(steps, int) else None,
-            config=written(config) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
-            defaults=plain_defaults,
-            environment=_mapping(facts.get("environment")) or _environment(),
-            given=given,
-            base=base,
+            total_steps=total_steps or facts.get("total_steps"),
+            config=written(config) if config is not None else read_json(self.log_dir / HYPERPARAMS),
+            environment=facts.get("environment") or _environment(),
+            given=keys_set(config) if config is not None else facts.get("given"),
         )
         self._history = MetricHistory(settings=self._facts.config)
 
     def start(self) -> None:
-        """Says that the run goes on (also after a resume) and writes the first page."""
+        """Mark the run as running (also after a resume) and write the first page."""
         self.update(status="running", force=True)
 
     def update(self, status: str | None = None, message: str | None = None, force: bool = False) -> bool:
-        """Writes the page if it is time to, or with `force`; True when it did. A page that cannot be written does not
-        end the run: False is returned and the reason is shown once."""
-        if status is not None:
-            self._facts = replace(self._facts, status=status)
-        if message is not None:
-            self._facts = replace(self._facts, message=message)
+        """Write the page if it is time to, or with `force`; return whether it was written. A page that cannot be written
+        does not end the run: the reason is shown once."""
+        changed = {name: text for name, text in (("status", status), ("message", message)) if text is not None}
+        self._facts = replace(self._facts, **changed)
         now = time.monotonic()
         if not force and now - self._last_written < max(self.min_interval, 50 * self._cost):
             return False
@@ -97,7 +88,7 @@ class ReportWriter:
         return True
 
     def finish(self, status: str = "finished", message: str = "") -> None:
-        """Writes the last page: status finished, stopped in time, interrupted or failed."""
+        """Write the last page: status finished, stopped in time, interrupted or failed."""
         self.update(status=status, message=message, force=True)
 
     def _write(self) -> None:
@@ -107,61 +98,61 @@ class ReportWriter:
         for row in rows:
             self._history.add(row)
         page = render(self._history, replace(self._facts, samples=self._book.samples()))
-        page = writable(page)  # a folder's name that is no UTF-8 holds lone surrogates
         stored = {name: getattr(self._facts, name) for name in _STORED}
         write_atomic(self.log_dir / FACTS, json.dumps(to_json(stored)), durable=False)
-        write_atomic(self.path, page, durable=False)
+        write_atomic(self.path, writable(page), durable=False)  # the folder's name may hold lone surrogates
 
     def _repr_html_(self) -> str:
-        """The page inside a notebook."""
+        """Return the page inside a notebook."""
         if not self.path.exists():
             self.update(force=True)
         page = self.path.read_text(encoding="utf-8")
         return f'<iframe srcdoc="{escape(page, quote=True)}" style="width:100%;height:720px;border:0"></iframe>'
 
 
-def write_report(
-    log_dir: Path | str, config: Settings | None = None, defaults: Mapping[str, object] | None = None
-) -> Path:
-    """Writes report.html of a finished, running or crashed run from its log folder; returns its path.
+def write_report(log_dir: Path | str) -> Path:
+    """Write report.html of a finished, running or crashed run from its log folder; return its path.
 
-    ValueError when the folder holds no metrics.jsonl.
+    ValueError if the folder holds no metrics.jsonl.
     """
     if not (Path(log_dir) / METRICS).exists():
         raise ValueError(f"{log_dir} holds no {METRICS}: give the log folder of a run, such as logs/exp_001")
-    writer = ReportWriter(log_dir, config, defaults)
+    writer = ReportWriter(log_dir)
     writer._write()
     return writer.path
 
 
-def _given(
-    config: Settings | None, defaults: Mapping[str, Plain], facts: Mapping[str, Plain]
-) -> tuple[list[dict[str, Plain]] | None, str]:
-    """What the user set, and on top of which shipped file: of the configuration, or as an earlier report knew it."""
-    found = given_keys(config, defaults)
-    if found is not None:
-        return [key._asdict() for key in found.keys], found.base
-    stored = facts.get("given")
-    rows = (
-        [row for row in stored if isinstance(row, dict) and row.keys() >= {"key", "value", "before", "where"}]
-        if isinstance(stored, list)
-        else None
-    )
-    return rows, str(facts.get("base") or "")
+def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
+    """Return {"key", "value", "where"} of each key that a command line, a call or a file that is not shipped has set."""
+    values, positions = written(config), config.positions
+    rows: dict[str, dict[str, Plain]] = {}
+    for key, where in positions.items():
+        is_section = any(other.startswith((f"{key}.", f"{key}[")) for other in positions)
+        place = None if is_section else _place(where)
+        if place is not None:
+            name = key.partition("[")[0]  # a list is shown whole
+            rows[name] = {"key": name, "value": _value_at(values, name), "where": place}
+    return list(rows.values())
+
+
+def _value_at(values: Plain, key: str) -> Plain:
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _place(where: str) -> str | None:
+    """Return how a reader names a place; None for a line of a shipped file."""
+    if where.startswith("override "):
+        return "command line"
+    file, _, number = where.rpartition(":")
+    if not number.isdigit():
+        return where
+    shipped = any(Path(file).resolve().is_relative_to(folder.resolve()) for folder in config_folders())
+    return None if shipped else f"{Path(file).name}:{number}"
 
 
 def _environment() -> dict[str, str]:
     facts = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     torch = sys.modules.get("torch")
     return facts | ({"torch": str(torch.__version__)} if torch is not None else {})
-
-
-def _read_json(path: Path) -> dict[str, Plain]:
-    try:
-        return _mapping(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-
-
-def _mapping(value: Plain) -> dict[str, Plain]:
-    return value if isinstance(value, dict) else {}

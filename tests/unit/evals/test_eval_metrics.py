@@ -5,7 +5,7 @@ import random
 
 import pytest
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k, wilson_interval
-from nemo_rl_cpp.evals.report import interval_of_mean
+from nemo_rl_cpp.evals.results import interval_of_mean
 from reference import evaluation as reference
 
 

@@ -8,8 +8,15 @@ import statistics
 from nemo_rl_cpp.commands import reports as command
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.evals.metrics import Interval
-from nemo_rl_cpp.evals.pages import compare_evaluations, difference, evaluation_page, is_evaluation, prompts_of
-from nemo_rl_cpp.evals.report import EvalResult, save_evaluation_data
+from nemo_rl_cpp.evals.results import (
+    EvalResult,
+    compare_evaluations,
+    difference,
+    evaluation_page,
+    is_evaluation,
+    prompts_of,
+    save_evaluation_data,
+)
 
 
 def samples(rewards, response="a"):
@@ -34,9 +41,7 @@ BEFORE, AFTER = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 def test_wrong_prompts_come_first_and_texts_are_no_html():
     found = prompts_of(samples(BEFORE), 2)
     assert [prompt.mean for prompt in found] == [0.0, 0.5, 1.0] and found[0].cut == [False, True]
-    page = evaluation_page(
-        "m: pass@2 0.6667", {"pass@2": "0.6667 (95 % interval 0.1 to 0.9)", "time": "3 s"}, found, now=0
-    )
+    page = evaluation_page("m: pass@2 0.6667", {"pass@2": "0.6667 (95 % interval 0.1 to 0.9)", "time": "3 s"}, found)
     assert re.findall(r"<h2>([^<]*)</h2>", page) == [
         "Wrong: 1 of 3 prompts", "Right in part: 1 of 3 prompts", "Right: 1 of 3 prompts",
     ]  # fmt: skip
@@ -46,7 +51,7 @@ def test_wrong_prompts_come_first_and_texts_are_no_html():
 
 
 def test_the_page_says_what_it_leaves_out():
-    page = evaluation_page("m", {}, prompts_of(samples([0.0] * 200), 2), now=0)
+    page = evaluation_page("m", {}, prompts_of(samples([0.0] * 200), 2))
     assert page.count('class="prompt"') == 60 and "40 more are in evaluation_data.json" in page
 
 

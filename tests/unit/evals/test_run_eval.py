@@ -180,14 +180,10 @@ def test_environment_metrics_are_in_the_table(capsys):
     assert "well_formed" in capsys.readouterr().out
 
 
-def test_consensus_needs_answers(checkpoints):
-    class Mute:
-        generate = FakeGeneration().generate
-
+def test_consensus_needs_answers():
+    config = load_eval_config("evals/gsm8k.yaml", ["eval.metric=cons@k"])
     with pytest.raises(ValueError, match="cons@k votes on answers"):
-        evaluation._Run(
-            Mute(), None, load_eval_config("evals/gsm8k.yaml", ["eval.metric=cons@k"]), 1, [0.0] * 4, [None] * 4
-        ).result(1.0)
+        evaluation.prompt_scores([0.0] * 4, [None] * 4, config)
 
 
 @pytest.mark.parametrize("turns, score", [(3, 1.0), (2, 3 / 7), (1, 1 / 7)])

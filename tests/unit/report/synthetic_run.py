@@ -15,16 +15,6 @@ CONFIG = {
     "loss_fn": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
     "logger": {"wandb": {"project": "grpo-dev"}},
 }
-DEFAULTS = {
-    "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 16, "max_num_steps": 1000000, "seed": 42},
-    "policy": {
-        "model_name": "Qwen/Qwen2.5-1.5B",
-        "precision": "bfloat16",
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 5e-6, "betas": [0.9, 0.999]}},
-    },
-    "loss_fn": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.01},
-    "logger": {"wandb": {"project": "grpo-dev"}},
-}
 
 
 def write_run(log_dir, steps=60, seed=0, tensorboard=False):
@@ -105,6 +95,10 @@ def log_step(logger, step, rng):
     )
 
 
+def messages(prompt, answer):
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
 def token_bytes(token):
     """The bytes of a token of this run: it is a byte."""
     return bytes([token])
@@ -121,7 +115,7 @@ def _answer(numbers, index, chance, rng):
     before = [0.0] * (len(tokens) - count)
     logprobs = [-rng.random() * 4 for _ in range(count)]
     return {
-        "content": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
+        "content": messages(prompt, answer),
         "rewards": float(right),
         "input_lengths": len(tokens),
         "truncated": index == 5,

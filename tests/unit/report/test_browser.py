@@ -32,9 +32,7 @@ def run(tmp_path):
 
 
 def write(folder, status):
-    writer = ReportWriter(
-        folder, synthetic_run.CONFIG, synthetic_run.DEFAULTS, 60, "run", token_bytes=synthetic_run.token_bytes
-    )
+    writer = ReportWriter(folder, total_steps=60, title="run", token_bytes=synthetic_run.token_bytes)
     writer.update(status, force=True)
     return writer
 

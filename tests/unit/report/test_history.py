@@ -1,7 +1,8 @@
 import math
 
 import pytest
-from nemo_rl_cpp.report.history import JsonlTail, MetricHistory
+from nemo_rl_cpp.report.findings import validation_trend
+from nemo_rl_cpp.report.history import JsonlTail, MetricHistory, downsample, format_number, panels_of, validation_word
 
 
 def test_curves_are_in_step_order_and_keep_the_later_value():
@@ -44,3 +45,65 @@ def test_the_tail_gives_whole_new_lines_only(tmp_path):
     assert tail.new_rows() == ([], False)
     path.write_text('{"step": 1}\n')
     assert tail.new_rows() == ([{"step": 1}], True)
+
+
+def test_numbers_are_short():
+    pairs = [
+        (0, "0"),
+        (1.0, "1"),
+        (0.12345678, "0.1235"),
+        (2e-5, "2e-5"),
+        (12345, "12.3k"),
+        (1.5e6, "1.5M"),
+        (-3.2e9, "-3.2G"),
+        (math.nan, "nan"),
+        (math.inf, "∞"),
+        (-math.inf, "-∞"),
+        (9999, "9999"),
+    ]
+    assert [format_number(value) for value, _ in pairs] == [text for _, text in pairs]
+
+
+def test_downsampling_keeps_every_spike_and_both_ends():
+    ys = [0.0] * 10_000
+    ys[1234], ys[5678] = 9.0, -9.0
+    xs, kept = downsample(list(range(10_000)), ys, 400)
+    assert len(xs) <= 402 and max(kept) == 9.0 and min(kept) == -9.0 and (xs[0], xs[-1]) == (0, 9999)
+    assert xs[kept.index(9.0)] == 1234
+    assert downsample([1, 2], [math.nan, 2.0])[0] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "word"),
+    [
+        ({"accuracy": 0.5, "num_samples": 100, "right_or_wrong": 1.0}, "accuracy"),
+        ({"accuracy": 0.5, "num_samples": 100, "right_or_wrong": 0.0}, "reward"),
+        ({"accuracy": 0.5, "num_samples": 100}, "accuracy"),
+        ({}, "accuracy"),
+    ],
+)
+def test_only_right_or_wrong_is_an_accuracy(metrics, word):
+    history = MetricHistory([{"step": 1} | {f"validation/{name}": value for name, value in metrics.items()}])
+    assert validation_word(history) == word
+
+
+def test_flat_curves_are_apart_and_one_point_is_not_flat():
+    history = MetricHistory.of(train__reward=[0.1, 0.2], train__lr=[1e-3, 1e-3], validation__accuracy=[0.5])
+    panels = panels_of([history])
+    assert [panel.title for panel in panels.moving] == ["Reward", "Validation accuracy"]
+    assert [panel.title for panel in panels.flat] == ["Learning rate"]
+    # two runs with constant but different rates differ
+    other = MetricHistory.of(train__lr=[2e-3, 2e-3])
+    assert "Learning rate" in [panel.title for panel in panels_of([history, other]).moving]
+
+
+@pytest.mark.parametrize(("low", "level"), [(0.14, "info"), (0.2, "good")])
+def test_a_validation_that_rose_within_its_intervals_is_no_success_yet(low, level):
+    history = MetricHistory.of(
+        validation__accuracy=[0.1, 0.3],
+        validation__accuracy_ci95_low=[0.05, low],
+        validation__accuracy_ci95_high=[0.15, 0.4],
+    )
+    found = validation_trend(history)
+    assert found.level == level and found.title.startswith("Validation accuracy rose from 0.1")
+    assert ("intervals of the two overlap" in found.advice) == (level == "info")

@@ -8,18 +8,16 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
-from typing import ClassVar
 
 import pytest
 import synthetic_run
 from nemo_rl_cpp.commands.reports import report
-from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.report import ReportWriter, write_report
-from nemo_rl_cpp.report.given import schema_defaults
 from nemo_rl_cpp.report.history import MetricHistory
-from nemo_rl_cpp.report.page import RunFacts, differences, duration, render, stage_shares
+from nemo_rl_cpp.report.page import RunFacts, duration, render, stage_shares
 from nemo_rl_cpp.report.samples import SampleBook
-from pydantic import BaseModel, Field
+from nemo_rl_cpp.report.writer import keys_set
 
 VOID = {"wbr", "meta", "link", "br", "img", "input", "hr"}
 
@@ -87,7 +85,7 @@ def run(tmp_path_factory):
 
 
 def test_the_page_of_a_run_is_whole_and_refers_to_nothing_outside(run):
-    writer = ReportWriter(run, synthetic_run.CONFIG, synthetic_run.DEFAULTS, total_steps=60, title="exp_001")
+    writer = ReportWriter(run, total_steps=60, title="exp_001")
     writer.finish()
     checker = check(writer.path.read_text())
     text = " ".join(checker.text)
@@ -101,13 +99,7 @@ def test_the_page_of_a_run_is_whole_and_refers_to_nothing_outside(run):
     for section in ("findings", "curves", "time", "memory", "samples", "config"):
         assert section in checker.ids
     assert "agree bit for bit" in text and "of groups had equal rewards" in text and "spiked in 1 step (33)" in text
-    assert (
-        "flat curve" in text
-        and "policy.optimizer.kwargs.lr" in "".join(checker.text)
-        and "2e-05" in text
-        and "5e-06" in text
-    )
-    assert "grpo.seed" not in "".join(checker.text), "values equal to the defaults are not among the differences"
+    assert "flat curve" in text and "num_generations_per_prompt" in text
     assert len(list(os.scandir(run))) == len({e.name for e in os.scandir(run)}) and not list(run.glob(".*tmp"))
 
 
@@ -129,12 +121,13 @@ def test_every_metric_lies_in_the_page(run):
 
 def test_hostile_text_cannot_leave_its_place(tmp_path):
     evil = "</script><script>alert(1)</script><!-- <b>\"'&"
-    (tmp_path / "train_data_step1.jsonl").write_text(json.dumps({"content": [evil, evil], "rewards": 1.0}) + "\n")
+    (tmp_path / "train_data_step1.jsonl").write_text(
+        json.dumps({"content": synthetic_run.messages(evil, evil), "rewards": 1.0}) + "\n"
+    )
     facts = RunFacts(
         evil,
         status=evil,
         config={evil: evil},
-        defaults={"a": evil},
         message=evil,
         environment={evil: evil},
         samples=SampleBook(tmp_path).samples(),
@@ -150,7 +143,7 @@ def test_a_lone_surrogate_does_not_end_the_run(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run\udcff"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.25}\n')
-    row = {"content": ["a", "b"], "rewards": 1.0, "ground_truth": "\ud83d"}
+    row = {"content": synthetic_run.messages("a", "b"), "rewards": 1.0, "ground_truth": "\ud83d"}
     (folder / "train_data_step1.jsonl").write_text(json.dumps(row) + "\n")
     writer = ReportWriter(folder)
     assert writer.update(force=True) and write_report(folder) == writer.path
@@ -195,7 +188,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys, mo
 
 @pytest.mark.slow
 def test_the_report_can_be_made_again_from_the_folder(run, capsys):
-    ReportWriter(run, synthetic_run.CONFIG, synthetic_run.DEFAULTS, total_steps=60, title="first").finish()
+    ReportWriter(run, total_steps=60, title="first").finish()
     before = (run / "report.html").read_text()
     (run / "report.html").unlink()
     assert report([str(run)]) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")
@@ -272,39 +265,6 @@ def test_five_hundred_steps_with_long_answers_stay_small(tmp_path):
     assert len(page) <= 600_000 and time.process_time() - started < 5
 
 
-def test_differences_and_durations():
-    changed = differences({"a": {"b": 1, "c": [1, 2]}, "new": "x"}, {"a": {"b": 1, "c": [1, 3]}, "gone": None, "g": 2})
-    assert changed == [("a.c", "[1, 2]", "[1, 3]"), ("g", "–", "2"), ("new", "x", "–")]
-    assert [duration(s) for s in (3.21, 331, 3725)] == ["3.2 s", "5 min 31 s", "1 h 02 min"]
-
-
-def test_it_shows_itself_in_a_notebook(tmp_path):
-    html = ReportWriter(tmp_path)._repr_html_()
-    assert html.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
-
-
-def test_schema_defaults_know_what_was_changed_and_what_follows():
-    class Inner(BaseModel):
-        lr: float = 5e-6
-        derived: int | None = None
-
-    class Config(BaseModel):
-        inner: Inner = Inner()
-        model_name: str
-        kind: Inner | dict = {}
-        seed: int = Field(42, alias="_seed")
-
-    class Placed(Config):
-        positions: ClassVar = {"inner": "f:1", "inner.lr": "f:2", "model_name": "f:3"}
-
-    assert schema_defaults({"a": 1}) == {}
-    config = Config(model_name="m", inner=Inner(lr=1e-3, derived=5), _seed=7)
-    assert schema_defaults(config) == {"inner": {"lr": 5e-6, "derived": None}, "kind": {}, "_seed": 42}
-    placed = Placed(model_name="m", inner=Inner(lr=1e-3, derived=5))
-    changed = differences(to_plain(placed.model_dump(by_alias=True)), schema_defaults(placed))
-    assert changed == [("inner.lr", "0.001", "5e-06"), ("model_name", "m", "–")], "derived follows from other values"
-
-
 def test_time_between_steps_is_shown_beside_the_steps():
     history = MetricHistory(
         [
@@ -323,3 +283,21 @@ def test_time_between_steps_is_shown_beside_the_steps():
         ("generation", False), ("checkpointing", True), ("prepare_for_generation", False)
     ]  # fmt: skip
     assert stack["other"]["share"] == 0.125
+
+
+def test_lengths_of_time_are_short():
+    assert [duration(s) for s in (3.21, 331, 3725)] == ["3.2 s", "5 min 31 s", "1 h 02 min"]
+
+
+def test_the_page_names_the_keys_that_the_user_set_and_where(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text("defaults: grpo_tiny.yaml\ngrpo:\n  max_num_steps: 9\n")
+    values = {"policy.precision": "float32"}
+    config = load_grpo_config("my.yaml", ["grpo.seed=7"], values, {"policy.precision": "argument precision"})
+    assert sorted((row["key"], row["value"], row["where"]) for row in keys_set(config)) == [
+        ("grpo.max_num_steps", 9, "my.yaml:3"), ("grpo.seed", 7, "command line"),
+        ("policy.precision", "float32", "argument precision"),
+    ]  # fmt: skip
+    ReportWriter(tmp_path, config).start()
+    page = " ".join(check(ReportWriter(tmp_path).path.read_text()).text)
+    assert "my.yaml:3" in page and "command line" in page and "argument precision" in page

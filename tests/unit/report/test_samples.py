@@ -13,6 +13,7 @@ from nemo_rl_cpp.report.samples import (
     read_groups,
     spread,
 )
+from synthetic_run import messages
 
 
 def write(path, rows):
@@ -21,27 +22,30 @@ def write(path, rows):
 
 
 def answer(reward, length=3, prompt="p"):
-    return Answer(idx=0, prompt=prompt, response="r", reward=reward, length=length, truncated=False)
+    mask = {} if length is None else {"token_loss_mask": [1] * length}
+    return Answer({"content": messages(prompt, "r"), "rewards": reward} | mask)
 
 
-def test_rows_of_every_shape_are_understood(tmp_path):
+def test_a_row_of_a_training_step_and_one_of_a_validation_are_read(tmp_path):
+    turns = [*messages("p", "a"), {"role": "environment", "content": "correct"}]
     rows = [
-        {"content": ["prompt", "answer"], "rewards": [0.5], "token_loss_mask": [0, 0, 1, 1, 1], "idx": 3},
-        {"content": [["p", "a", "Environment: correct"]], "rewards": 1.0, "input_lengths": [9], "ground_truth": 7},
-        {"content": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}], "rewards": "nan", "truncated": True},
-        {"content": "only text"},
-    ]  # fmt: skip
+        {
+            "content": messages("prompt", "answer"),
+            "rewards": 0.5,
+            "token_loss_mask": [0, 0, 1, 1, 1],
+            "truncated": True,
+        },
+        {"content": turns, "rewards": "nan", "ground_truth": 7},
+    ]
     path = tmp_path / "train_data_step1.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn": ')
-    (first,), (second,), (third,), (fourth,) = read_groups(path)
-    assert (first.prompt, first.response, first.reward, first.length, first.idx) == ("prompt", "answer", 0.5, 3, 3)
-    assert (second.prompt, second.response, second.length, second.truth) == ("p", "a\n\nEnvironment: correct", 9, "7")
-    assert (third.prompt, third.response, third.reward, third.truncated) == ("q", "r", None, True)
-    assert (fourth.prompt, fourth.response, fourth.reward, fourth.tokens) == ("", "only text", None, [])
+    (first,), (second,) = read_groups(path)
+    assert (first.prompt, first.response, first.reward, first.length) == ("prompt", "answer", 0.5, 3)
+    assert (second.prompt, second.response, second.reward, second.length) == ("p", "a\n\ncorrect", None, None)
 
 
 def test_siblings_are_one_group_by_their_number_or_their_prompt(tmp_path):
-    rows = [{"content": [f"q{g}", "a"], "rewards": g, "group_id": g} for g in (0, 1, 0, 1)]
+    rows = [{"content": messages(f"q{g}", "a"), "rewards": g, "group_id": g} for g in (0, 1, 0, 1)]
     groups = read_groups(write(tmp_path / "a", rows))
     assert [[a.prompt for a in group] for group in groups] == [["q0", "q0"], ["q1", "q1"]]
     for row in rows:
@@ -60,13 +64,13 @@ def test_prompts_are_picked_for_a_reason():
     tags = {group.answers[0].reward: group.tags for group in pick(groups[:3])}
     assert tags[1.0] == ["highest reward"] and tags[0.0] == ["lowest reward"] and tags[0.5] == ["longest answer"]
     assert ["most different", "longest answer"] in [g.tags for g in pick(groups)]
-    assert pick([]) == [] and pick([[answer(None, None)]])[0].tags == ["first"]
+    assert pick([]) == [] and pick([[answer("nan", None)]])[0].tags == ["first"]
 
 
 def row(text, mask, logprobs, **more):
     tokens = list(text.encode())
     return {
-        "content": ["q", text], "rewards": 1.0, "token_ids": tokens, "token_loss_mask": mask, "generation_logprobs": logprobs,
+        "content": messages("q", text), "rewards": 1.0, "token_ids": tokens, "token_loss_mask": mask, "generation_logprobs": logprobs,
         "advantages": [0.5] * len(tokens),
     } | more  # fmt: skip
 

@@ -1,0 +1,273 @@
+"""The result of an evaluation: a table, every sample as JSON, a page, and evaluations of the same prompts side by side."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_rl_cpp.config.master import EvalConfig, EvalMasterConfig
+from nemo_rl_cpp.evals.metrics import Interval, normal_interval, wilson_interval
+from nemo_rl_cpp.files.durable import write_atomic
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.report.compare import Block, Comparison, Row, different_folders, differing_keys
+from nemo_rl_cpp.report.page import PageSection, document, duration, parts
+from nemo_rl_cpp.report.samples import clip, printable, writable
+
+PAGE, DATA = "evaluation.html", "evaluation_data.json"
+_MOST = 60  # prompts of a section that the page shows; all are in evaluation_data.json
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The result of an evaluation.
+
+    Attributes:
+        score: mean of the metric over prompts.
+        interval: 95 % interval of the score, for prompts drawn from the same source.
+        prompts: number of prompts.
+        mean_reward: over all responses, as the environment gave it.
+        metrics: of rollouts and environment.
+    """
+
+    score: float
+    interval: Interval
+    prompts: int
+    mean_reward: float
+    seconds: float
+    metrics: dict[str, float]
+
+
+def interval_of_mean(scores: list[float]) -> Interval:
+    """Return the 95 % interval of the mean of one score a prompt.
+
+    Wilson's where all are 0 or 1; otherwise mean +- 1.96 s / sqrt(P) within [0, 1], with s the scores' spread.
+    """
+    if set(scores) <= {0.0, 1.0} or len(scores) < 2:
+        return wilson_interval(math.fsum(scores) / len(scores), len(scores))
+    low, high = normal_interval(scores)
+    return Interval(max(0.0, low), min(1.0, high))
+
+
+def metric_name(wanted: EvalConfig) -> str:
+    """Return "pass@4" for pass@k with k_value 4."""
+    return wanted.metric.replace("@k", f"@{wanted.k_value}")
+
+
+def show(result: EvalResult, config: EvalMasterConfig) -> None:
+    """Print NeMo RL's lines, then the table."""
+    wanted, generation = config.eval, config.generation
+    print(f"model_name={generation.model_name!r} dataset_name={config.data.dataset_name!r}")
+    print(
+        f"max_new_tokens={generation.max_new_tokens} temperature={generation.temperature} top_p={generation.top_p} "
+        f"top_k={generation.top_k} seed={wanted.seed}"
+    )
+    print(f"metric={metric_name(wanted)} num_tests_per_prompt={wanted.num_tests_per_prompt}")
+    print(f"score={result.score:.4f} ({result.score * result.prompts:.1f}/{result.prompts})")
+    table = Table(title="Evaluation", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    for name, value in _rows(result, config).items():
+        table.add_row(name, value)
+    if wanted.save_path is not None:
+        folder = Path(wanted.save_path)
+        table.add_row("samples", f"{folder / PAGE}, and all in {folder / DATA}")
+    Console().print(table)
+
+
+def _rows(result: EvalResult, config: EvalMasterConfig) -> dict[str, str]:
+    wanted, (low, high), metrics = config.eval, result.interval, result.metrics
+    n = wanted.num_tests_per_prompt
+    rows = {
+        "model": config.generation.model_name,
+        "data": f"{config.data.dataset_name}, {result.prompts} prompts, {n} response{'s' if n > 1 else ''} each",
+        metric_name(wanted): f"{result.score:.4f} (95 % interval {low:.4f} to {high:.4f})",
+        "mean reward": f"{result.mean_reward:.4f}",
+        "tokens a response": f"{metrics['mean_gen_tokens_per_sample']:.1f} (longest {metrics['max_gen_tokens_per_sample']})",
+        "cut off": f"{100 * metrics['truncation_rate']:.1f} %",
+    }
+    if wanted.max_rollout_turns > 1:
+        rows["turns"] = f"{metrics['avg_turns_per_sample']:.2f} (most {metrics['max_turns_per_sample']})"
+    for name, value in metrics.items():
+        if name not in _ROLLOUT and isinstance(value, (int, float)):
+            rows[name] = f"{value:.4g}"
+    return rows | {"time": duration(result.seconds)}
+
+
+_ROLLOUT = {
+    "total_turns", "avg_turns_per_sample", "max_turns_per_sample", "natural_termination_rate", "truncation_rate", "max_turns_reached_rate",
+    "mean_total_tokens_per_sample", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_env_tokens_per_sample",
+}  # fmt: skip
+"""Metrics that the rows above show in their own words, or not at all."""
+
+
+def save_evaluation_data(
+    samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path, result: EvalResult
+) -> None:
+    """Write `evaluation_data.json` ({"evaluation_data": [one dictionary a response]}), `config.json` (where they came from)
+    and `evaluation.html` (prompts with their answers)."""
+    wanted, generation = config.eval, config.generation
+    folder.mkdir(parents=True, exist_ok=True)
+    described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}
+    described |= {name: getattr(wanted, name) for name in ("metric", "k_value", "num_tests_per_prompt", "seed")}
+    described |= {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
+    write_atomic(folder / "config.json", writable(json.dumps(described, indent=2, ensure_ascii=False)) + "\n")
+    text = json.dumps({"evaluation_data": samples}, indent=2, ensure_ascii=False, default=str)
+    write_atomic(folder / DATA, writable(text) + "\n")
+    facts = _rows(result, config)
+    title = f"{facts.pop('model')}: {metric_name(wanted)} {facts[metric_name(wanted)]}"
+    page = evaluation_page(title, facts, prompts_of(samples, wanted.num_tests_per_prompt))
+    write_atomic(folder / PAGE, writable(page), durable=False)
+
+
+# ---- prompts with their answers
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with its answers: an entry of `rewards`, `responses` and `cut` for each; `truth` is None where there is none."""
+
+    text: str
+    truth: str | None
+    rewards: Sequence[float]
+    responses: Sequence[str]
+    cut: Sequence[bool]
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.rewards) / len(self.rewards)
+
+
+def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
+    """Return the prompts of an evaluation's samples, of which each `n` in a row answer one prompt."""
+    return [_prompt(samples[start : start + n]) for start in range(0, len(samples), n)]
+
+
+def _prompt(samples: Sequence[Mapping[str, object]]) -> Prompt:
+    info = samples[0].get("extra_env_info")
+    info = info if isinstance(info, Mapping) else {}
+    truth = next((info[name] for name in ("ground_truth", "answer", "expected_answer") if name in info), None)
+    return Prompt(
+        str(samples[0]["prompt"]),
+        None if truth is None else str(truth),
+        [float(str(sample["reward"])) for sample in samples],
+        [str(sample["response"]) for sample in samples],
+        [bool(sample.get("truncated")) for sample in samples],
+    )
+
+
+def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt]) -> str:
+    """Return the page, wrong prompts first. `facts` are the rows of the terminal's table."""
+    wrong = [prompt for prompt in prompts if max(prompt.rewards) <= 0]
+    right = [prompt for prompt in prompts if min(prompt.rewards) >= 1]
+    part = [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1]
+    sections = []
+    for key, name, found in (("wrong", "Wrong", wrong), ("part", "Right in part", part), ("right", "Right", right)):
+        heading = f"{name}: {len(found)} of {len(prompts)} prompts"
+        sections.append(PageSection(key, heading, _cards([(prompt, _answers(prompt)) for prompt in found])))
+    tiles = [(name, value.partition(" (")[0], value.partition(" (")[2].rstrip(")")) for name, value in facts.items()]
+    header = parts().header({"title": "evaluation", "status": "", "total_steps": 0}, 0, title, tiles)
+    return document(f"evaluation: {title}", header, sections, {}, has_scripts=False)
+
+
+Answer = tuple[float, str, str]
+"""Reward, a note above the response, the response."""
+
+
+def _answers(prompt: Prompt) -> list[Answer]:
+    answers = zip(prompt.rewards, prompt.responses, prompt.cut, strict=True)
+    return [(reward, "cut off" if cut else "", response) for reward, response, cut in answers]
+
+
+def _cards(found: Sequence[tuple[Prompt, Sequence[Answer]]]) -> str:
+    """Return prompts with answers as HTML, one below the other, and how many more there are; "" without any."""
+    cards = [
+        (clip(prompt.text), clip(prompt.truth or ""), [(reward, note, clip(text)) for reward, note, text in answers])
+        for prompt, answers in found[:_MOST]
+    ]
+    return str(parts().answers(cards, len(found) - _MOST)) if cards else ""
+
+
+# ---- evaluations side by side
+
+
+def is_evaluation(folder: Path | str) -> bool:
+    """Return whether `eval.save_path` has named this folder."""
+    return (Path(folder) / DATA).is_file()
+
+
+def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
+    """Compare evaluations of the same prompts, each with the first one: rewards, keys that differ, prompts that changed.
+
+    ValueError for a folder that cannot be read, is given twice, or has other prompts.
+    """
+    names = different_folders(folders)
+    configs, prompts = zip(*(_read(Path(folder)) for folder in folders))
+    for folder, other in zip(folders, prompts):
+        if [prompt.text for prompt in other] != [prompt.text for prompt in prompts[0]]:
+            raise ValueError(
+                f"{folders[0]} and {folder} have other prompts ({len(prompts[0])} and {len(other)}): compare evaluations "
+                "of the same data, with the same seed and prompt template"
+            )
+    models = [str(config["model_name"]) for config in configs]
+    means = [f"{_mean(each):.4f}" for each in prompts]
+    blocks = [
+        Block("results", "Side by side", [Row("model", models), Row("mean reward", means)]),
+        Block("keys", "Keys that differ", differing_keys(configs, ("model_name",))),
+    ]
+    examples = []
+    changed = {"worse": _changed(list(zip(*prompts)), -1), "better": _changed(list(zip(*prompts)), 1)}
+    for word, found in changed.items():
+        cards = [(each[0], [(a.mean, name, a.responses[0]) for name, a in zip(names, each)]) for each in found]
+        if found:
+            title = f"{word.capitalize()}: {len(found)} prompt{'' if len(found) == 1 else 's'}"
+            blocks.append(Block(word, title, html=lambda cards=cards: _cards(cards)))
+        for answers in found[:_EXAMPLES]:
+            examples.append(f"\n{word}, {answers[0].mean:.3g} -> {answers[-1].mean:.3g}: {_short(answers[0].text)}")
+            examples += [f"  {name}: {_short(answer.responses[0])}" for name, answer in zip(names, answers)]
+    verdict = [f"{name}: {difference(prompts[0], other)}" for name, other in zip(names[1:], prompts[1:])]
+    better, worse = len(changed["better"]), len(changed["worse"])
+    counts = f"{better} are better, {worse} worse, {len(prompts[0]) - better - worse} equal"
+    verdict.append(f"of {len(prompts[0])} prompts {counts} in {names[-1]} against {names[0]}")
+    return Comparison("evaluations", names, models, "\n".join(verdict), blocks, examples=examples)
+
+
+def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:
+    """Say how the mean reward changed, with the 95 % interval mean +- 1.96 s / sqrt(P) of the P prompts' differences."""
+    gaps = [b.mean - a.mean for a, b in zip(first, second, strict=True)]
+    text = f"mean reward {_mean(first):.4f} -> {_mean(second):.4f}, difference {statistics.fmean(gaps):+.4f}"
+    if len(gaps) < 2:
+        return text
+    low, high = normal_interval(gaps)
+    return f"{text}, 95 % interval {low:+.4f} to {high:+.4f}{' (may be chance)' if low <= 0 <= high else ''}"
+
+
+def _mean(prompts: Sequence[Prompt]) -> float:
+    return statistics.fmean(prompt.mean for prompt in prompts)
+
+
+def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
+    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from the first to the last evaluation, the largest change first."""
+    found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
+    return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
+
+
+def _read(folder: Path) -> tuple[dict[str, Plain], list[Prompt]]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        samples = json.loads((folder / DATA).read_text(encoding="utf-8"))["evaluation_data"]
+        return {"model_name": "", **config}, prompts_of(samples, int(config["num_tests_per_prompt"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{folder} is no folder of an evaluation ({why}): give folders that eval.save_path has named"
+        ) from None
+
+
+def _short(text: str) -> str:
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= 110 else f"{line[:70]} ... {line[-30:]}"

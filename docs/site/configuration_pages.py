@@ -11,7 +11,7 @@ from nemo_rl_cpp.config.base import Section, fields_of, mark_of, section_at, sec
 from nemo_rl_cpp.config.data import dataset_keys
 from nemo_rl_cpp.config.env import environment_sections
 from nemo_rl_cpp.config.errors import shown
-from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.config.master import DistillationMasterConfig, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.config.tables import OneOf
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -28,7 +28,7 @@ With this page you write the YAML file of a run and find every key. The page is 
 |---|---|---|
 @FIRST@
 
-In a PPO run the keys of `grpo` stand in the section `ppo`. This page has the keys that do something. NeMo RL's other keys are accepted
+In a PPO run the keys of `grpo` stand in the section `ppo`, in a distillation run in `distillation`. This page has the keys that do something. NeMo RL's other keys are accepted
 and change nothing; `--dry-run` lists those that your file sets.
 
 | command | what it does |
@@ -251,7 +251,7 @@ def _default_of(dotted: str) -> str:
 
 
 def _introduction() -> list[str]:
-    masters = (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig)
+    masters = (GRPOMasterConfig, PPOMasterConfig, DistillationMasterConfig, EvalMasterConfig)
     spelled = {each: key for master in masters for each, key in master.aliases() if ".automodel_cfg." not in each}
     first = "\n".join(f"| `{key}` | {_default_of(key)} | {meaning} |" for key, meaning in FIRST)
     spellings = "\n".join(f"| `{spelling}` | `{canonical}` |" for spelling, canonical in spelled.items())
@@ -276,13 +276,16 @@ def _parts() -> list[str]:
     titles = (
         (GRPOMasterConfig, None),
         (PPOMasterConfig, "## Further sections of a PPO run"),
+        (DistillationMasterConfig, "## Further sections of a distillation run"),
         (EvalMasterConfig, "## An evaluation"),
     )
     for master, title in titles:
         if title:
             lines += [title, ""]
-        for name, info in sorted(fields_of(master), key=lambda field: field[0] not in ("grpo", "ppo")):
+        for name, info in sorted(fields_of(master), key=lambda field: field[0] not in ("grpo", "ppo", "distillation")):
             label = f"{name}" if master is not EvalMasterConfig or name in ("eval",) else f"{name} (evaluation)"
+            if master is DistillationMasterConfig and name == "loss_fn":  # which has more keys there
+                label = "loss_fn (distillation)"
             if label in shown_sections or (master is EvalMasterConfig and name in ("env", "cluster", "tokenizer")):
                 continue
             shown_sections.add(label)

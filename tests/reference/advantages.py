@@ -114,3 +114,26 @@ def gae(rewards, values, mask, gamma, lam, lam_value=None, lam_policy=None, alph
     if normalize:
         advantages, degenerate = whiten_unbiased(advantages, mask, eps)
     return np.where(mask != 0, advantages, 0.0), returns, degenerate
+
+
+def opd(teacher, student, mask, kl_type="reverse", weight=0.5, cap=10.0, alpha=1.0, centre=False, outcome=None):
+    """Advantages [B, S] of a distillation, token by token; `outcome` [B] is added as it is."""
+    out, valid = np.zeros(mask.shape), [(b, t) for b, t in np.argwhere(mask != 0) if math.isfinite(student[b, t])]
+    for b, t in valid:
+        p, q = math.exp(student[b, t]), math.exp(teacher[b, t])
+        ratio = (alpha * q + (1 - alpha) * p) / p
+        forward, reverse = min(ratio, cap) - 1, math.log(ratio)
+        out[b, t] = {
+            "reverse": reverse,
+            "forward": forward,
+            "mixed": weight * forward + (1 - weight) * reverse,
+            "jensen": 0.5 * math.log((1 + ratio) / 2),
+        }[kl_type]
+    if centre and valid:
+        mean = math.fsum(out[place] for place in map(tuple, valid)) / len(valid)
+        for place in map(tuple, valid):
+            out[place] -= mean
+    if outcome is not None:
+        for b, t in valid:
+            out[b, t] += outcome[b]
+    return out

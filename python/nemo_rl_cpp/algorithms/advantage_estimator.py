@@ -8,6 +8,7 @@ Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] where th
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.custom_components import AdvantageEstimator, OwnEstimator
 from nemo_rl_cpp.checks.components import ESTIMATORS
 from nemo_rl_cpp.config.base import Section, Settings, as_model
+from nemo_rl_cpp.config.distillation import DistillationConfig, DistillationLossConfig
 from nemo_rl_cpp.config.loop import (
     ADVANTAGE_ESTIMATORS,
     AdvEstimatorConfig,
@@ -234,18 +236,55 @@ class GeneralizedAdvantageEstimator(_Estimator):
 
 
 class OPDAdvantageEstimator(_Estimator):
-    """On-policy distillation (arXiv:2601.02780): teacher minus student log-prob of each token, 0 at masked positions."""
+    """On-policy distillation: the policy gradient of a divergence D between student p and teacher q, from the tokens that the student
+    sampled; 0 at masked positions. With g = log q - log p of a token the advantage is
+
+        reverse KL: g        forward KL: min(e^g, max_teacher_ratio) - 1        Jensen-Shannon: (log(1 + e^g) - log 2) / 2
+
+    and for `mixed` the weighted sum of the first two: E_p[advantage d(log p)] = -dD (a constant that is subtracted does not change it).
+    MOPD (arXiv:2601.02780) is the reverse KL, plus `outcome_advantage_weight` times the group advantage of the rewards. TROPD:
+    q becomes alpha q + (1 - alpha) p, so the reverse KL's advantage is at least log(1 - alpha).
+    """
+
+    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
+        super().__init__(estimator_config, loss_config)
+        self.divergence, self.mixed_kl_weight, self.max_ratio = "reverse", 0.0, 0.0
+        if isinstance(loss_config, DistillationLossConfig):
+            self.divergence, self.mixed_kl_weight = loss_config.kl_type, loss_config.mixed_kl_weight
+            self.max_ratio = loss_config.max_teacher_ratio
+        weight = self.config.outcome_advantage_weight
+        self._outcome = GRPOAdvantageEstimator(self.config, loss_config) if weight > 0 else None
+
+    def _of_divergence(self, gap: Tensor) -> Tensor:
+        alpha = self.config.proximal_teacher_alpha
+        if alpha < 1:
+            gap = torch.logaddexp(gap + math.log(alpha), torch.full_like(gap, math.log1p(-alpha)))
+        if self.divergence == "reverse":
+            return gap
+        if self.divergence == "jensen":
+            return 0.5 * (torch.nn.functional.softplus(gap) - math.log(2.0))
+        forward = gap.clamp(max=math.log(self.max_ratio)).expm1()
+        weight = 1.0 if self.divergence == "forward" else self.mixed_kl_weight
+        return weight * forward + (1.0 - weight) * gap
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor | None = None,
-        prev_logprobs: Tensor | None = None, **kwargs: object,
+        prev_logprobs: Tensor | None = None, valid_mask: Tensor | None = None, group_id: Tensor | None = None,
+        offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
+        """Return advantages. A token that the student's top-k or top-p removes (log-probability -inf) has the advantage 0."""
         if teacher_logprobs is None or prev_logprobs is None:
             missing = "teacher_logprobs" if teacher_logprobs is None else "prev_logprobs"
             raise ValueError(f"opd needs {missing} [B, S]; got None")
-        gap = (teacher_logprobs - prev_logprobs).detach()
-        advantages = gap * mask
-        valid = mask.bool()
+        valid = (mask != 0) & torch.isfinite(prev_logprobs)
+        gap = torch.where(valid, teacher_logprobs - prev_logprobs, 0.0).detach()
+        advantages = self._of_divergence(gap)
+        if self.config.subtract_global_baseline and valid.any():
+            advantages = advantages - advantages[valid].mean()
+        if self._outcome is not None:
+            of_rewards = self._outcome.compute_advantage(prompt_ids, rewards, mask, valid_mask, group_id, offsets)
+            advantages = advantages + self.config.outcome_advantage_weight * of_rewards
+        advantages = torch.where(valid, advantages, 0.0)
         gaps, kept = gap[valid], advantages[valid]
         self.last_metrics = {
             "on_policy_distillation/teacher_student_logprob_gap_mean": gaps.mean().item() if gaps.numel() else 0.0,
@@ -308,7 +347,7 @@ class GroupAdvantages:
     advantages lie within [advantage_clip_low, advantage_clip_high]; a bound that is None does not bind.
     """
 
-    def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig) -> None:
+    def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig | DistillationConfig) -> None:
         self.estimator, self._ragged = estimator, _takes_ragged(estimator)
         self._voting = grpo.masked_rewards_are_out
         self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
@@ -316,6 +355,12 @@ class GroupAdvantages:
     @property
     def metrics(self) -> dict[str, float]:
         return dict(self.estimator.last_metrics)
+
+    @staticmethod
+    def _of_teacher(batch: TrainBatch) -> dict[str, Tensor]:
+        if "teacher_logprobs" not in batch:
+            return {}
+        return {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}
 
     def add(self, batch: TrainBatch) -> None:
         """Add `advantages` to the batch."""
@@ -325,7 +370,7 @@ class GroupAdvantages:
             repeated_batch=batch,
             **_inputs(
                 batch, self._ragged, logprobs_policy=batch.old_logprobs,
-                logprobs_reference=batch.tokens.get("reference_policy_logprobs"),
+                logprobs_reference=batch.tokens.get("reference_policy_logprobs"), **self._of_teacher(batch),
             ),
         )  # fmt: skip
         if self._low is not None or self._high is not None:

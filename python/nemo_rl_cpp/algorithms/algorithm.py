@@ -1,4 +1,4 @@
-"""What GRPO (with DAPO and ProRLv2) and PPO have of their own. The loop is one (`algorithms/loop.py`)."""
+"""What GRPO (with DAPO and ProRLv2), distillation and PPO have of their own. The loop is one (`algorithms/loop.py`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from nemo_rl_cpp.algorithms.advantage_estimator import (
     make_estimator,
 )
 from nemo_rl_cpp.config.data import environments_of_training
-from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Message
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.rollouts.batches import TrainBatch, sampled_by_policy, spoken_by_assistant
@@ -67,6 +67,13 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
     return RewardFunctionEnvironment(section).weight_of_name
 
 
+def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages:
+    """Return the stage for `distillation.adv_estimator.name`."""
+    return GroupAdvantages(
+        make_estimator("grpo", config.distillation.adv_estimator, config.loss_fn), config.distillation
+    )
+
+
 def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
     """Return the stage for `ppo.adv_estimator.name`. Raise ValueError for a name that PPO has no estimator for."""
     return TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn))
@@ -74,6 +81,7 @@ def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(grpo_advantages, is_trained=sampled_by_policy, needs_tokens=False),
+    "distillation": Algorithm(distillation_advantages, is_trained=sampled_by_policy, needs_tokens=False),
     "ppo": Algorithm(ppo_advantages, is_trained=spoken_by_assistant, needs_tokens=True),
 }
 """By the name of their section of the configuration."""

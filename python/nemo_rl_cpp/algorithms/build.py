@@ -37,6 +37,7 @@ from nemo_rl_cpp.algorithms.parts import (
     make_logger,
     make_policy,
     make_report,
+    make_teachers,
     make_tokenizer,
     make_validation,
     planned_steps,
@@ -45,12 +46,13 @@ from nemo_rl_cpp.algorithms.parts import (
 from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
+from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import ValidationResult
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.checkpoints.model_card import CardFacts
 from nemo_rl_cpp.config.access import to_plain
-from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig, checked
+from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, checked, master_of
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster, shut_down
 from nemo_rl_cpp.environments.loading import Environments
@@ -81,6 +83,7 @@ class TrainingRun:
         config: checked; `config.loop` is its section `grpo` or `ppo`.
         state: the counters that a resumed run continues from.
         critic: values for the advantages and their training (`Critic`, or `NoCritic`).
+        teachers: score what the policy has sampled (`Teachers`, or `NoTeacher`).
         collector: makes the rollouts of a step, in the step or while earlier ones train.
         environments: score the answers, for training and for validation.
         stop: tells between steps whether the user wants the run to end.
@@ -101,6 +104,7 @@ class TrainingRun:
     environments: Environments
     policy: PolicyInterface
     critic: Critic | NoCritic
+    teachers: Teachers | NoTeacher
     collector: RolloutCollector
     advantages: Advantages
     loss_fn: LossFunction
@@ -243,8 +247,7 @@ def build_run(
     Raises ConfigError, ResumeError (a checkpoint of another run), FolderError (a folder that another run holds), all
     ValueErrors, before a model is loaded.
     """
-    is_ppo = isinstance(config, PPOMasterConfig) or (isinstance(config, Mapping) and "ppo" in config)
-    config = checked(config, PPOMasterConfig if is_ppo else GRPOMasterConfig)
+    config = checked(config, master_of(config))
     loop, algorithm = config.loop, ALGORITHMS[config.algorithm]
     set_seed(loop.seed)
     stage("preparing tokenizer, data and environments")
@@ -272,6 +275,7 @@ def build_run(
         policy = make_policy(config, tokenizer, resume, cluster, steps, policy_factory)
         generation = make_generation(config, policy, tokenizer, engine_cluster)
         resources.callback(end_engine, generation)
+        teachers = make_teachers(config, policy, tokenizer)
         critic = make_critic(config, tokenizer, resume, cluster, steps)
         loss_fn, advantages = make_loss(config.loss_fn), algorithm.make_advantages(config)
         logger = make_logger(config, state)
@@ -286,7 +290,7 @@ def build_run(
         timer = Timer()
         run = TrainingRun(
             config=config, state=state, algorithm=algorithm, tokenizer=tokenizer, environments=made.environments,
-            policy=policy, critic=critic, collector=collector, advantages=advantages, loss_fn=loss_fn, cluster=cluster,
+            policy=policy, critic=critic, teachers=teachers, collector=collector, advantages=advantages, loss_fn=loss_fn, cluster=cluster,
             engine_cluster=engine_cluster, timer=timer, log=make_log(config, logger, timer, policy),
             terminal=Terminal(Progress(loop.max_num_steps, state.step), Alerts(to_plain(config))),
             report=make_report(config, logger, tokenizer), checkpoints=checkpoints,

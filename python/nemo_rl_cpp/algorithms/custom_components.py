@@ -44,7 +44,7 @@ class AdvantageEstimator(Protocol):
         """Return advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
 
         `batch` has what an algorithm knows beside these. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
-        `logprobs_policy` and `logprobs_reference` [B, S] or None. PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None.
+        `logprobs_policy` and `logprobs_reference` [B, S] or None, with a teacher also `teacher_logprobs` and `prev_logprobs`. PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None.
         An estimator of PPO returns (advantages, returns), the latter None where there is no critic.
 
         One that names `offsets`, int64 [B + 1], among its inputs is given all that is [B, S] here as [T], without padding.

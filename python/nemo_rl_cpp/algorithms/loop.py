@@ -1,4 +1,4 @@
-"""The training loop: GRPO, DAPO, ProRLv2 and PPO on one page.
+"""The training loop: GRPO, DAPO, ProRLv2, distillation and PPO on one page.
 
 Everything that a configuration can switch on or off is a part of the run, never another loop: `algorithms/build.py` says what
 the parts are and puts them together. GRPO is the loop whose critic does nothing and whose epochs are one.
@@ -35,6 +35,7 @@ def train_loop(run: "TrainingRun") -> None:
                 with timer("policy_and_reference_logprobs"):
                     refit.verify_before_training()
                     metrics |= add_logprobs(run.policy, batch, needs, weight_version=state.step)
+                    run.teachers.add_logprobs(batch, samples)
                     metrics |= mask_by_logprob_error(batch, loop.seq_logprob_error_threshold)
                     if run.algorithm.needs_tokens:
                         require_valid_tokens(samples, batch, config.algorithm)

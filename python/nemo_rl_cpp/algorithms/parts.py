@@ -21,6 +21,7 @@ from nemo_rl_cpp.algorithms.hooks import StepLog, Validation
 from nemo_rl_cpp.algorithms.loss import MseValueLossFn
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
+from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers, check_vocabulary
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
@@ -201,7 +202,20 @@ def make_policy(
         init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
         total_steps=max(steps - config.loop.first_policy_step, 0) * config.loop.policy_epochs,
         seed=config.loop.seed,
+        **({"teachers": config.teachers} if config.teachers else {}),
     )
+
+
+def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType) -> Teachers | NoTeacher:
+    """Return what lets the teachers score a batch. Raise ValueError for a teacher with another vocabulary than the policy's."""
+    if not config.teachers:
+        return NoTeacher()
+    for key, name in config.teachers.items():
+        check_vocabulary(tokenizer, name, key)
+    if isinstance(config, GRPOMasterConfig):
+        section = config.on_policy_distillation
+        return Teachers(policy, section.models(), section.default_teacher)
+    return Teachers(policy, config.teachers, default="teacher.model_name")
 
 
 def make_critic(

@@ -33,7 +33,8 @@ class Interface(NamedTuple):
 ESTIMATORS = {
     "grpo": Interface(
         "advantage estimator", "nemo_rl_cpp.AdvantageEstimator", "compute_advantage",
-        ("rewards", "mask", "group_id", "prompt_ids", "valid_mask", "repeated_batch", "logprobs_policy", "logprobs_reference"),
+        ("rewards", "mask", "group_id", "prompt_ids", "valid_mask", "repeated_batch", "logprobs_policy", "logprobs_reference",
+         "teacher_logprobs", "prev_logprobs"),
         ("estimator_config", "loss_config"),
     ),
     "ppo": Interface(
@@ -55,7 +56,11 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         return
     estimator = config.loop.adv_estimator
     for key, section, interface in (
-        (f"{config.algorithm}.adv_estimator.name", estimator, ESTIMATORS[config.algorithm]),
+        (
+            f"{config.algorithm}.adv_estimator.name",
+            estimator,
+            ESTIMATORS["ppo" if config.algorithm == "ppo" else "grpo"],
+        ),
         ("loss_fn.name", config.loss_fn, LOSS),
     ):
         if is_dotted(section.name):

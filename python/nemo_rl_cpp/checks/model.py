@@ -86,6 +86,8 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
     yield _trained("policy", config.policy, processes)
     if config.has_critic:
         yield _trained("value", config.value, processes)
+    for key, name in config.teachers.items():
+        yield _trained("policy", config.policy, processes)._replace(key=key, name=name, overrides=None)
 
 
 def _trained(section: str, model: TrainedModelConfig, processes: int) -> _Use:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.access import written
-from nemo_rl_cpp.config.errors import shown
+from nemo_rl_cpp.config.errors import SCRIPTS, shown
 from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, read_text
@@ -141,9 +141,9 @@ def environment_keys(config: WholeConfig) -> list[str]:
 def refusals(saved: Saved, config: WholeConfig) -> Iterator[tuple[str, str]]:
     """(key, why) for everything in the configuration that makes it another run than the checkpoint's."""
     before = saved.config or {}
-    sections = [name for name in ("grpo", "ppo") if hasattr(config, name)]
+    sections = [name for name in SCRIPTS if hasattr(config, name)]
     if saved.config is not None and sections and not isinstance(before.get(sections[0]), Mapping):
-        other = "PPO" if "ppo" in before else "GRPO"
+        other = next((name for name in SCRIPTS if name in before), "grpo").upper()
         yield sections[0], f"the checkpoint is of a {other} run, this one is {sections[0].upper()}"
         return
     loop = sections[0] if sections else "grpo"

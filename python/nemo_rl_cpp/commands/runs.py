@@ -36,6 +36,9 @@ class Kind(NamedTuple):
 KINDS = {
     "grpo": Kind("configs/grpo_math_1B.yaml", "Train a language model with GRPO, DAPO or ProRLv2."),
     "ppo": Kind("configs/ppo_math_1B_megatron.yaml", "Train a language model with PPO."),
+    "distillation": Kind(
+        "configs/distillation_arithmetic_smollm2.yaml", "Train a language model on what a teacher says of its answers."
+    ),
     "eval": Kind("configs/evals/eval.yaml", "Evaluate a language model: pass@k or cons@k."),
 }
 _CHECK_EXAMPLES = """examples:
@@ -47,7 +50,7 @@ _CONFIGS_EXAMPLES = """examples:
 
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Load and check a configuration, then train. `kind` is "grpo" or "ppo"; by default the file's sections tell."""
+    """Load and check a configuration, then train. `kind` is a key of `KINDS`; by default the file's sections tell."""
     known, overrides = _arguments(arguments, kind or "grpo")
     config = _loaded(known.config, overrides, kind)
     if config is None:
@@ -209,7 +212,7 @@ def _help(kind: str) -> str:
     is_eval = kind == "eval"
     names = [name for name in shipped_configs() if "recipes" not in name]
     names = [name for name in names if (Path(name).parent.name == "evals") == is_eval]
-    shown = [name for name in names if ("ppo" in name or "vapo" in name) == (kind == "ppo")]
+    shown = [name for name in names if is_eval or kind_of(name) == kind]
     return (
         "Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value\n"
         "adds one, ~section.key deletes one.\n\n"
@@ -224,7 +227,8 @@ def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfi
     worker here and does not return."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
-        kind = kind or ("ppo" if kind_of(file) == "ppo" else "grpo")
+        found = kind or kind_of(file)
+        kind = "grpo" if kind is None and found == "eval" else found
         load = LOADERS[kind] if kind == "eval" else serving(LOADERS[kind])
         return load(file, overrides)
     except ConfigError as error:

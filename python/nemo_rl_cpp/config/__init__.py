@@ -3,12 +3,13 @@
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
 from .errors import ConfigError, Problem
-from .loader import load_eval_config, load_grpo_config, load_ppo_config
+from .loader import load_distillation_config, load_eval_config, load_grpo_config, load_ppo_config
 from .locate import find_config
-from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
+from .master import DistillationMasterConfig, EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
 
 __all__ = [
     "ConfigError",
+    "DistillationMasterConfig",
     "EvalMasterConfig",
     "GRPOMasterConfig",
     "MasterConfig",
@@ -16,6 +17,7 @@ __all__ = [
     "Problem",
     "find_config",
     "find_prompt",
+    "load_distillation_config",
     "load_eval_config",
     "load_grpo_config",
     "load_ppo_config",

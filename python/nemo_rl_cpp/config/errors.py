@@ -118,7 +118,9 @@ _DEAD = {
     "value_loss": "value_loss_fn",
 }
 """Keys that stand in NeMo RL's own recipes and that nothing reads, there or here -> the key that works."""
-SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}
+SCRIPTS = {
+    "grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py", "distillation": "examples/run_distillation.py",
+}  # fmt: skip
 """What runs a configuration with such a section."""
 
 

@@ -17,7 +17,7 @@ from .base import Section, additions, mistakes, section_at, walk
 from .env import environment_sections
 from .errors import ConfigError, Problem, Report, dotted_key, explained, sentence, unknown_key
 from .locate import find_config, parent_folders
-from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
+from .master import DistillationMasterConfig, EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
 
 _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
@@ -228,6 +228,16 @@ def load_ppo_config(
     return _load(path, overrides, PPOMasterConfig, values, places)
 
 
+def load_distillation_config(
+    path: str | os.PathLike[str] = "distillation_arithmetic_smollm2.yaml",
+    overrides: Sequence[str] = (),
+    values: Mapping[str, object] | None = None,
+    places: Mapping[str, str] | None = None,
+) -> DistillationMasterConfig:
+    """Return the checked configuration of a distillation run; see `load_grpo_config`."""
+    return _load(path, overrides, DistillationMasterConfig, values, places)
+
+
 def load_eval_config(
     path: str | os.PathLike[str] = "evals/eval.yaml",
     overrides: Sequence[str] = (),
@@ -238,13 +248,16 @@ def load_eval_config(
     return _load(path, overrides, EvalMasterConfig, values, places)
 
 
-LOADERS = {"grpo": load_grpo_config, "ppo": load_ppo_config, "eval": load_eval_config}
+LOADERS = {
+    "grpo": load_grpo_config, "ppo": load_ppo_config, "distillation": load_distillation_config, "eval": load_eval_config,
+}  # fmt: skip
 """Kind of a configuration -> what loads it."""
 
 
 KINDS = {
     "grpo": ("a GRPO run", "run_grpo_math"),
     "ppo": ("a PPO run", "run_ppo"),
+    "distillation": ("a distillation run", "run_distillation"),
     "eval": ("an evaluation", "run_eval"),
 }
 """Section that makes a file one of its kind -> (kind in words, script that runs it)."""
@@ -387,10 +400,10 @@ def _remove(node: object, location: Sequence[str]) -> None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """ "grpo", "ppo" or "eval", by the sections of a file."""
+    """Return the kind of a configuration (a key of `LOADERS`) by the sections of its file."""
     file = find_config(path)
     try:
         data = _config.load_file(str(file), folders=parent_folders())
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", explained(str(error)))]) from None
-    return "ppo" if "ppo" in data else "eval" if "eval" in data else "grpo"
+    return next((kind for kind in LOADERS if kind != "grpo" and kind in data), "grpo")

@@ -17,12 +17,12 @@ from .tables import Entry, OneOf, Table
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
-    """An estimator's class, and the algorithm that may choose it; None: code only, since no configuration gives its inputs."""
+    """An estimator's class, and the algorithm that may choose it."""
 
-    algorithm: str | None = None
+    algorithm: str
 
 
-def _estimator(name: str, algorithm: str | None) -> EstimatorEntry:
+def _estimator(name: str, algorithm: str) -> EstimatorEntry:
     return EstimatorEntry(f"nemo_rl_cpp.algorithms.advantage_estimator:{name}", algorithm)
 
 
@@ -34,7 +34,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "reinforce_plus_plus": _estimator("ReinforcePlusPlusAdvantageEstimator", "grpo"),
         "gae": _estimator("GeneralizedAdvantageEstimator", "ppo"),
         "raw_reward": _estimator("RawRewardAdvantageEstimator", "ppo"),
-        "opd": _estimator("OPDAdvantageEstimator", None),  # its teacher has no place in a configuration
+        "opd": _estimator("OPDAdvantageEstimator", "grpo"),
     },
 )
 """name -> class."""
@@ -316,7 +316,8 @@ class AdvEstimatorConfig(Section):
     name: GRPOEstimator = key(
         "grpo",
         "grpo: reward minus the group's mean; gdpo: the same for each part of the reward, then the weighted sum is whitened; "
-        "reinforce_plus_plus: whitened over the batch's tokens; or a class or function of yours, as my_module.MyEstimator",
+        "reinforce_plus_plus: whitened over the batch's tokens; opd: what the teachers of on_policy_distillation say of each token; or a class "
+        "or function of yours, as my_module.MyEstimator",
     )
     kwargs: dict[str, object] = key({}, "keyword arguments of an estimator of yours")
     normalize_rewards: bool = key(True, "grpo, gdpo: divide by the group's standard deviation")
@@ -327,6 +328,16 @@ class AdvEstimatorConfig(Section):
         None, "gdpo: a factor for each part of the reward, in the order of the parts' names; null: 1 each"
     )
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the group's mean first")
+    proximal_teacher_alpha: Real = key(
+        1.0,
+        "opd: share of the teacher in the mixture with the student that is compared with the student (TROPD)",
+        gt=0,
+        le=1,
+    )
+    subtract_global_baseline: bool = key(False, "opd: subtract the mean over the step's trained tokens")
+    outcome_advantage_weight: NonNegative = key(
+        0.0, "opd: weight of the advantage of the rewards, that of grpo, which is added to the teacher's"
+    )
 
 
 class GRPOConfig(LoopConfig):

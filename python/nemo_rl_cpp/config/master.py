@@ -13,6 +13,13 @@ from .base import Int, Positive, Section, check_marks, key, mistakes, own_keys, 
 from .checkpointing import CheckpointingConfig
 from .cluster import ClusterConfig
 from .data import DataConfig, EvalDataConfig, dataset_keys
+from .distillation import (
+    DistillationConfig,
+    DistillationLossConfig,
+    OnPolicyDistillationConfig,
+    TeacherConfig,
+    absolute_folder,
+)
 from .env import EnvConfigs, environment_sections
 from .errors import ConfigError, Problem, Report
 from .fold import exactness_of
@@ -131,8 +138,13 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def algorithm(self) -> str:
-        """The name of the training loop's section: "grpo" or "ppo"."""
+        """The name of the training loop's section: "grpo", "ppo" or "distillation"."""
         raise NotImplementedError
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The models that score what the policy has sampled, by the keys that name them."""
+        return {}
 
     @property
     def loop(self) -> LoopConfig:
@@ -155,10 +167,36 @@ class GRPOMasterConfig(TrainMasterConfig):
     """A GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
 
     grpo: GRPOConfig = section(GRPOConfig, "training loop")
+    on_policy_distillation: OnPolicyDistillationConfig | None = section(
+        OnPolicyDistillationConfig, "teachers, for grpo.adv_estimator.name opd; null: none"
+    )
 
     @property
     def algorithm(self) -> str:
         return "grpo"
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        teaching, key = self.on_policy_distillation, "on_policy_distillation.teacher_model_by_agent_name"
+        if teaching is None or not teaching.enabled:
+            return {}
+        return {f"{key}.{name}": model for name, model in teaching.models().items()}
+
+
+class DistillationMasterConfig(TrainMasterConfig):
+    """A policy that learns from a teacher which scores what it has sampled (`run_distillation`)."""
+
+    distillation: DistillationConfig = section(DistillationConfig, "training loop")
+    teacher: TeacherConfig = key(..., "teacher")
+    loss_fn: DistillationLossConfig = section(DistillationLossConfig, "loss of the policy")
+
+    @property
+    def algorithm(self) -> str:
+        return "distillation"
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        return {"teacher.model_name": absolute_folder(self.teacher.model_name)}
 
 
 class PPOMasterConfig(TrainMasterConfig):
@@ -213,8 +251,18 @@ class EvalMasterConfig(MasterConfig):
             fill(self.data, env_name=next(iter(self.env)))
 
 
-WholeConfig = GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig
+WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | EvalMasterConfig
 """The configuration of a run or an evaluation."""
+
+
+def master_of(config: object) -> type[TrainMasterConfig]:
+    """Return the class of a training run's configuration: its own, or the one whose loop's section a mapping has."""
+    if isinstance(config, TrainMasterConfig):
+        return type(config)
+    sections = config if isinstance(config, Mapping) else ()
+    kinds = {"ppo": PPOMasterConfig, "distillation": DistillationMasterConfig}
+    return next((kind for name, kind in kinds.items() if name in sections), GRPOMasterConfig)
+
 
 Master = TypeVar("Master", bound=MasterConfig)
 

@@ -24,6 +24,7 @@ from .data import (
     is_class_name,
     takes,
 )
+from .distillation import check_teachers
 from .env import EnvConfigs, GuessNumberEnvConfig
 from .errors import Report
 from .logger import LOGGER_BACKENDS
@@ -67,6 +68,8 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
     _check_force_on_policy(config, report)
     if config.algorithm == "grpo":
         _check_advantages(config, report)
+    if config.algorithm != "ppo":
+        check_teachers(config, report)
     rules_model.check_policy(policy, report)
     _check_batches(loop, name, policy.train_global_batch_size, "policy", report)
     if config.algorithm == "ppo":
@@ -305,6 +308,8 @@ def _check_group(config: GRPOMasterConfig, report: Report) -> None:
         or loop.use_dynamic_sampling
         or config.loss_fn.positive_example_nll_weight > 0
     ):
+        return
+    if estimator.name == "opd" and estimator.outcome_advantage_weight == 0:
         return
     if is_user_defined(estimator.name) or (estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline):
         return

@@ -109,10 +109,12 @@ class DistributedModel(NoOffload):
         """Return the digest of every rank. Raise RuntimeError if one has other weights."""
         return self.group.call_for_one_value("weight_digest")
 
-    def _gather(self, method: str, name: str, data: Batch, micro_batch_size: int | None) -> BatchedDataDict:
+    def _gather(
+        self, method: str, name: str, data: Batch, micro_batch_size: int | None, **options: object
+    ) -> BatchedDataDict:
         """Return {name: [T] or [B, S]}, of which each rank scores its part of the batch."""
         batch = plain_batch(data)
-        of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size)[0][name]
+        of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size, **options)[0][name]
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
     def save_checkpoint(
@@ -162,6 +164,9 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         return self._gather("get_reference_policy_logprobs", "reference_logprobs", data, micro_batch_size)
+
+    def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
+        return self._gather("get_teacher_logprobs", "teacher_logprobs", data, micro_batch_size, teacher=teacher)
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,

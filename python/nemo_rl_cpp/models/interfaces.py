@@ -89,6 +89,10 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         """Return {"reference_logprobs": float32 [T] or [B, S]}: as `get_logprobs`, under the frozen first weights and
         without filters."""
 
+    def get_teacher_logprobs(self, data: Mapping[str, object], teacher: str) -> Mapping[str, object]:
+        """Return {"teacher_logprobs": float32 [T] or [B, S]}: as `get_reference_policy_logprobs`, under the teacher of this model
+        name. Asked in runs with teachers only."""
+
     def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
         """Pass over the batch once, with one optimizer step a global batch.
 

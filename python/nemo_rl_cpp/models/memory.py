@@ -269,6 +269,12 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     if config.loss_fn.reference_policy_kl_penalty and policy.lora is None:
         kept = width if policy.backend == "native" or count == 1 else 4
         resting += (("reference weights", sizes.parameters * kept),)
+    taught = {name: model_sizes(name, None) for name in config.teachers.values()}
+    resting += tuple(
+        ("teacher weights", size.slice(slices["policy"]).parameters * width)
+        for size in taught.values()
+        if size is not None
+    )
     engines = engines_of(config)
     apart = _engines(policy, whole, engines)
     if config.cluster.device == "cpu" and not engines:

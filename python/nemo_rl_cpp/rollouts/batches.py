@@ -92,6 +92,7 @@ class TrainBatch(RaggedBatch):
         "prev_logprobs", "[T] of the policy before its first update; missing where generation's are as good"
     )
     reference_policy_logprobs = _of_tokens("reference_policy_logprobs", "[T] of the frozen first weights")
+    teacher_logprobs = _of_tokens("teacher_logprobs", "[T] of the teachers")
     advantages = _of_tokens("advantages", "float32 [T]")
     returns = _of_tokens("returns", "float32 [T], what the critic learns")
     sample_mask = _of_samples("sample_mask", "float32 [B] weight of each sample in the loss")
@@ -143,13 +144,14 @@ class TrainBatch(RaggedBatch):
 
 _NAMES = (
     TOKENS, LENGTHS, "token_mask", "generation_logprobs", "sample_mask", "rewards", "group_id", "weight_version", "values",
-    "prev_logprobs", "reference_policy_logprobs", "advantages", "returns",
+    "prev_logprobs", "reference_policy_logprobs", "teacher_logprobs", "advantages", "returns",
 )  # fmt: skip
 _FROM_ROLLOUTS = "the rollouts that it was built from had none"
 _MADE_BY = {
     "values": "a critic adds them before the advantages, and there is none",
     "prev_logprobs": "the policy was not asked for them, since generation's are as good",
     "reference_policy_logprobs": "they are added where the KL weight is not 0",
+    "teacher_logprobs": "the run has no teacher",
     "advantages": "the stage advantage_calculation adds them",
     "returns": "an estimator that has values adds them",
 }
@@ -249,7 +251,7 @@ class LogprobNeeds(NamedTuple):
             masking sequences by their error, which must be known before training.
         corrected: the loss corrects samples of older weights by importance sampling, so their `prev_logprobs` are the present
             policy's; else those of the policy that sampled them.
-        estimator: the advantages are made from them (KL in the reward, or an estimator of the user's), so that a message which
+        estimator: the advantages are made from them (KL in the reward, a teacher, or an estimator of the user's), so that a message which
             was not generated is scored.
     """
 
@@ -266,7 +268,9 @@ class LogprobNeeds(NamedTuple):
             reference,
             previous=loop.seq_logprob_error_threshold is not None,
             corrected=loop.trajectory_age > 0,
-            estimator=(reference and loss.use_kl_in_reward) or is_user_defined(loop.adv_estimator.name),
+            estimator=(reference and loss.use_kl_in_reward)
+            or loop.adv_estimator.name == "opd"
+            or is_user_defined(loop.adv_estimator.name),
         )
 
 

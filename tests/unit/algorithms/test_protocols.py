@@ -75,7 +75,7 @@ def asked(tmp_path_factory):
         TensorboardConfig,
     )
     try:
-        for config, options in (("grpo_tiny.yaml", tiny.SMALL), ("ppo_tiny.yaml", PPO)):
+        for config, options in (("grpo_tiny.yaml", (*tiny.SMALL, *TAUGHT)), ("ppo_tiny.yaml", PPO)):
             section = config.partition("_")[0]
             kl = f"{section}.skip_reference_policy_logprobs_calculation=false"
             folder = tmp_path_factory.mktemp(section)
@@ -109,6 +109,10 @@ def watch(run, names):
     run.checkpoints.owed = True  # a save was missed: the loop asks whether there is room for it
 
 
+TAUGHT = (
+    "grpo.adv_estimator.name=opd",
+    "on_policy_distillation={enabled:true,teacher_model_by_agent_name:{x:tiny-random}}",
+)
 PPO = (
     "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
     "value.train_global_batch_size=32", "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0",

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp import _config
-from nemo_rl_cpp.config import find_config, find_prompt, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config import (
+    find_config,
+    find_prompt,
+    load_distillation_config,
+    load_eval_config,
+    load_grpo_config,
+    load_ppo_config,
+)
 from nemo_rl_cpp.config.data import DATASET_REGISTRY
 from nemo_rl_cpp.config.env import ENV_REGISTRY, environment_sections
 from nemo_rl_cpp.config.loader import kind_of
@@ -40,6 +47,8 @@ def loader(path):
         if "evals" in path.parts
         else load_ppo_config
         if path.name.startswith(("ppo", "vapo"))
+        else load_distillation_config
+        if path.name.startswith("distillation")
         else load_grpo_config
     )
 

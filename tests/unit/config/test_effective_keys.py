@@ -51,6 +51,8 @@ ONLY_GRPO = [
     SEVERAL,
     ("grpo.adv_estimator.name=reinforce_plus_plus", "policy.dtensor_cfg.lora_cfg.enabled=true"),
     ("grpo.adv_estimator.name=gdpo",),
+    ("grpo.adv_estimator.name=opd", "grpo.adv_estimator.outcome_advantage_weight=0.5", "grpo.adv_estimator.proximal_teacher_alpha=0.5",
+     "on_policy_distillation={{enabled:true,teacher_model_by_agent_name:{{x:tiny-random}},default_teacher_alias:x}}"),
     ("grpo.adv_estimator.name=recipes.own_loss.Centred", "grpo.adv_estimator.kwargs={{power:2}}",
      "loss_fn.name=recipes.own_loss.Reinforce", "loss_fn.kwargs={{scale:2.0}}"),
     ("++grpo.length_penalty={{profile_band:{{enabled:true,defaults:{{total:{{a:1.0,b:2.0,f:0.5}},reasoning:{{a:-2.0,b:-1.0,f:0.5}},"

@@ -16,6 +16,7 @@ from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 B = 16
+TEACHERS = {"teacher.model_name": "tiny-random"}
 
 
 def batch(generation_logprobs=None):
@@ -74,7 +75,7 @@ def overrides():
 @pytest.fixture
 def one(tokenizer, overrides):
     tiny.one_thread()
-    return Policy(None, config(*overrides), tokenizer, init_reference_model=False)
+    return Policy(None, config(*overrides), tokenizer, init_reference_model=False, teachers=TEACHERS)
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def two(tokenizer, overrides, forked_workers):
         use_gpus=False,
         settings=ClusterConfig(executor="processes", cpus_per_worker=1, communication_timeout_s=20.0),
     )
-    made = DistributedPolicy(cluster, config(*overrides), tokenizer, init_reference_model=False)
+    made = DistributedPolicy(cluster, config(*overrides), tokenizer, init_reference_model=False, teachers=TEACHERS)
     yield made
     cluster.shutdown()
 
@@ -93,6 +94,8 @@ def test_results_are_those_of_one_process(one, two):
     data = batch()
     alone, together = one.get_logprobs(data)["logprobs"], two.get_logprobs(data)["logprobs"]
     assert torch.equal(alone, together) and float(alone.abs().sum()) > 0
+    taught = [policy.get_teacher_logprobs(data, "tiny-random")["teacher_logprobs"] for policy in (one, two)]
+    assert torch.equal(*taught) and not torch.equal(taught[0], alone)
     padded = dict(data.items())
     assert torch.equal(one.get_logprobs(padded)["logprobs"], two.get_logprobs(padded)["logprobs"])
     assert {n: t.tolist() for n, t in one.state_dict().items()} == {n: t.tolist() for n, t in two.state_dict().items()}

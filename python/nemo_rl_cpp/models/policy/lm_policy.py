@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
+from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, MicroBatchRunner, Scoring
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
@@ -33,6 +35,7 @@ class Policy(TrainedModel, PolicyInterface):
         cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: as of `TrainedModel`.
         config: the `policy` section, or a dictionary of its keys.
         init_reference_model: keep a frozen copy of `config.model_name` for `get_reference_policy_logprobs`.
+        teachers: models that `get_teacher_logprobs` asks, by the keys of the configuration that name them.
     """
 
     section = "policy"
@@ -40,7 +43,7 @@ class Policy(TrainedModel, PolicyInterface):
     def __init__(
         self, cluster: Cluster | None, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None,
         *, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None, init_reference_model: bool = True,
-        total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
+        total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None, teachers: Mapping[str, str] = MappingProxyType({}),
     ):  # fmt: skip
         config = checked_policy(config)
         super().__init__(
@@ -48,6 +51,8 @@ class Policy(TrainedModel, PolicyInterface):
         )  # fmt: skip
         self.scoring = Scoring.of(config.generation)
         self.reference = self._reference() if init_reference_model else None
+        keys = {name: key for key, name in teachers.items()}  # a model is loaded once, whatever it teaches
+        self.teachers = {name: self._teacher(name, key) for name, key in keys.items()}
         self._exact = config.reuse_generation_logprobs != "never"
         self.reused_forward_share = self.zero_gradient_share = 0.0
         self._steps_since_comparison = 0  # of whole forward passes: generation's with training's own
@@ -59,6 +64,17 @@ class Policy(TrainedModel, PolicyInterface):
     def _reference(self) -> C.DecoderModel:
         """Return the model that the run began with: the present one without its adapters, or a frozen copy."""
         return self._load(self.folder, trainable=False) if self.lora is None else self.model.base()
+
+    def _teacher(self, name: str, key: str) -> C.DecoderModel:
+        """Load a frozen model for the policy's tokens."""
+        folder = open_model_folder(
+            name,
+            max_length=self.config.max_total_sequence_length,
+            length_key="policy.max_total_sequence_length",
+            key=key,
+        )
+        folder.check_slices(self.ranks.tensor_size, self.config.tensor_parallel_key(self.section))
+        return self._load(folder, trainable=False)
 
     @property
     def skips_prev_logprobs(self) -> bool:
@@ -88,6 +104,12 @@ class Policy(TrainedModel, PolicyInterface):
         batch = RaggedBatch.of(data)
         logprobs = self._score(self.reference, batch, micro_batch_size, self.scoring.unfiltered())
         return BatchedDataDict(reference_logprobs=in_layout_of(data, batch, logprobs))
+
+    def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """Return {"teacher_logprobs": [T] or [B, S]} under the teacher of this model name; else as `get_reference_policy_logprobs`."""
+        batch = RaggedBatch.of(data)
+        logprobs = self._score(self.teachers[teacher], batch, micro_batch_size, self.scoring.unfiltered())
+        return BatchedDataDict(teacher_logprobs=in_layout_of(data, batch, logprobs))
 
     # ---- training ---------------------------------------------------------------------------------------------------
 

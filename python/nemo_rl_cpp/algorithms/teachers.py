@@ -1,0 +1,64 @@
+"""Teachers: frozen models that score the tokens which the policy has sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.models.interfaces import PolicyInterface
+from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
+
+
+def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
+    """Raise ValueError if the teacher's tokenizer has other tokens than the policy's, whose ids it is asked about."""
+    if teacher == TINY_RANDOM:  # it has no tokenizer of its own
+        return
+    if Tokenizer.from_pretrained(teacher, section=key).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"{key}: {teacher} has another vocabulary than policy.tokenizer.name {tokenizer.name_or_path}; a teacher scores the policy's "
+            "tokens, so take a model of the same family"
+        )
+
+
+class NoTeacher:
+    """A run without a teacher: nothing is scored."""
+
+    def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
+        pass
+
+
+class Teachers:
+    """Lets the teacher of each sample's task score the sample.
+
+    Args:
+        policy: holds the teachers beside its own weights, by their model names.
+        models: the model name of each teacher.
+        default: which of `models` teaches a task without a teacher of its name; None: such a task is an error.
+    """
+
+    def __init__(self, policy: PolicyInterface, models: Mapping[str, str], default: str | None) -> None:
+        self.policy, self.models, self.default = policy, models, default
+
+    def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
+        """Add `teacher_logprobs` [T] to the batch: 0 where nothing is trained. Raise ValueError for a task without a teacher."""
+        chosen = [self._model_of(task) for task in samples.get("task_name") or [None] * batch.size]
+        scored = torch.zeros(batch.num_tokens)
+        for model in sorted(set(chosen)):
+            own = batch.copy()  # samples of other teachers have nothing to score in it
+            is_own = torch.tensor([name == model for name in chosen])
+            own.samples["sample_mask"] = batch.sample_mask * is_own
+            scored = scored + batch.ragged(self.policy.get_teacher_logprobs(own, model)["teacher_logprobs"])
+        batch.teacher_logprobs = scored
+
+    def _model_of(self, task: str | None) -> str:
+        name = task if task in self.models else self.default
+        if name is None:
+            raise ValueError(
+                f"the task {task} has no teacher; on_policy_distillation.teacher_model_by_agent_name has {', '.join(self.models)}: add it "
+                "there, or set on_policy_distillation.default_teacher_alias"
+            )
+        return self.models[name]

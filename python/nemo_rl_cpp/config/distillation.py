@@ -1,0 +1,166 @@
+"""Distillation: teachers, and the section `distillation` of a run that learns from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import ConfigDict
+
+from nemo_rl_cpp.dotted_names import is_user_defined
+
+from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, key, section
+from .errors import Report
+from .loop import AdvEstimatorConfig, GRPOEstimator, LoopConfig, other_default
+from .loss import ClippedPGLossConfig
+
+if TYPE_CHECKING:
+    from .master import DistillationMasterConfig, GRPOMasterConfig
+
+
+def absolute_folder(model_name: str) -> str:
+    """Return the absolute path of a model's folder, as workers find it; another name unchanged."""
+    folder = Path(model_name).expanduser()
+    return str(folder.absolute()) if folder.exists() else model_name
+
+
+class FullDistillationConfig(Section):
+    """Distillation on the whole vocabulary, which is not supported."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class NonColocatedTeachersConfig(Section):
+    """Devices of the teachers; here they lie beside the policy."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OnPolicyDistillationConfig(Section):
+    """Teachers that score what the policy has sampled, for `grpo.adv_estimator.name: opd`."""
+
+    is_switched = True
+    enabled: bool = key(False, "load the teachers and score the responses")
+    teacher_model_by_agent_name: dict[str, str] = key(
+        {}, "model of each teacher, by the task that it teaches: the name of a data set (NeMo RL: of an agent)"
+    )
+    default_teacher_alias: str | None = key(
+        None, "which of these names teaches every other task; null: the only teacher, if there is one"
+    )
+    strict_agent_name_match: bool = key(False, "end the run at a task without a teacher of its name")
+    non_colocated_teachers: NonColocatedTeachersConfig | None = section(
+        NonColocatedTeachersConfig, "devices of the teachers, without effect: they lie beside the policy"
+    )
+    full: FullDistillationConfig | None = section(FullDistillationConfig, "the whole vocabulary (not supported)")
+
+    def models(self) -> dict[str, str]:
+        """Return the models, by the tasks that they teach."""
+        return {task: absolute_folder(name) for task, name in self.teacher_model_by_agent_name.items()}
+
+    @property
+    def default_teacher(self) -> str | None:
+        """The name of the teacher of every task without one of its own."""
+        names = list(self.teacher_model_by_agent_name)
+        if self.strict_agent_name_match:
+            return None
+        return self.default_teacher_alias or (names[0] if len(names) == 1 else None)
+
+
+class TeacherConfig(Section):
+    """The teacher of a distillation run. It has the policy's precision, batch sizes and longest sequence; NeMo RL's other keys
+    of this section have no effect."""
+
+    model_config = ConfigDict(extra="allow")
+    model_name: str = key(..., "folder, packaged model, or name on the hub; its tokenizer must be the policy's")
+
+
+class DistillationLossConfig(ClippedPGLossConfig):
+    """The loss of a distillation run: a divergence from the teacher, in a policy-gradient loss."""
+
+    reference_policy_kl_penalty: NonNegative = key(0.0, "weight of the KL from the model that the run began with")
+    kl_type: Literal["reverse", "forward", "mixed", "jensen"] = key(
+        "reverse", "divergence between student and teacher that is lowered, estimated on the sampled tokens"
+    )
+    mixed_kl_weight: Fraction = key(0.5, "mixed: weight of the forward KL; the rest is the reverse KL's")
+    max_teacher_ratio: Real = key(10.0, "forward, mixed: largest teacher's over student's probability of a token", gt=1)
+
+
+class DistillationEstimatorConfig(AdvEstimatorConfig):
+    """How the teacher's scores become advantages."""
+
+    name: GRPOEstimator = key("opd", "opd, or a class or function of yours, as my_module.MyEstimator")
+
+
+class DistillationConfig(LoopConfig):
+    """The loop of a distillation run; keys that GRPO has too mean the same."""
+
+    section_name = "distillation"
+    num_prompts_per_step: Positive = other_default("num_prompts_per_step", 128)
+    num_generations_per_prompt: Positive = other_default("num_generations_per_prompt", 1)
+    max_num_epochs: Positive = other_default("max_num_epochs", 10)
+    max_num_steps: Count = other_default("max_num_steps", 1000)
+    val_period: Int = other_default("val_period", 20)
+    val_batch_size: Positive | None = other_default("val_batch_size", 64)
+    max_val_samples: Positive | None = other_default("max_val_samples", 512)
+    topk_logits_k: Positive | None = key(
+        None, "the teacher's logits of a token that are compared; null: the sampled token (others are not supported)"
+    )
+    advantage_clip_low: Real | None = key(None, "lower bound of final advantages")
+    advantage_clip_high: Real | None = key(None, "upper bound of final advantages")
+    adv_estimator: DistillationEstimatorConfig = section(
+        DistillationEstimatorConfig, "how the teacher's scores become advantages"
+    )
+
+
+def check_teachers(config: GRPOMasterConfig | DistillationMasterConfig, report: Report) -> None:
+    """Report what does not go together among teachers, estimator and policy."""
+    estimator, key = config.loop.adv_estimator, f"{config.algorithm}.adv_estimator"
+    taught = estimator.name == "opd"
+    for name in ("proximal_teacher_alpha", "subtract_global_baseline", "outcome_advantage_weight"):
+        if not taught and getattr(estimator, name) != type(estimator).model_fields[name].default:
+            report.add(
+                f"{key}.{name}",
+                f"is read by adv_estimator.name opd only, not {estimator.name}: leave it out",
+                f"{key}.name",
+            )
+    if config.algorithm == "grpo":
+        _check_on_policy_distillation(config, taught, report)
+    else:
+        if not taught and not is_user_defined(estimator.name):
+            report.add(f"{key}.name", f"must be opd, which reads the teacher's scores, not {estimator.name}")
+        if config.distillation.topk_logits_k is not None:
+            report.add(
+                "distillation.topk_logits_k",
+                f"is {config.distillation.topk_logits_k}, but the teacher scores the sampled tokens, not its top k: write null",
+            )
+    if config.teachers and config.policy.backend != "native":
+        report.add(
+            "policy.backend",
+            f"is {config.policy.backend}, but a teacher is scored by the native core: set it to native",
+        )
+
+
+def _check_on_policy_distillation(config: GRPOMasterConfig, taught: bool, report: Report) -> None:
+    teaching, own = config.on_policy_distillation, "on_policy_distillation"
+    if not config.teachers:
+        if taught:
+            report.add(
+                "grpo.adv_estimator.name",
+                "is opd, which needs a teacher: set on_policy_distillation.enabled=true and name its model in "
+                "on_policy_distillation.teacher_model_by_agent_name",
+                f"{own}.enabled",
+            )
+        elif teaching is not None and teaching.enabled:
+            report.add(f"{own}.teacher_model_by_agent_name", "names no teacher: give one, or set enabled to false")
+        return
+    if not taught and not is_user_defined(config.grpo.adv_estimator.name):
+        report.add(
+            f"{own}.enabled",
+            f"loads teachers that adv_estimator.name {config.grpo.adv_estimator.name} does not ask: set grpo.adv_estimator.name to opd, or "
+            "this to false",
+            "grpo.adv_estimator.name",
+        )
+    alias = teaching.default_teacher_alias
+    if alias is not None and alias not in teaching.teacher_model_by_agent_name:
+        names = ", ".join(teaching.teacher_model_by_agent_name)
+        report.add(f"{own}.default_teacher_alias", f"is {alias}, but the teachers are {names}")

@@ -1,0 +1,11 @@
+"""Distillation: `python -m nemo_rl_cpp.run_distillation --config FILE [--dry-run] [overrides]`."""
+
+import sys
+from functools import partial
+
+from nemo_rl_cpp import cli
+
+main = partial(cli.main, command="train", kind="distillation")
+
+if __name__ == "__main__":
+    sys.exit(main())

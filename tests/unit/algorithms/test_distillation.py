@@ -1,0 +1,238 @@
+"""On-policy distillation: the estimator, who teaches which sample, what a configuration may ask, and runs that learn from a teacher."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from nemo_rl_cpp.algorithms.advantage_estimator import OPDAdvantageEstimator
+from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.algorithms.teachers import Teachers, check_vocabulary
+from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config.distillation import DistillationLossConfig
+from nemo_rl_cpp.config.loader import load_distillation_config
+from nemo_rl_cpp.config.loop import AdvEstimatorConfig
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.distributed.ragged_batch import offsets_of
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.rollouts.batches import TrainBatch
+from reference import advantages as slow
+
+KINDS = ("reverse", "forward", "mixed", "jensen")
+
+
+def estimator(kind="reverse", weight=0.5, cap=10.0, **settings):
+    loss = DistillationLossConfig(kl_type=kind, mixed_kl_weight=weight, max_teacher_ratio=cap)
+    return OPDAdvantageEstimator(AdvEstimatorConfig(name="opd", **settings), loss)
+
+
+@pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_cases_equal_the_slow_reference_whatever_masked_tokens_hold(kind, cases):
+    rng = np.random.default_rng(KINDS.index(kind))
+    for _ in range(cases):
+        rows, columns = rng.integers(1, 5), rng.integers(1, 6)
+        student, teacher = -rng.exponential(2.0, (2, rows, columns))
+        mask = (rng.random((rows, columns)) < 0.7).astype(float)
+        student[mask == 0], teacher[mask == 0] = np.nan, np.inf
+        student[(mask != 0) & (rng.random((rows, columns)) < 0.05)] = -np.inf  # removed by top-k or top-p
+        alpha, weight, cap = rng.choice([1.0, 0.3]), rng.choice([0.0, 0.4]), rng.choice([1.5, 10.0])
+        rewards, groups = rng.choice([0.0, 1.0], rows), rng.integers(0, 2, rows)
+        settings = {"proximal_teacher_alpha": float(alpha), "subtract_global_baseline": bool(rng.random() < 0.5)}
+        made = estimator(kind, 0.25, float(cap), outcome_advantage_weight=float(weight), **settings)
+        padded = made.compute_advantage(
+            None, torch.tensor(rewards), torch.tensor(mask), teacher_logprobs=torch.tensor(teacher), prev_logprobs=torch.tensor(student),
+            group_id=torch.tensor(groups),
+        )  # fmt: skip
+        base, std = slow.group_baseline(groups, rewards, np.ones(rows), leave_one_out=True)
+        outcome = weight * slow.grpo(rewards, base, std, normalize=True) if weight else None
+        expected = slow.opd(
+            teacher, student, mask, kind, 0.25, cap, alpha, settings["subtract_global_baseline"], outcome
+        )
+        np.testing.assert_allclose(padded.numpy(), expected, rtol=1e-6, atol=1e-6)
+        ragged = made.compute_advantage(
+            None, torch.tensor(rewards), torch.tensor(mask).ravel(), teacher_logprobs=torch.tensor(teacher).ravel(),
+            prev_logprobs=torch.tensor(student).ravel(), group_id=torch.tensor(groups),
+            offsets=offsets_of(torch.full((rows,), columns)),
+        )  # fmt: skip
+        torch.testing.assert_close(ragged, padded.ravel(), rtol=0, atol=0)
+        assert all(np.isfinite(value) for value in made.last_metrics.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_expected_policy_gradient_is_that_of_the_divergence(kind):
+    """Over all tokens of a vocabulary of 6, E_p[A grad log p] = -grad D(student, teacher)."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    log_q = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    log_p = logits.log_softmax(0)
+    p, q = log_p.exp(), log_q.exp()
+    reverse, forward = (p * (log_p - log_q)).sum(), (q * (log_q - log_p)).sum()
+    middle = ((p + q) / 2).log()
+    jensen = 0.5 * (p * (log_p - middle)).sum() + 0.5 * (q * (log_q - middle)).sum()
+    divergence = {"reverse": reverse, "forward": forward, "mixed": 0.25 * forward + 0.75 * reverse, "jensen": jensen}
+    (exact,) = torch.autograd.grad(divergence[kind], logits, retain_graph=True)
+    advantages = estimator(kind, 0.25, cap=1e6).compute_advantage(
+        None, None, torch.ones(1, 6), teacher_logprobs=log_q[None], prev_logprobs=log_p.detach()[None]
+    )
+    (sampled,) = torch.autograd.grad((p.detach() * advantages[0] * log_p).sum(), logits)
+    torch.testing.assert_close(-sampled, exact, rtol=1e-9, atol=1e-12)
+
+
+# ---- who teaches which sample
+
+
+class TwoModels:
+    """A policy whose teachers say 1 and 2 of every token that they are asked about."""
+
+    def get_teacher_logprobs(self, data, teacher):
+        asked = data["token_mask"] * data["sample_mask"][:, None]
+        return {"teacher_logprobs": asked * {"a": 1.0, "b": 2.0}[teacher]}
+
+
+def batch_of(lengths):
+    tokens = int(sum(lengths))
+    return TrainBatch(
+        offsets_of(torch.tensor(lengths)), {"input_ids": torch.arange(tokens), "token_mask": torch.ones(tokens)},
+        {"sample_mask": torch.tensor([1.0, 1.0, 0.0])},
+    )  # fmt: skip
+
+
+def test_each_task_has_its_teacher_and_the_others_the_default():
+    batch = batch_of([2, 1, 2])
+    Teachers(TwoModels(), {"sums": "a", "games": "b"}, "games").add_logprobs(
+        batch, {"task_name": ["sums", "x", "sums"]}
+    )
+    assert batch.teacher_logprobs.tolist() == [1.0, 1.0, 2.0, 0.0, 0.0] and batch.sample_mask.tolist() == [1, 1, 0]
+    with pytest.raises(ValueError, match=r"^the task x has no teacher; .*has sums, games: add it there[^\n]*$"):
+        Teachers(TwoModels(), {"sums": "a", "games": "b"}, None).add_logprobs(batch, {"task_name": ["sums", "x", "x"]})
+
+
+# ---- configurations
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A folder with the student's weights after some updates towards small digits, from random data."""
+    tiny.one_thread()
+    folder = tmp_path_factory.mktemp("teacher")
+    config = load_grpo_config("grpo_tiny.yaml", ["policy.optimizer.kwargs.lr=5e-3"]).policy
+    policy = Policy(None, config, tiny_tokenizer(), seed=42, init_reference_model=False)
+    generator, loss = (
+        torch.Generator().manual_seed(0),
+        ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0)),
+    )
+    for _ in range(20):
+        ids = torch.randint(4, 14, (256, 8), generator=generator)
+        batch = {
+            "input_ids": ids, "input_lengths": torch.full((256,), 8), "token_mask": torch.ones(256, 8),
+            "sample_mask": torch.ones(256), "advantages": torch.where(ids < 8, 1.0, -1.0),
+        }  # fmt: skip
+        policy.train(batch | {"generation_logprobs": policy.get_logprobs(batch)["logprobs"]}, loss)
+    policy.save_checkpoint(folder)
+    return folder
+
+
+def opd_keys(folder, *overrides):
+    return [
+        "grpo.adv_estimator.name=opd", "on_policy_distillation.enabled=true",
+        f"++on_policy_distillation.teacher_model_by_agent_name.reverse_digits={folder}", *overrides,
+    ]  # fmt: skip
+
+
+def refused(*overrides, load=load_grpo_config, file="grpo_tiny.yaml"):
+    with pytest.raises(ConfigError) as caught:
+        load(file, list(overrides))
+    return str(caught.value)
+
+
+def test_a_configuration_is_told_what_is_missing_for_its_teacher():
+    assert "opd, which needs a teacher: set on_policy_distillation.enabled=true" in refused(
+        "grpo.adv_estimator.name=opd"
+    )
+    assert "names no teacher" in refused("on_policy_distillation.enabled=true")
+    assert "loads teachers that adv_estimator.name grpo does not ask" in refused(*opd_keys("x")[1:])
+    assert "default_teacher_alias is y, but the teachers are reverse_digits" in refused(
+        *opd_keys("x", "on_policy_distillation.default_teacher_alias=y")
+    )
+    assert "scored by the native core" in refused(*opd_keys("x", "policy.backend=hf"))
+    assert "read by adv_estimator.name opd only" in refused("grpo.adv_estimator.proximal_teacher_alpha=0.5")
+    assert "sampled tokens, not the whole vocabulary" in refused(
+        *opd_keys("x", "++on_policy_distillation.full.enabled=true")
+    )
+
+
+def test_top_k_of_the_teacher_is_refused_by_its_own_sentence():
+    file, load = "distillation_arithmetic_smollm2.yaml", load_distillation_config
+    assert "topk_logits_k is 64, but the teacher scores the sampled tokens, not its top k: write null" in refused(
+        "distillation.topk_logits_k=64", load=load, file=file
+    )
+    assert "zero_outside_topk cannot be true" in refused("loss_fn.zero_outside_topk=true", load=load, file=file)
+    assert "must be opd, which reads the teacher's scores" in refused(
+        "distillation.adv_estimator.name=grpo", load=load, file=file
+    )
+
+
+def test_a_response_alone_in_its_group_is_enough_for_a_teacher():
+    alone = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"]
+    assert load_grpo_config("grpo_tiny.yaml", opd_keys("x", *alone)).teachers
+    assert "alone in its group" in refused(*opd_keys("x", *alone, "grpo.adv_estimator.outcome_advantage_weight=0.5"))
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(teacher):
+    tokenizer = tiny_tokenizer()
+    check_vocabulary(tokenizer, str(teacher), "teacher.model_name")
+    tokenizer.backend_tokenizer.add_tokens(["<more>"])
+    with pytest.raises(
+        ValueError, match=r"^teacher.model_name: \S+ has another vocabulary than policy.tokenizer.name [^\n]*$"
+    ):
+        check_vocabulary(tokenizer, str(teacher), "teacher.model_name")
+
+
+# ---- runs
+
+
+def test_the_teacher_scores_as_a_policy_with_its_weights(teacher):
+    tiny.one_thread()
+    config = load_grpo_config("grpo_tiny.yaml").policy
+    student = Policy(None, config, tiny_tokenizer(), seed=1, init_reference_model=False, teachers={"key": str(teacher)})
+    own = config.model_copy(update={"model_name": str(teacher)})
+    alone = Policy(None, own, tiny_tokenizer(), seed=1, init_reference_model=False)
+    data = {
+        "input_ids": torch.randint(4, 14, (6, 9)), "input_lengths": torch.full((6,), 9), "token_mask": torch.ones(6, 9),
+        "sample_mask": torch.ones(6),
+    }  # fmt: skip
+    scored = student.get_teacher_logprobs(data, str(teacher))["teacher_logprobs"]
+    assert torch.equal(scored, alone.get_logprobs(data)["logprobs"])
+    assert not torch.equal(scored, student.get_logprobs(data)["logprobs"])
+
+
+GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_distillation_run_comes_near_its_teacher(teacher, tmp_path, kind):
+    tiny.one_thread()
+    same = load_grpo_config(
+        "grpo_tiny.yaml", ["policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=2e-3"]
+    ).model_dump()
+    config = {name: same[name] for name in ("policy", "data", "env")} | {
+        "distillation": {"max_num_steps": 60, "max_num_epochs": 1000, "val_period": 0}, "teacher": {"model_name": str(teacher)},
+        "loss_fn": {"kl_type": kind}, "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(tmp_path), "tensorboard_enabled": False, "monitor_gpus": False},
+    }  # fmt: skip
+    with build_run(config) as run:
+        run.train()
+    gaps = [-row[GAP] for row in run.history]
+    assert np.mean(gaps[-5:]) < 0.5 * np.mean(gaps[:2]), gaps
+
+
+@pytest.mark.slow
+def test_grpo_with_a_teacher_learns_from_both(teacher, tmp_path):
+    keys = opd_keys(teacher, "grpo.adv_estimator.outcome_advantage_weight=0.1", "grpo.max_num_steps=30")
+    with tiny.make(tmp_path, *tiny.SMALL, *keys) as run:
+        run.train()
+    gaps = [-row[GAP] for row in run.history]
+    assert np.mean(gaps[-5:]) < np.mean(gaps[:5]), gaps

@@ -11,6 +11,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate:main", "write text with a model or a checkpoint"),
     "chat": ("chat:main", "talk to a model or a checkpoint"),
     "serve": ("serve:main", "serve a model or a checkpoint over HTTP, as OpenAI and vLLM do"),
+    "export": ("export:main", "write a model or a checkpoint as a GGUF file, for llama.cpp, Ollama and LM Studio"),
     "check": ("runs:check", "check a configuration with its overrides, without loading anything else"),
     "configs": ("runs:configs", "list the shipped configurations, each with what it is"),
     "models": ("models:main", "list the supported models with the memory that they need"),

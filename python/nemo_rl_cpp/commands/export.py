@@ -1,0 +1,39 @@
+"""`nemo-rl-cpp export`: a model or a checkpoint as a GGUF file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_cpp.command_line import add_model_option, command_parser
+from nemo_rl_cpp.hub.sources import find_policy_weights, resolve_model
+from nemo_rl_cpp.models.gguf_export import FORMATS, compare_with_folder, export_gguf
+
+_EXAMPLES = """examples:
+  nemo-rl-cpp export --model results/grpo_arithmetic_smollm2 --gguf q8_0 --out arithmetic.gguf
+  nemo-rl-cpp export --model results/grpo/step_100 --gguf f16 --out policy.gguf --no-compare"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file, and print how far its logits are from the model's."""
+    parser = command_parser("export", "Write a model as a GGUF file, for llama.cpp, Ollama and LM Studio.", _EXAMPLES)
+    add_model_option(parser)
+    parser.add_argument("--gguf", choices=FORMATS, required=True, help="format of the matrices")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.gguf")
+    parser.add_argument(
+        "--no-compare",
+        action="store_true",
+        help="do not read the file back (it takes the memory of the model in float32)",
+    )
+    known = parser.parse_args(arguments)
+    if known.out.suffix != ".gguf":
+        parser.error(f"--out {known.out}: the name of a GGUF file ends in .gguf")
+    folder = resolve_model(find_policy_weights(known.model), key="--model")
+    known.out.parent.mkdir(parents=True, exist_ok=True)
+    size = export_gguf(folder, known.out, known.gguf)
+    print(f"{known.out}: {size / 1e6:,.1f} MB, {known.gguf}")
+    if not known.no_compare:
+        gap = compare_with_folder(known.out, folder)
+        print(
+            f"read back over {gap.tokens} tokens: KL {gap.mean_kl:.2g} nats a token from the model in float32, logits differ by "
+            f"{gap.max_logit:.2g} at most"
+        )
+    return 0

@@ -1,0 +1,335 @@
+"""Writes a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+llama.cpp decides a model's computation by the name of its architecture and by metadata, so that not every variation of a family
+can be said in a file. What cannot is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from nemo_rl_cpp.data.boundaries import end_token_ids
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.models import hf_config, rope
+from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.gguf_tokenizer import add_tokenizer
+from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, fill_parameters, raw_tensors, weight_files
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+"""Formats of the matrices. Vectors are float32 in all of them; embedding and head have 8 bits in q4_0, which costs little and saves
+most of what 4 bits there would lose."""
+
+
+class Family(NamedTuple):
+    """What llama.cpp calls a model_type.
+
+    Attributes:
+        architecture: its name in the file.
+        interleaved: rotary embeddings turn neighbouring rows of a head in llama.cpp, where Hugging Face turns its halves.
+        has_windows: llama.cpp computes windows; the others see all tokens, so that a file's context ends at the window.
+        scalings: types of rope scaling that it computes.
+    """
+
+    architecture: str
+    interleaved: bool = False
+    has_windows: bool = False
+    scalings: tuple[str, ...] = ("linear", "yarn")
+
+
+FAMILIES = {
+    "llama": Family("llama", interleaved=True, scalings=("linear", "yarn", "llama3")),
+    "mistral": Family("llama", interleaved=True),
+    "smollm3": Family("smollm3", interleaved=True),
+    "granite": Family("granite", interleaved=True),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3"),
+    "olmo2": Family("olmo2"),
+    "phi3": Family("phi3", scalings=("longrope",)),
+    "gemma2": Family("gemma2", has_windows=True, scalings=()),
+    "gemma3_text": Family("gemma3", has_windows=True, scalings=("linear",)),
+}
+
+
+def export_gguf(folder: Path, file: Path, kind: str) -> int:
+    """Write the model and the tokenizer of a Hugging Face folder as one GGUF file, and return its bytes.
+
+    A tensor is read, converted and written before the next one. The file appears under its name when it is complete.
+
+    Args:
+        kind: one of FORMATS, that of the matrices.
+
+    Raises:
+        ModelFolderError: the model or its tokenizer cannot be said in a file that llama.cpp computes as this package does.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise ModelFolderError("the package gguf writes GGUF files, and it is missing: pip install gguf") from None
+
+    config = hf_config.read_config(folder)
+    check_family(config)
+    tokenizer = Tokenizer.from_pretrained(folder, section="")
+    files = weight_files(folder)
+    shapes, order = hf_config.parameter_shapes(hf_config.native_config(config)), []
+    fill_parameters(folder, shapes, ((n, e) for _, n, e in all_entries(files)), lambda name, entry: order.append(name))
+    names, derived = tensor_names(config), _rope_factors(config)
+    formats = {name: _format(names[name], shapes[name], kind) for name in order}
+    part = file.with_name(f".{file.name}.part")
+    writer = gguf.GGUFWriter(part, FAMILIES[config["model_type"]].architecture)
+    try:
+        _add_metadata(writer, config, folder.resolve().name, kind)
+        add_tokenizer(writer, tokenizer, config["vocab_size"], end_token_ids(folder, config, tokenizer))
+        for name, values in derived.items():
+            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+        for name in order:
+            size = gguf.quant_shape_to_byte_shape(shapes[name], formats[name])
+            writer.add_tensor_info(names[name], size, np.dtype(np.uint8), math.prod(size), raw_dtype=formats[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for values in derived.values():
+            writer.write_tensor_data(values)
+
+        def write(name: str, tensor: RawTensor) -> None:
+            values = to_gguf(config, name, _float32(tensor))
+            writer.write_tensor_data(gguf.quants.quantize(values, formats[name]))
+
+        fill_parameters(folder, shapes, raw_tensors(files), write)
+        writer.close()
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+    return file.stat().st_size
+
+
+def read_gguf(file: Path, config: Mapping[str, Plain]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a file that `export_gguf` wrote, in float32 under their names in the model folder."""
+    import gguf
+
+    names = {there: here for here, there in tensor_names(config).items()}
+    for tensor in gguf.GGUFReader(file).tensors:
+        if tensor.name in names:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            yield names[tensor.name], from_gguf(config, names[tensor.name], values)
+
+
+def check_family(config: Mapping[str, Plain]) -> None:
+    """Raise ModelFolderError for a configuration (in the one form) that llama.cpp would compute otherwise."""
+    kind = config["model_type"]
+    if kind not in FAMILIES:
+        raise ModelFolderError(
+            f"a model of type {kind} is not written as GGUF; {', '.join(FAMILIES)} are. Convert the folder with llama.cpp's "
+            "convert_hf_to_gguf.py"
+        )
+    family, made = FAMILIES[kind], SUPPORTED_ARCHITECTURES[kind]
+    native = hf_config.native_config(config)
+    scaling = rope.of_kind(config, FULL)["rope_scaling"]
+    wrong = None
+    if scaling is not None and scaling["rope_type"] not in family.scalings:
+        wrong = f"rope scaling of type {scaling['rope_type']}"
+    elif native["activation"] != ("gelu_tanh" if kind.startswith("gemma") else "silu"):
+        wrong = f"the activation {native['activation']}"
+    elif kind == "smollm3" and made.rotary(config) != [(i + 1) % 4 != 0 for i in range(config["num_hidden_layers"])]:
+        wrong = "no rotary embeddings in other layers than every fourth"
+    elif kind == "gemma2" and made.layer_types(config)[:2] != [SLIDING, FULL]:
+        wrong = "windows in other layers than every second"
+    elif kind == "qwen3" and config["attention_bias"]:
+        wrong = "attention_bias"
+    elif kind.startswith("gemma") and config["query_pre_attn_scalar"] != config["head_dim"]:
+        wrong = f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
+    if wrong is not None:
+        raise ModelFolderError(f"a {kind} model with {wrong} is not computed by llama.cpp, so no GGUF file is written")
+
+
+def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, kind: str) -> None:
+    import gguf
+
+    family = FAMILIES[config["model_type"]]
+    window, kinds = config.get("sliding_window"), SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
+    longest = hf_config.max_positions(config)
+    if hf_config.has_window(config) and not family.has_windows:
+        longest = min(longest, window)
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(kind, f"MOSTLY_{kind.upper()}")])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(longest)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
+    if family.has_windows and window is not None:
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern([each == SLIDING for each in kinds])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    _add_rope(writer, config)
+
+
+def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
+    import gguf
+
+    full = rope.of_kind(config, FULL)
+    writer.add_rope_dimension_count(rope.rotary_size(config))
+    writer.add_rope_freq_base(float(full["rope_theta"]))
+    if config["model_type"] == "gemma3_text":
+        writer.add_rope_freq_base_swa(float(rope.of_kind(config, SLIDING)["rope_theta"]))
+    scaling = full["rope_scaling"]
+    if scaling is None or scaling["rope_type"] == "llama3":  # llama3's factors are a tensor
+        return
+    original = scaling.get("original_max_position_embeddings")
+    if scaling["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(rope.rope_frequencies(full, hf_config.max_positions(config))[1])
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
+    writer.add_rope_scaling_factor(float(scaling["factor"]))
+    if scaling["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(original)
+        for key in ("beta_fast", "beta_slow"):
+            if scaling.get(key):
+                getattr(writer, f"add_rope_scaling_yarn_{key}")(float(scaling[key]))
+
+
+def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
+    """Return llama.cpp's name of each parameter."""
+    import gguf
+
+    architecture = FAMILIES[config["model_type"]].architecture
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    shapes = hf_config.parameter_shapes(hf_config.native_config(config))
+    return {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in shapes}
+
+
+def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
+    """Return the format of a tensor where the matrices have the format `kind`."""
+    import gguf
+
+    if len(shape) < 2:
+        kind = "f32"
+    elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):
+        kind = "q8_0"
+    if kind.startswith("q") and shape[-1] % 32:  # a block holds 32 numbers of a row
+        kind = "f16"
+    return gguf.GGMLQuantizationType[kind.upper()]
+
+
+def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
+    """Return a parameter as llama.cpp has it: norms with Gemma's 1 added, and rows in neighbouring pairs where its rotary embeddings
+    turn those (row i of the first half of a head goes to 2i, row i of the second half to 2i + 1)."""
+    heads = _paired_heads(config, name)
+    if heads:
+        halves = values.reshape(heads, 2, -1, *values.shape[1:])
+        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+    return values + np.float32(1) if _is_offset(config, name) else values
+
+
+def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
+    """Undo `to_gguf`."""
+    heads = _paired_heads(config, name)
+    if heads:
+        pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+        values = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+    return values - np.float32(1) if _is_offset(config, name) else values
+
+
+def _paired_heads(config: Mapping[str, Plain], name: str) -> int:
+    """Return the heads of a query or key projection whose rows llama.cpp has in pairs; 0 for another parameter."""
+    if not FAMILIES[config["model_type"]].interleaved:
+        return 0
+    return (
+        config["num_attention_heads"]
+        if ".q_proj." in name
+        else config["num_key_value_heads"]
+        if ".k_proj." in name
+        else 0
+    )
+
+
+def _is_offset(config: Mapping[str, Plain], name: str) -> bool:
+    return SUPPORTED_ARCHITECTURES[config["model_type"]].norm_offset != 0 and name.endswith("norm.weight")
+
+
+def _float32(tensor: RawTensor) -> np.ndarray:
+    if tensor.dtype == "BF16":
+        values = (np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        types = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+        values = np.frombuffer(tensor.data, types[tensor.dtype]).astype(np.float32)
+    return values.reshape(tensor.shape)
+
+
+def _rope_factors(config: Mapping[str, Plain]) -> dict[str, np.ndarray]:
+    """Return the tensors of factors by which llama.cpp divides rotary frequencies, where the scaling is one of llama3 or longrope."""
+    full = rope.of_kind(config, FULL)
+    scaling = full["rope_scaling"] or {}
+    if scaling.get("rope_type") == "longrope":
+        return {f"rope_factors_{which}.weight": np.float32(scaling[f"{which}_factor"]) for which in ("long", "short")}
+    if scaling.get("rope_type") == "llama3":
+        plain, _ = rope.rope_frequencies({**full, "rope_scaling": None}, 0)
+        scaled, _ = rope.rope_frequencies(full, 0)
+        return {"rope_freqs.weight": np.float32([before / after for before, after in zip(plain, scaled)])}
+    return {}
+
+
+TEXT = (
+    "The quick brown fox jumps over the lazy dog. If a train leaves at 9:40 and arrives at 11:05, the journey takes 85 minutes, "
+    "because 20 minutes remain of the first hour and 65 follow. def add(a, b): return a + b\n"
+)
+
+
+class Gap(NamedTuple):
+    """How far a file's model is from the folder's, over the tokens of `TEXT`."""
+
+    tokens: int
+    mean_kl: float
+    """Mean over the positions of KL(folder's distribution of the next token || file's), in nats."""
+    max_logit: float
+    """Largest absolute difference of two logits."""
+
+
+def compare_with_folder(file: Path, folder: Path) -> Gap:
+    """Read a file that `export_gguf` wrote back, and compare its logits with the folder's; both compute in float32."""
+    import torch
+
+    from nemo_rl_cpp._native import C
+    from nemo_rl_cpp.models.model_folder import read_model_folder
+    from nemo_rl_cpp.models.weights import named_views
+
+    opened = read_model_folder(folder)
+    ids = torch.tensor(Tokenizer.from_pretrained(folder, section="")(TEXT)["input_ids"])
+    model = C.DecoderModel(opened.native(), torch.float32, trainable=False)
+    opened.fill(model)
+    ours = C.Trainer(model).logits(ids)
+    views = named_views(model.layout, model.compute)
+    for name, values in read_gguf(file, opened.config):
+        views[name].copy_(torch.from_numpy(values))
+    model.masters_changed()
+    theirs = C.Trainer(model).logits(ids)
+    kl = torch.nn.functional.kl_div(
+        theirs.log_softmax(-1), ours.log_softmax(-1), reduction="batchmean", log_target=True
+    )
+    return Gap(len(ids), float(kl), float((ours - theirs).abs().max()))

@@ -1,0 +1,162 @@
+"""GGUF files that `nemo-rl-cpp export` writes, read and computed by llama.cpp."""
+
+import json
+
+import llama_cpp
+import models
+import pytest
+import tokenizer_folders
+import torch
+from nemo_rl_cpp import cli
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.models.gguf_export import FORMATS, compare_with_folder, export_gguf, read_gguf
+from nemo_rl_cpp.models.hf_config import read_config
+from safetensors.torch import load_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models as token_models
+from tokenizers import pre_tokenizers
+
+# what llama.cpp cannot compute otherwise is set as released models have it
+CHANGES = {
+    "gemma2": dict(
+        query_pre_attn_scalar=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "gemma3": dict(
+        query_pre_attn_scalar=16,
+        num_hidden_layers=7,
+        layer_types=[*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+    ),
+    "smollm3": dict(num_hidden_layers=5, no_rope_layers=[1, 1, 1, 0, 1], layer_types=["full_attention"] * 5),
+    "mistral_window": dict(sliding_window=70),
+    "qwen3_windows": dict(sliding_window=70),
+    "phi3": dict(sliding_window=70),
+}
+REFUSED = {
+    "llama_gelu": "the activation gelu_tanh",
+    "olmo2_gelu": "the activation gelu_tanh",
+    "olmo3": "a model of type olmo3 is not written as GGUF",
+}
+WRITTEN = sorted(models.configurations().keys() - REFUSED.keys())
+PROMPT = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def write_tokenizer(folder):
+    """96 tokens of a byte each, and one of two bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:93]
+    vocab = {text: i for i, text in enumerate(["<pad>", "<s>", "</s>", *letters, letters[0] + letters[1]])}
+    tokenizer = Backend(token_models.BPE(vocab=vocab, merges=[(letters[0], letters[1])]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def make(name, root, monkeypatch):
+    """A folder of a tiny random model. llama.cpp looks for special tokens where a name holds phi-3."""
+    folder = root / name.replace("phi3", "small")
+    configuration = models.configurations()[name]
+    for key, value in CHANGES.get(name, {}).items():
+        setattr(configuration, key, value)
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "configurations", lambda: {name: configuration})
+        model = models.build(name, folder)
+    write_tokenizer(folder)
+    return folder, model
+
+
+def greedy(model, count):
+    """Ids of transformers' likeliest continuation up to its end, and their log-probabilities."""
+    ids, logprobs = torch.tensor([PROMPT]), []
+    with torch.no_grad():
+        for _ in range(count):
+            best = model(ids).logits[0, -1].log_softmax(-1).max(-1)
+            ids, logprobs = torch.cat([ids, best.indices.view(1, 1)], 1), [*logprobs, best.values.item()]
+            if best.indices == 2:
+                break
+    return ids[0, len(PROMPT) :].tolist(), logprobs
+
+
+def test_llama_cpp_computes_what_transformers_does(tmp_path, monkeypatch):
+    """GELU is looked up in a table of half precision in llama.cpp, the rest is float32."""
+    jobs, expected = [], []
+    for name in WRITTEN:
+        folder, model = make(name, tmp_path, monkeypatch)
+        export_gguf(folder, folder / "model.gguf", "f32")
+        jobs.append({"file": str(folder / "model.gguf"), "prompt": PROMPT})
+        expected.append(greedy(model, 16))
+    for name, found, (ids, logprobs) in zip(WRITTEN, llama_cpp.answers(jobs, tmp_path), expected, strict=True):
+        assert found["ids"] == ids, name
+        assert found["logprobs"] == pytest.approx(logprobs, abs=2e-3 if name.startswith("gemma") else 1e-4), name
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "phi3_longrope", "gemma3", "qwen3_tied"])
+def test_a_float32_file_holds_the_folders_numbers(name, tmp_path, monkeypatch):
+    folder, _ = make(name, tmp_path, monkeypatch)
+    file = tmp_path / "model.gguf"
+    assert export_gguf(folder, file, "f32") == file.stat().st_size
+    expected = load_file(folder / "model.safetensors")
+    found = {key: torch.from_numpy(values) for key, values in read_gguf(file, read_config(folder))}
+    assert found.keys() == expected.keys()
+    offset = 1e-6 if name.startswith("gemma") else 0  # norms are 1 + w there
+    assert all((found[key] - expected[key]).abs().max() <= offset for key in expected)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.gguf"]
+
+
+def test_formats_lie_as_far_from_the_model_as_their_bits_say(tmp_path, monkeypatch):
+    """Rows of 48 and 80 numbers, which blocks of 32 do not divide, have 16 bits in all formats below them; rows of 64 are in blocks."""
+    folder, _ = make("llama_tied", tmp_path, monkeypatch)
+    gaps = {}
+    for kind in FORMATS:
+        export_gguf(folder, tmp_path / "model.gguf", kind)
+        gaps[kind] = compare_with_folder(tmp_path / "model.gguf", folder)
+    assert gaps["f32"].max_logit == gaps["f32"].mean_kl == 0
+    assert 0 < gaps["f16"].max_logit < gaps["bf16"].max_logit
+    assert gaps["f16"].mean_kl < gaps["q8_0"].mean_kl < gaps["q4_0"].mean_kl < 0.1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_llama_cpp_does_not_compute_is_refused(name, tmp_path, monkeypatch):
+    folder, _ = make(name, tmp_path, monkeypatch)
+    with pytest.raises(ModelFolderError, match=REFUSED[name]):
+        export_gguf(folder, tmp_path / "model.gguf", "f32")
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]
+
+
+TEXTS = (
+    "Hello there, what is 12 plus 30?",
+    "  two  spaces\n\n\tand a tab",
+    "don't we'll",
+    "1234567 3.14",
+    "naïve 北京 🙂",
+)
+
+
+def test_llama_cpp_splits_texts_into_the_same_tokens(tmp_path):
+    jobs, expected = [], []
+    for name in ("gpt2", "qwen", "llama3", "llama2"):
+        folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
+        export_gguf(folder, folder / "model.gguf", "f16")
+        tokenizer = Tokenizer.from_pretrained(folder)
+        jobs.append({"file": str(folder / "model.gguf"), "prompt": [5, 6, 7], "count": 1, "texts": TEXTS})
+        expected.append([tokenizer(text)["input_ids"] for text in TEXTS])
+    for job, found, ids in zip(jobs, llama_cpp.answers(jobs, tmp_path), expected, strict=True):
+        assert found["tokens"] == ids, job["file"]
+
+
+@pytest.mark.parametrize("name, reason", [("unigram", "of type Unigram"), ("other_end", "of type WordLevel")])
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(name, reason, tmp_path):
+    folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
+    with pytest.raises(ModelFolderError, match=reason):
+        export_gguf(folder, tmp_path / "model.gguf", "f32")
+
+
+def test_the_command_says_the_size_and_the_distance(tmp_path, monkeypatch, capsys):
+    folder, _ = make("llama", tmp_path, monkeypatch)
+    assert cli.main(["export", "--model", str(folder), "--gguf", "q8_0", "--out", str(tmp_path / "a" / "x.gguf")]) == 0
+    said = capsys.readouterr().out
+    assert "x.gguf: 0." in said and "read back over" in said and "nats a token" in said
+    with pytest.raises(SystemExit):
+        cli.main(["export", "--model", str(folder), "--gguf", "q8_0", "--out", str(tmp_path / "x.bin")])
+    assert "ends in .gguf" in capsys.readouterr().err

@@ -26,11 +26,15 @@ def configurations() -> dict:
         GraniteConfig,
         LlamaConfig,
         MistralConfig,
+        MixtralConfig,
         Olmo2Config,
         Olmo3Config,
+        OlmoeConfig,
         Phi3Config,
         Qwen2Config,
+        Qwen2MoeConfig,
         Qwen3Config,
+        Qwen3MoeConfig,
         SmolLM3Config,
     )  # fmt: skip
 
@@ -56,6 +60,8 @@ def configurations() -> dict:
         partial_rotary_factor=0.75,
     )
     phi3 = {**BASE, "hidden_size": 64}
+    experts = dict(num_experts=6, num_experts_per_tok=3)
+    qwen_moe = {**BASE, **experts, "moe_intermediate_size": 24}
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
         "llama": LlamaConfig(**BASE, head_dim=16),
@@ -96,6 +102,17 @@ def configurations() -> dict:
         "olmo2": Olmo2Config(**{**BASE, "hidden_size": 64}),
         "olmo2_gelu": Olmo2Config(**{**BASE, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
         "qwen3_tied": Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True),
+        "qwen3_moe": Qwen3MoeConfig(**qwen_moe, head_dim=16, norm_topk_prob=True),
+        "qwen3_moe_dense_layer": Qwen3MoeConfig(**qwen_moe, head_dim=16, mlp_only_layers=[1], tie_word_embeddings=True),
+        "qwen3_moe_window": Qwen3MoeConfig(**qwen_moe, head_dim=16, use_sliding_window=True, sliding_window=9),
+        "olmoe": OlmoeConfig(**{**BASE, "hidden_size": 64, "intermediate_size": 24}, **experts),
+        "mixtral": MixtralConfig(**{**BASE, "intermediate_size": 24}, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+        "mixtral_window": MixtralConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
+        "qwen2_moe": Qwen2MoeConfig(**{**qwen_moe, "hidden_size": 64}, shared_expert_intermediate_size=40),
+        "qwen2_moe_sparse_step": Qwen2MoeConfig(
+            **{**qwen_moe, "hidden_size": 64}, shared_expert_intermediate_size=40, decoder_sparse_step=2, norm_topk_prob=True,
+            use_sliding_window=True, sliding_window=11, max_window_layers=2,
+        ),
     }  # fmt: skip
 
 
@@ -104,7 +121,9 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configurations()[name], dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        configurations()[name], dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
@@ -113,6 +132,24 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
                 parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
     model.save_pretrained(folder)
     return model.eval()
+
+
+def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
+    """Tensors by the names of parameters of transformers' module as those by the names of its checkpoints: experts one by one."""
+    found = {}
+    for name, tensor in tensors.items():
+        if model_type == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        matrices = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        block, _, matrix = name.rpartition(".experts.")
+        if not block:
+            found[name] = tensor
+            continue
+        for expert, of_expert in enumerate(tensor):
+            parts = of_expert.chunk(2) if matrix == "gate_up_proj" else [of_expert]
+            names = matrices[:2] if matrix == "gate_up_proj" else matrices[2:]
+            found |= {f"{block}.experts.{expert}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
+    return found
 
 
 class Float64Torch:

@@ -32,6 +32,20 @@ def _where_switched_on(form: Form) -> list[str]:
     return form.get("layer_types") or [SLIDING if i >= first else FULL for i in range(form["num_hidden_layers"])]
 
 
+def _all_sliding_where_switched_on(form: Form) -> list[str]:
+    return _all_sliding(form) if form["use_sliding_window"] else _all_full(form)
+
+
+def _alternating_where_switched_on(form: Form) -> list[str]:
+    """By use_sliding_window; then by layer_types, or every second of the first max_window_layers layers."""
+    if not form["use_sliding_window"]:
+        return _all_full(form)
+    first = form["max_window_layers"]
+    return form.get("layer_types") or [
+        SLIDING if i % 2 == 0 and i < first else FULL for i in range(form["num_hidden_layers"])
+    ]
+
+
 def _smollm3_rotary(form: Form) -> list[bool]:
     every = form["no_rope_layer_interval"]
     return form.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(form["num_hidden_layers"])]
@@ -61,6 +75,40 @@ def _gemma_factors(form: Form) -> dict[str, float]:
     }
 
 
+class Experts(NamedTuple):
+    """How a model_type writes its mixture of experts.
+
+    Attributes:
+        count, width: the keys of the number of experts and of the columns of each.
+        renormalise: the key that makes the weights of the chosen experts add up to 1; None: they always do.
+        shared: the key of the columns of an MLP that all tokens go through; None: there is none.
+        block, gate, up, down: names in the checkpoint, of the block of a layer and of the matrices of an expert.
+    """
+
+    count: str = "num_experts"
+    width: str = "moe_intermediate_size"
+    renormalise: str | None = "norm_topk_prob"
+    shared: str | None = None
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return (self.count, "num_experts_per_tok", self.width, *([self.shared] if self.shared else []))
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""Two names of one key."""
+
+
+def layers_with_experts(form: Form) -> list[int]:
+    """Return the layers whose MLP is a mixture of experts, by mlp_only_layers and decoder_sparse_step."""
+    dense, every = form.get("mlp_only_layers") or (), form.get("decoder_sparse_step", 1)
+    return [layer for layer in range(form["num_hidden_layers"]) if layer not in dense and (layer + 1) % every == 0]
+
+
 class Architecture(NamedTuple):
     """A model_type: its name in transformers, what its layers are made of, and what config.json may leave out.
 
@@ -79,6 +127,7 @@ class Architecture(NamedTuple):
         factors: those of attention_scale, embedding_multiplier, residual_multiplier, logit_multiplier and the softcaps that differ from the usual.
         only: keys that may have one value alone.
         activation: the key of the MLP's activation.
+        experts: how a mixture of experts is written; None: every layer has one MLP.
     """
 
     title: str
@@ -97,6 +146,7 @@ class Architecture(NamedTuple):
     factors: Callable[[Form], dict[str, float]] = lambda form: {}
     only: Mapping[str, Plain] = {}
     activation: str = "hidden_act"
+    experts: Experts | None = None
 
 
 # What transformers 5 takes for a key that config.json leaves out.
@@ -144,6 +194,27 @@ _GEMMA2 = {
     **{key: value for key, value in _GEMMA3.items() if key != "sliding_window_pattern"}, "vocab_size": 256000,
     "max_position_embeddings": 8192, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
 }  # fmt: skip
+_EXPERTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_QWEN_MOE = {
+    **{key: value for key, value in _QWEN.items() if key != "max_window_layers"}, **_EXPERTS, "hidden_size": 2048, "num_hidden_layers": 24,
+    "decoder_sparse_step": 1, "norm_topk_prob": False, "mlp_only_layers": [],
+}  # fmt: skip
+_QWEN2_MOE = {
+    **_QWEN_MOE, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "max_window_layers": 28,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True,
+}  # fmt: skip
+_QWEN3_MOE = {
+    **_QWEN_MOE, "intermediate_size": 6144, "num_key_value_heads": 4, "attention_bias": False, "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8, "num_experts": 128,
+}  # fmt: skip
+_OLMOE = {
+    **_EVERY, **_EXPERTS, "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False, "router_aux_loss_coef": 0.01, "num_experts_per_tok": 8,
+    "num_experts": 64, "norm_topk_prob": False,
+}  # fmt: skip
+_MIXTRAL = {
+    **_MISTRAL, **_EXPERTS, "rms_norm_eps": 1e-5, "sliding_window": None, "num_experts_per_tok": 2, "num_local_experts": 8,
+}  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
@@ -177,5 +248,19 @@ SUPPORTED_ARCHITECTURES = {
         rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
         only={"use_bidirectional_attention": False},
     ),
+    "qwen3_moe": Architecture(
+        "Qwen3Moe", _QWEN3_MOE, qk_norm="head", layer_types=_all_sliding_where_switched_on, experts=Experts()
+    ),
+    "olmoe": Architecture(
+        "Olmoe", _OLMOE, qk_norm="whole", only={"clip_qkv": None}, experts=Experts(width="intermediate_size")
+    ),
+    "mixtral": Architecture(
+        "Mixtral", _MIXTRAL, biases=(), layer_types=_all_sliding, rope_theta=1000000.0, only={"router_jitter_noise": 0.0},
+        experts=Experts("num_local_experts", "intermediate_size", None, block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
+    "qwen2_moe": Architecture(
+        "Qwen2Moe", _QWEN2_MOE, biases=("qkv",), layer_types=_alternating_where_switched_on, only={"qkv_bias": True},
+        experts=Experts(shared="shared_expert_intermediate_size"),
+    ),
 }  # fmt: skip
-"""model_type -> what it is. Another dense architecture is an entry here."""
+"""model_type -> what it is. Another architecture is an entry here."""

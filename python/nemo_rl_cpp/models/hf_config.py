@@ -11,7 +11,15 @@ from pathlib import Path
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
 from nemo_rl_cpp.models import rope
-from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES, Architecture
+from nemo_rl_cpp.models.architectures import (
+    EXPERT_COUNTS,
+    FULL,
+    SLIDING,
+    SUPPORTED_ARCHITECTURES,
+    Architecture,
+    Experts,
+    layers_with_experts,
+)
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
@@ -25,7 +33,7 @@ _SIZES = (
     "max_position_embeddings",
 )  # fmt: skip
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # PEFT's
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -117,6 +125,8 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
             form = _respelt(rope.lay_rope_over(form, overrides), made)
     else:
         form = _respelt({**config, **overrides}, made)
+    if made.experts is not None:
+        _rename_expert_count(form, made.experts)
     form = {**made.defaults, **form}
     _derive(form)
     _check(form)
@@ -140,6 +150,14 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
     # Phi 3: the key beside the section counts, also where config.json leaves it out
     beside = {original: config.get(original) or made.defaults[original]}
     return rope.respell({**config, **beside}, positions, made.rope_theta) | beside
+
+
+def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
+    """Transformers 5 writes the number of experts under another name than released folders have."""
+    for name in EXPERT_COUNTS:
+        if name != experts.count and name in form:
+            form.setdefault(experts.count, form[name])
+            del form[name]
 
 
 def _derive(form: dict[str, Plain]) -> None:
@@ -202,6 +220,27 @@ def _check(form: Mapping[str, Plain]) -> None:
         if key in form and not rope.is_number(form[key]):
             raise ModelFolderError(f"{key} is {form[key]!r}, but a number above 0 was expected")
     _check_layers(form)
+    if made.experts is not None:
+        _check_experts(form, made.experts)
+
+
+def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
+    for key in experts.sizes:
+        if not _is_size(form[key]):
+            raise ModelFolderError(f"{key} is {form[key]!r}, but a whole number above 0 was expected")
+    count, chosen = form[experts.count], form["num_experts_per_tok"]
+    if chosen > count:
+        raise ModelFolderError(f"num_experts_per_tok is {chosen}, but there are {count} experts ({experts.count})")
+    if form.get("output_router_logits") and form.get("router_aux_loss_coef"):
+        raise ModelFolderError(
+            f"output_router_logits is true, which adds the router's auxiliary loss (router_aux_loss_coef {form['router_aux_loss_coef']}) to a loss: "
+            "the native core does not compute it; set output_router_logits to false, or policy.backend to hf"
+        )
+    every, dense = form.get("decoder_sparse_step", 1), form.get("mlp_only_layers") or []
+    if not _is_size(every):
+        raise ModelFolderError(f"decoder_sparse_step is {every!r}, but a whole number above 0 was expected")
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ModelFolderError(f"mlp_only_layers is {dense!r}, but a list of numbers of layers was expected")
 
 
 def _check_layers(form: Mapping[str, Plain]) -> None:
@@ -274,6 +313,10 @@ def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
         yield f"auto_map names code of the model's own, which is not run: the model is computed as {config.get('model_type')}"
 
 
+_EXPERTS = (
+    *EXPERT_COUNTS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+    "mlp_only_layers",
+)  # fmt: skip
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _FACTORS = (
@@ -292,6 +335,7 @@ _ARCHITECTURE = (
     "no_rope_layer_interval",
     *_FACTORS,
     *_SOFTCAPS,
+    *_EXPERTS,
     *_WINDOW,
 )
 
@@ -346,7 +390,9 @@ def native_config(
     longest = max_length or max_positions(form)
     layers, ropes = _layers(form, made, longest)
     bias = "attention" in made.biases and bool(form["attention_bias"])
+    experts = {} if made.experts is None else {"experts": _experts(form, made.experts)}
     return {
+        **experts,
         "vocab_size": form["vocab_size"],
         "hidden_size": form["hidden_size"],
         "intermediate_size": form["intermediate_size"],
@@ -373,6 +419,21 @@ def native_config(
         "attention_softcap": 0.0,
         "logit_softcap": 0.0,
         **{name: value for name, value in made.factors(form).items() if not (value_head and name.startswith("logit"))},
+    }
+
+
+def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
+    return {
+        "layers": layers_with_experts(form),
+        "count": form[experts.count],
+        "chosen": form["num_experts_per_tok"],
+        "intermediate_size": form[experts.width],
+        "renormalise": experts.renormalise is None or bool(form[experts.renormalise]),
+        "shared_size": form[experts.shared] if experts.shared else 0,
+        "block": experts.block,
+        "gate": experts.gate,
+        "up": experts.up,
+        "down": experts.down,
     }
 
 
@@ -412,12 +473,17 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
         "self_attn.v": "qkv_bias",
         "self_attn.o": "output_bias",
     }
+    with_experts = native.get("experts", {}).get("layers", ())
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
     for layer in range(len(native["layers"])):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{norm}.weight": [hidden] for norm in native["norms"].values()}
         shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}
+        if layer in with_experts:
+            shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden).items()}
         for name, (rows, columns) in products.items():
+            if layer in with_experts and name.startswith("mlp."):
+                continue
             shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
             if native[biased.get(name, "mlp_bias")]:
                 shapes[f"{prefix}{name}_proj.bias"] = [rows]
@@ -426,4 +492,19 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
         shapes["score.weight"] = [1, hidden]
     elif not native["tie_word_embeddings"]:
         shapes["lm_head.weight"] = [native["vocab_size"], hidden]
+    return shapes
+
+
+def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
+    """Name and shape of every parameter of a mixture of experts, without the name of its layer."""
+    block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
+    shapes = {f"{block}.gate.weight": [experts["count"], hidden]}
+    for expert in range(experts["count"]):
+        prefix = f"{block}.experts.{expert}."
+        shapes |= {f"{prefix}{experts[name]}.weight": [inner, hidden] for name in ("gate", "up")}
+        shapes[f"{prefix}{experts['down']}.weight"] = [hidden, inner]
+    if shared:
+        shapes[f"{block}.shared_expert_gate.weight"] = [1, hidden]
+        shapes |= {f"{block}.shared_expert.{name}_proj.weight": [shared, hidden] for name in ("gate", "up")}
+        shapes[f"{block}.shared_expert.down_proj.weight"] = [hidden, shared]
     return shapes

@@ -18,8 +18,12 @@ FAMILIES = {
     "qwen3": LLAMA | {"model_type": "qwen3"},
     "gemma3": LLAMA | {"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2},
     "gemma2": LLAMA | {"model_type": "gemma2", "sliding_window": 7, "final_logit_softcapping": 3.0},
+    "qwen2_moe": LLAMA | {
+        "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 32,
+    },
     "granite": LLAMA | {"model_type": "granite", "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
-}
+}  # fmt: skip
 PLENTY = 1 << 28
 
 

@@ -193,10 +193,20 @@ def test_the_same_run_twice_is_the_same_run(tmp_path):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "architecture", ["olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text"]
-)
+    "architecture",
+    [
+        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe",
+    ],
+)  # fmt: skip
 def test_every_architecture_generates_what_it_trains(architecture, precision, tmp_path):
     made = {"model_type": architecture, "sliding_window": 9, "hidden_act": "gelu_pytorch_tanh"}
+    if architecture.endswith("moe") or architecture == "mixtral":
+        made |= {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        }
     overrides = [f"policy.hf_config_overrides.{key}={value}" for key, value in made.items()]
     run = tiny.train(tmp_path, *tiny.SMALL, *overrides, f"policy.precision={precision}", "grpo.max_num_steps=4")
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 4

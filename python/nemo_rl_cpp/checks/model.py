@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.config.cluster import trainers_of
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.config.optimizer import adapted_modules, nothing_adapted
+from nemo_rl_cpp.config.optimizer import adapted_modules, experts_adapted, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.hub.sources import (
@@ -47,6 +47,7 @@ class _Use(NamedTuple):
     backend: str | None = "native"
     slices: int = 1
     slices_key: str = ""
+    device: str = "cpu"
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
@@ -79,23 +80,26 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         tokenizer = name if config.tokenizer.name == given else config.tokenizer.name
         key = "generation.vllm_cfg.max_model_len"
         yield _Use(
-            "generation.model_name", name, None, length, key, tokenizer, "tokenizer.name", backend=config.generation.backend
+            "generation.model_name", name, None, length, key, tokenizer, "tokenizer.name", backend=config.generation.backend,
+            device=config.cluster.device,
         )  # fmt: skip
         return
     processes = max(trainers_of(config), 1)
-    yield _trained("policy", config.policy, processes)
+    yield _trained("policy", config.policy, processes, config.cluster.device)
     if config.has_critic:
-        yield _trained("value", config.value, processes)
+        yield _trained("value", config.value, processes, config.cluster.device)
     for key, name in config.teachers.items():
-        yield _trained("policy", config.policy, processes)._replace(key=key, name=name, overrides=None)
+        teacher = _trained("policy", config.policy, processes, config.cluster.device)
+        yield teacher._replace(key=key, name=name, overrides=None)
 
 
-def _trained(section: str, model: TrainedModelConfig, processes: int) -> _Use:
+def _trained(section: str, model: TrainedModelConfig, processes: int, device: str) -> _Use:
     length = f"{section}.max_total_sequence_length"
     return _Use(
         f"{section}.model_name", model.model_name, model.hf_config_overrides, model.max_total_sequence_length, length,
         model.tokenizer.name, f"{section}.tokenizer.name", section == "value",
         model.backend, model.tensor_parallel(processes), model.tensor_parallel_key(section),
+        device,
     )  # fmt: skip
 
 
@@ -119,6 +123,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
         if use.length is not None:
             check_length(folder.config, use.length, use.length_key, use.name)
         folder.check_slices(use.slices, use.slices_key)
+        folder.check_device(use.device)
         folder.check_weights()
     except (SourceError, OSError) as error:
         yield Finding("error", use.key, f"is {use.name}: {error}")
@@ -179,10 +184,15 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
             "adapter names no base, so use the merged model, in whose folder it lies"
         )  # fmt: skip
     sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
-    if sizes is None or adapted_modules(model.lora, sizes.num_hidden_layers, sizes.fused_tensors):
+    if sizes is None:
         return
-    key, _, why = nothing_adapted(model.lora, model.model_name, sizes.num_hidden_layers).partition(" ")
-    yield Finding("error", f"{section}.dtensor_cfg.lora_cfg.{key}", why)
+    modules = adapted_modules(model.lora, sizes.num_hidden_layers, sizes.fused_tensors)
+    fault = experts_adapted(model.lora, modules, model.model_name) if sizes.experts > 1 else None
+    if not modules:
+        fault = nothing_adapted(model.lora, model.model_name, sizes.num_hidden_layers)
+    if fault is not None:
+        key, _, why = fault.partition(" ")
+        yield Finding("error", f"{section}.dtensor_cfg.lora_cfg.{key}", why)
 
 
 # -- the tokenizer ------------------------------------------------------------------------------------------------------

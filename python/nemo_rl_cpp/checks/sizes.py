@@ -13,6 +13,7 @@ from nemo_rl_cpp.models.memory import (
     fits,
     forecast,
     forecast_summary,
+    known_model,
     machine_memory,
     size_text,
     swap_memory,
@@ -41,12 +42,13 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu":
         return
     name = config.policy.model_name
-    if config.policy.backend == "native" and _EXPERTS.search(name) and not Path(name).expanduser().is_dir():
+    named_experts = _EXPERTS.search(name) and not Path(name).expanduser().is_dir() and known_model(name) is None
+    if config.policy.backend == "native" and named_experts:
         yield Finding(
             "warning",
             "policy.model_name",
-            f"is {name}, by its name a mixture of experts, which policy.backend native does not have (docs/supported-models.md lists what it has): the "
-            "run ends where it reads the model's config.json; policy.backend=hf trains it with transformers",
+            f"is {name}, by its name a mixture of experts, and policy.backend native has those of some model types only (docs/supported-models.md): with "
+            "another the run ends where it reads the model's config.json; policy.backend=hf trains it with transformers",
         )
     needed, memory = certain_bytes(config), machine_memory()
     machine = memory + swap_memory() if memory is not None else None

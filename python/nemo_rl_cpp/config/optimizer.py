@@ -7,7 +7,7 @@ activation checkpointing and parallel sizes are read from; the rest makes no dif
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -337,6 +337,21 @@ def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
     return f"{why}: name some of {', '.join(MATRICES)}"
 
 
+def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -> str | None:
+    """Of a model with experts the key that asks for adapters of its MLPs, and what is wrong with it; None: no key does."""
+    wanted = next((module for module in modules if ".mlp." in module), None)
+    if wanted is None:
+        return None
+    key = (
+        "match_all_linear" if lora.match_all_linear else "target_modules" if lora.target_modules else "exclude_modules"
+    )
+    value = getattr(lora, key)
+    return (
+        f"{key} is {str(value).lower() if value is True else value}, which means {wanted} too, but {model_name} has experts, which get no "
+        "adapters: set match_all_linear=false and target_modules=[q_proj,k_proj,v_proj,o_proj]"
+    )
+
+
 class AdapterSizes(NamedTuple):
     """Numbers of elements: of A and B together, and of the stored matrices that are kept a second time, without adapters."""
 
@@ -501,10 +516,7 @@ class MegatronConfig(Section):
     peft: PeftConfig = section(PeftConfig, "Megatron's LoRA (not supported; see dtensor_cfg.lora_cfg)")
     distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
     fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
-    freeze_moe_router: bool = key(
-        True,
-        "backend hf trains the router of a model with experts all the same, and says so; the native core has no experts",
-    )
+    freeze_moe_router: bool = key(True, "the router of a model with experts is trained all the same, which a note says")
 
 
 PARALLEL_SIZES = {

@@ -309,7 +309,9 @@ class PolicyConfig(TrainedModelConfig):
     )
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")
-    router_replay: RouterReplayConfig | None = section(RouterReplayConfig, "replay of expert routing (not supported)")
+    router_replay: RouterReplayConfig | None = section(
+        RouterReplayConfig, "replay of expert routing, which the native core does not need"
+    )
 
     def fill_defaults(self) -> None:
         self.fill_batching()

@@ -210,6 +210,14 @@ def check_pair(policy: PolicyConfig, report: Report) -> None:
             f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to null, or both to the same",
             "policy.backend",
         )
+    if policy.router_replay is not None and policy.router_replay.enabled:
+        by = "hf" if policy.backend == "hf" else engine_name(policy)
+        if policy.backend == "hf" or policy.generation.runs_vllm:
+            report.add(
+                "policy.router_replay.enabled",
+                f"is true, which {by} does not do: set it to false, or both backends to native, where routers agree to the bit",
+                "policy.backend",
+            )
     if policy.backend != "hf":
         return
     if policy.reuse_generation_logprobs == "always":
@@ -243,10 +251,7 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """What a model of transformers cannot do."""
-    if model.backend != "hf":
-        return
-    check_installed(model.backend, f"{name}.backend", report)
+    """What no model can do, and what one of transformers cannot."""
     megatron = model.megatron_cfg
     wanted = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_router_load_balancing_type": "none"}
     for key, off in wanted.items():
@@ -254,9 +259,11 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
         if megatron.enabled and given not in (off, None):
             report.add(
                 f"{name}.megatron_cfg.{key}",
-                f"is {given}, which backend hf does not do: set it to {off}",
-                f"{name}.backend",
+                f"is {given}, but no loss or bias that balances experts is computed: set it to {off}",
             )
+    if model.backend != "hf":
+        return
+    check_installed(model.backend, f"{name}.backend", report)
     if model.gradient_blocks is not None:
         report.add(
             f"{name}.gradient_blocks",

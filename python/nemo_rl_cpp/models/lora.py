@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.optimizer import MATRICES, adapted_modules, module_of, nothing_adapted
+from nemo_rl_cpp.config.optimizer import MATRICES, adapted_modules, experts_adapted, module_of, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -80,6 +80,9 @@ class Lora:
         modules = adapted_modules(wanted, layers, native["fused_tensors"])
         if not modules:
             raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{nothing_adapted(wanted, config.model_name, layers)}")
+        fault = experts_adapted(wanted, modules, config.model_name) if "experts" in native else None
+        if fault is not None:
+            raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{fault}")
         return cls(
             section,
             tuple(modules),

@@ -63,12 +63,23 @@ class ModelSizes:
     experts: int = 1
     """MLPs of a layer"""
     experts_per_token: int = 1
+    shared_expert_size: int = 0
+    """columns of an MLP that all tokens go through"""
     fused_tensors: bool = False
     """q, k, v and gate, up are one matrix each"""
 
     def as_config(self) -> dict[str, object]:
-        """The sizes under the names of config.json, of a model without experts."""
-        return {name: value for name, value in asdict(self).items() if not name.startswith(("experts", "fused"))}
+        """The sizes under the names of config.json."""
+        own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors")
+        sizes = {name: value for name, value in asdict(self).items() if name not in own}
+        if self.experts > 1:
+            sizes |= {
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.experts_per_token,
+                "moe_intermediate_size": self.intermediate_size,
+                "shared_expert_intermediate_size": self.shared_expert_size,
+            }
+        return sizes
 
     def slice(self, count: int) -> ModelSizes:
         """Of one of so many slices (tensor parallelism)."""
@@ -84,7 +95,8 @@ class ModelSizes:
     def layer_parameters(self) -> int:
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key_value)
-        return attention + 3 * self.experts * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        columns = self.experts * self.intermediate_size + self.shared_expert_size
+        return attention + 3 * self.hidden_size * columns + 2 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
@@ -154,6 +166,8 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
     found = {"experts": count, "experts_per_token": chosen if is_count(chosen) else 1}
     if is_count(width := known.get("moe_intermediate_size")):
         found["intermediate_size"] = width
+    if is_count(shared := known.get("shared_expert_intermediate_size")):
+        found["shared_expert_size"] = shared
     return found
 
 
@@ -300,7 +314,11 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         ),
         phase(
             "log-probabilities",
-            ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers),
+            (
+                "activations",
+                _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers
+                + _expert_rows(policy, sizes, "logprob"),
+            ),
             _head(policy, sizes, "logprob"),
             *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
         ),
@@ -419,16 +437,28 @@ def _layer_tokens(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> fl
     if model.backend == "hf":
         return float(_micro_batch_tokens(model, kind) * sizes.num_hidden_layers * tape_bytes(sizes, _width(model)))
     heads = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads + sizes.num_attention_heads) * sizes.head_dim
-    a_layer = 4 * sizes.hidden_size + heads + 3 * sizes.intermediate_size
+    a_layer = (
+        4 * sizes.hidden_size
+        + heads
+        + 3 * (sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size)
+    )
     return float(_micro_batch_tokens(model, kind) * sizes.num_hidden_layers * a_layer * _width(model))
 
 
+def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
+    """Bytes of what a layer of experts brings together by expert: inputs, results and their gradients (csrc/model/experts.cpp)."""
+    if sizes.experts == 1 or model.backend == "hf":
+        return 0.0
+    a_token = sizes.experts_per_token * (4 * sizes.hidden_size + 4 * sizes.intermediate_size)
+    return float(_micro_batch_tokens(model, kind) * a_token * _width(model))
+
+
 def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
-    full = _layer_tokens(model, sizes, "train")
+    full, rows = _layer_tokens(model, sizes, "train"), _expert_rows(model, sizes, "train")
     if not model.activation_checkpointing:
-        return full
+        return full + rows
     inputs = float(_micro_batch_tokens(model, "train") * sizes.num_hidden_layers * sizes.hidden_size * _width(model))
-    return inputs + full / sizes.num_hidden_layers  # the layers' inputs, and one layer recomputed
+    return inputs + full / sizes.num_hidden_layers + rows  # the layers' inputs, and one layer recomputed
 
 
 def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:

@@ -30,6 +30,14 @@ def was_said(remark: str) -> bool:
     return remark in _SAID
 
 
+def note_trained_router(router: str, section: str) -> None:
+    """Tell once that a router is trained although `section` of the configuration asks for a frozen one."""
+    what = f"every parameter is trained, {router} too"
+    if not was_said(what):
+        key = f"{section}.megatron_cfg.freeze_moe_router"
+        print(f"note: {note_as_said(what)} ({key} is true, and is not done)", file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """What a model is before it is built.
@@ -77,6 +85,10 @@ class ModelFolder:
             raise ModelFolderError(
                 f"{key} is {count}, but the vocabulary has {native['vocab_size']} entries; set it to 1"
             )
+        if count > 1 and "experts" in native:
+            raise ModelFolderError(
+                f"{key} is {count}, but the model is a mixture of experts ({self.config['model_type']}), which slices cannot; set it to 1"
+            )
         if count > 1 and native["fused_tensors"]:
             raise ModelFolderError(
                 f"{key} is {count}, but tensors of the model hold queries, keys and values together ({self.config['model_type']}), which slices cannot; set it to 1"
@@ -85,6 +97,18 @@ class ModelFolder:
             raise ModelFolderError(
                 f"{key} is {count}, but the model normalises all heads of the queries and keys together ({self.config['model_type']}), which slices cannot; set it to 1"
             )
+
+    def check_device(self, device: str) -> None:
+        """Raise ModelFolderError if the model is not computed on a device such as "cpu" or "cuda:0"."""
+        if device != "cpu" and "experts" in self.native():
+            raise ModelFolderError(
+                f"{self.config['model_type']} is a mixture of experts, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
+            )
+
+    def note_router(self, section: str) -> None:
+        """Tell once that the router is trained, where megatron_cfg asks for one that is not, as NeMo RL's files do."""
+        if "experts" in self.native():
+            note_trained_router(f"{self.config['model_type']}'s router", section)
 
     def fill(self, model: C.DecoderModel) -> None:
         """Load or draw the weights of a native `DecoderModel`."""

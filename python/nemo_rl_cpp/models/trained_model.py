@@ -117,6 +117,9 @@ class TrainedModel(NoOffload):
             length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
         )  # fmt: skip
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
+        folder.check_device(str(self.device))
+        if config.megatron_cfg.enabled and config.megatron_cfg.freeze_moe_router:
+            folder.note_router(self.section)
         return folder
 
     def _slices(self) -> Slices:

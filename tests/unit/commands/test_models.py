@@ -11,6 +11,7 @@ PARAMETERS = {
     "Qwen2.5-Math-7B": 7.616, "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "DeepSeek-R1-Distill-Qwen-7B": 7.616, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.721,
     "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-14B": 14.768, "Qwen3-32B": 32.762, "Olmo-3-1025-7B": 7.298, "SmolLM3-3B": 3.075,
     "granite-3.3-2b-instruct": 2.534, "Phi-3.5-mini-instruct": 3.821, "Phi-4-mini-instruct": 3.836, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0,
+    "Qwen3-30B-A3B": 30.53, "OLMoE-1B-7B-0924": 6.919, "Mixtral-8x7B": 46.70, "Qwen1.5-MoE-A2.7B": 14.32,
 }  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def test_the_sizes_are_those_of_the_models(model):
         ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B"),
         ("somebody/Qwen3-8B", None),
-        ("Qwen/Qwen3-30B-A3B", None),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
         ("", None),
     ],
 )

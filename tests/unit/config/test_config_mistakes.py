@@ -121,7 +121,11 @@ BAD_FILES = {
         "grpo:\n  zero_variance_prompt_filtering: true", "grpo.zero_variance_prompt_filtering", 2, ["read by nothing", "grpo.use_dynamic_sampling"]),
     "dead key of a gym": (
         "grpo:\n  penalize_invalid_tool_call: true", "grpo.penalize_invalid_tool_call", 2, ["grpo.invalid_tool_call_advantage"]),
-    "router replay": ("policy:\n  model_name: m\n  router_replay: {enabled: true}", "policy.router_replay.enabled", 3, ["mixture of experts"]),
+    "router replay": (
+        "policy:\n  model_name: m\n  backend: hf\n  router_replay: {enabled: true}", "policy.router_replay.enabled", 4, ["native"]),
+    "balanced experts": (
+        "policy:\n  model_name: m\n  megatron_cfg: {enabled: true, moe_aux_loss_coeff: 0.01}", "policy.megatron_cfg.moe_aux_loss_coeff", 3,
+        ["no loss or bias"]),
     "weights without gdpo": (
         "grpo:\n  adv_estimator: {reward_weights: [1, 2]}", "grpo.adv_estimator.reward_weights", 2, ["gdpo only"]),
     "gdpo and shaping": (

@@ -173,7 +173,7 @@ def test_the_certain_part_is_weights_masters_gradients_and_moments(tmp_path, mon
 
 @pytest.mark.parametrize(
     "name, said",
-    [("Qwen/Qwen3-30B-A3B", True), ("moonshotai/Moonlight-16B-A3B-Instruct", True), ("Qwen/Qwen3-4B", False)],
+    [("Qwen/Qwen3-30B-A3B", False), ("moonshotai/Moonlight-16B-A3B-Instruct", True), ("Qwen/Qwen3-4B", False)],
 )
 def test_a_mixture_of_experts_is_named_by_its_name(name, said):
     config = load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={name}"])
@@ -227,8 +227,9 @@ def test_the_newest_name_of_the_pytorch_backend(tmp_path):
         assert load_grpo_config("grpo_math_1B.yaml", overrides).policy.activation_checkpointing
 
 
-def test_router_replay_that_is_off_loads():
-    load_grpo_config("grpo_math_1B.yaml", ["+policy.router_replay={enabled: false, dtype: bfloat16}"])
+@pytest.mark.parametrize("enabled", ["false", "true"])
+def test_router_replay_loads(enabled):
+    load_grpo_config("grpo_math_1B.yaml", [f"+policy.router_replay={{enabled: {enabled}, dtype: bfloat16}}"])
 
 
 def test_data_default_takes_the_keys_of_its_data_set(tmp_path):

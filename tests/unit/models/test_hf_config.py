@@ -12,6 +12,7 @@ from nemo_rl_cpp.models.hf_config import (
     config_remarks,
     max_positions,
     native_config,
+    parameter_shapes,
     read_config,
 )
 from nemo_rl_cpp.models.rope import rope_frequencies
@@ -163,6 +164,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         (QWEN | {"model_type": "olmo3", "hidden_size": 256}, [4096, 4096, 4096, 0], 2048),
         (QWEN | {"model_type": "smollm3", "hidden_size": 256} | SLIDING, [0, 0, 0, 16], 32768),
         (QWEN | {"model_type": "gemma3_text", "sliding_window_pattern": 2}, [4096, 0, 4096, 0], 131072),
+        (QWEN | {"model_type": "qwen3_moe", "use_sliding_window": True}, [4096] * 4, 32768),
+        (
+            QWEN | {"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 2},
+            [4096, 0, 0, 0],
+            32768,
+        ),
         (TINY_CONFIG | {"rope_scaling": YARN}, [0, 0], 128),
         (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, [0, 0], 768),
     ],
@@ -180,6 +187,22 @@ def test_layers_without_rotary_embeddings_and_with_a_table_of_their_own():
     assert tables(gemma) == [1, 0, 1, 0]
     full, local = native_config(QWEN | gemma | {"head_dim": 8})["ropes"]
     assert (full[0][1], local[0][1]) == pytest.approx((9**-0.25, 4**-0.25))
+
+
+def test_layers_with_experts_and_how_they_are_written():
+    config = QWEN | {
+        "model_type": "qwen2_moe",
+        "hidden_size": 256,
+        "num_local_experts": 6,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 2,
+    }
+    experts = native_config(config)["experts"]
+    assert experts["layers"] == [3] and experts["count"] == 6 and experts["shared_size"] == 5632
+    shapes = parameter_shapes(native_config(config))
+    assert shapes["model.layers.3.mlp.experts.5.gate_proj.weight"] == [1408, 256]
+    assert "model.layers.3.mlp.gate_proj.weight" not in shapes and "model.layers.2.mlp.gate_proj.weight" in shapes
+    assert canonical_config(config)["num_experts"] == 6 and "num_local_experts" not in canonical_config(config)
 
 
 def test_longrope_takes_the_table_of_the_longest_sequence():
@@ -200,6 +223,10 @@ def test_longrope_takes_the_table_of_the_longest_sequence():
         ({"model_type": "olmo3", "layer_types": ["chunked_attention"] * 4}, "layer_types has .'chunked_attention'., which is not supported"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is .1., but a list of num_hidden_layers 4 entries"),
         ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0, but a number above 0 was expected"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 3, "num_experts": 2}, "num_experts_per_tok is 3, but there are 2 experts"),
+        ({"model_type": "qwen3_moe", "output_router_logits": True}, "output_router_logits is true, which adds the router's auxiliary loss"),
+        ({"model_type": "qwen2_moe", "decoder_sparse_step": 0}, "decoder_sparse_step is 0, but a whole number above 0"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0, which is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported: only 1 is"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is .1.0., but a list of 4 numbers"),
     ],
@@ -247,14 +274,15 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
 @pytest.mark.parametrize("key", ["model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "hidden_act",
                                  "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "max_window_layers", "sliding_window",
                                  "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings", "quantization_config", "no_rope_layers",
-                                 "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "final_logit_softcapping", "residual_multiplier", "num_hidden_layers"])  # fmt: skip
+                                 "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "final_logit_softcapping", "residual_multiplier", "num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+                                 "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "output_router_logits"])  # fmt: skip
 def test_any_value_is_taken_or_refused_in_words(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
         for arguments in (
             *(
                 (base | {"model_type": kind, key: value},)
-                for kind in ("smollm3", "granite", "phi3", "olmo3", "gemma2", "gemma3_text")
+                for kind in ("smollm3", "granite", "phi3", "olmo3", "gemma2", "gemma3_text", "qwen2_moe")
             ),
             (base | {key: value},),
             (base, {key: value}),

@@ -12,6 +12,7 @@ from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.memory import ModelSizes
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.weights import initialize_weights, named_whole
+from row_batch import padded_rows
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=40)  # fmt: skip
 Q = "model.layers.1.self_attn.q_proj"
@@ -56,6 +57,30 @@ def test_sizes_are_the_native_models(keys, count):
 def lora_of(folder, **keys) -> Lora:
     config = PolicyConfig(model_name="tiny-random", dtensor_cfg={"lora_cfg": LoraConfig(enabled=True, dim=4, **keys)})
     return Lora.of(config, folder, "policy")
+
+
+def test_experts_get_no_adapters_but_attention_does():
+    folder = tiny_random(
+        {**SIZES, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    )
+    with pytest.raises(
+        ValueError, match=r"lora_cfg\.match_all_linear is true, which means .*mlp.gate_proj too, but .* has experts"
+    ):
+        lora_of(folder)
+    lora = lora_of(folder, match_all_linear=False, target_modules=["q_proj", "o_proj"])
+    trainer = C.Trainer(adapted(lora, folder))
+    ids, out = torch.arange(3, 15)[None], torch.zeros(1, 12)
+    trainer.forward(
+        padded_rows(ids, torch.tensor([12]), torch.ones(1, 12, dtype=torch.bool), torch.tensor([-1])),
+        [0],
+        1.0,
+        False,
+        True,
+        False,
+        out,
+    )
+    trainer.backward(torch.ones(1, 12))
+    assert trainer.grad_norm() > 0 and trainer.grads.isfinite().all()
 
 
 def adapted(lora, folder, seed=3, weights=None, model_seed=0):

@@ -99,4 +99,5 @@ def test_what_cannot_be_cut_is_named():
     assert "tensors of the model hold queries, keys and values together (phi3)" in refused(
         "llama_gqa", 2, model_type="phi3", architectures=["Phi3ForCausalLM"]
     )
+    assert "is a mixture of experts (mixtral)" in refused("llama_gqa", 2, model_type="mixtral")
     assert "normalises all heads of the queries and keys together (olmo2)" in refused("llama_gqa", 2, **olmo)

@@ -30,7 +30,7 @@ from nemo_rl_cpp.models.hf.folder import HfFolder, open_hf_folder
 from nemo_rl_cpp.models.hf.library import quietly, transformers
 from nemo_rl_cpp.models.hf.outputs import SCORE, ValueNet, keeps_packed_samples_apart
 from nemo_rl_cpp.models.hf.trainer import HfTrainer, ShardedTrainer
-from nemo_rl_cpp.models.model_folder import note_as_said, was_said
+from nemo_rl_cpp.models.model_folder import note_trained_router
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
 from nemo_rl_cpp.models.policy.train_step import Exactness
@@ -151,10 +151,7 @@ class HfTrainedModel(TrainedModel):
             return
         routers = ("router", "mlp.gate", "block_sparse_moe.gate")
         if routed := [name for name, _ in module.named_modules() if name.endswith(routers)]:
-            what = f"backend hf trains every parameter, {routed[0]} too"
-            if not was_said(what):
-                key = f"{self.section}.megatron_cfg.freeze_moe_router"
-                print(f"note: {note_as_said(what)} ({key} is true, and is not done)", file=sys.stderr, flush=True)
+            note_trained_router(routed[0], self.section)
 
     def _trainer_of(self, model: FlatModel | ShardedModel) -> HfTrainer:
         if model is self.model and self.ranks.is_first and self.config.sequence_packing.enabled and not self._packed:

@@ -22,6 +22,21 @@ def test_it_learns_to_reverse_digits(tmp_path, seed):
     assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
 
 
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_it_learns_to_reverse_digits_with_experts(tmp_path):
+    experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
+    run = tiny.train(tmp_path, *tiny.FAST, *experts, "grpo.seed=2", "grpo.max_num_steps=200", until=0.9)
+    rewards = [row["reward"] for row in run.history]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.9
+    assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
+
+
 def test_metrics_of_exact_steps(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4")
     for row in run.history:

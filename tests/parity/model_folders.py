@@ -35,15 +35,23 @@ def make_bases(root: Path) -> dict[str, Path]:
         GraniteConfig,
         LlamaConfig,
         MistralConfig,
+        MixtralConfig,
         Olmo2Config,
         Olmo3Config,
+        OlmoeConfig,
         Phi3Config,
         Qwen2Config,
+        Qwen2MoeConfig,
         Qwen3Config,
+        Qwen3MoeConfig,
         SmolLM3Config,
     )  # fmt: skip
 
+    experts = dict(num_experts=4, num_experts_per_tok=2)
     made = {
+        "qwen3_moe": Qwen3MoeConfig(**SMALL, **experts, head_dim=16, moe_intermediate_size=24, norm_topk_prob=True),
+        "olmoe": OlmoeConfig(**{**SMALL, "hidden_size": 64}, **experts), "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+        "qwen2_moe": Qwen2MoeConfig(**SMALL, **experts, moe_intermediate_size=24, shared_expert_intermediate_size=40, mlp_only_layers=[0]),
         "llama": LlamaConfig(**SMALL, head_dim=16), "qwen2": Qwen2Config(**SMALL), "qwen3": Qwen3Config(**SMALL, head_dim=16),
         "tied": LlamaConfig(**SMALL, head_dim=16, tie_word_embeddings=True), "wide": Qwen3Config(**SMALL),
         "mistral": MistralConfig(**SMALL, head_dim=16, sliding_window=None), "olmo2": Olmo2Config(**{**SMALL, "hidden_size": 64}),
@@ -185,8 +193,9 @@ def _base_model(weights):
 
 WHOLE = {
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3")},
-    **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2", "smollm3", "granite", "phi3")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe")},
+    **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2", "smollm3", "granite", "phi3", "qwen3_moe", "mixtral")},
+    "experts as released folders have them": of("qwen3_moe", lambda f: f.config(["num_local_experts", "mlp_only_layers"], num_experts=4)),
     **{f"linear, format {n}": case for n, case in both_formats(LINEAR).items()},
     **{f"llama3, format {n}": case for n, case in both_formats(LLAMA3).items()},
     **{f"yarn, format {n}": case for n, case in both_formats(YARN).items()},

@@ -1,0 +1,69 @@
+// Routing of a mixture of experts: ties, weights, groups in a fixed order, and gradients against ATen's.
+#include <ATen/ATen.h>
+
+#include "ops/close.h"
+#include "ops/experts.h"
+
+namespace nemo_rl::ops {
+namespace {
+
+struct Routes {
+  at::Tensor expert, weight;
+};
+
+Routes routes_of(const at::Tensor& logits, std::int64_t k, bool renormalise) {
+  Routes r{at::empty({logits.size(0), k}, at::kLong), at::empty({logits.size(0), k}, logits.options())};
+  route_tokens(logits, renormalise, r.expert, r.weight);
+  return r;
+}
+
+TEST(Experts, OfEqualLogitsTheLowerNumberIsChosenFirst) {
+  const auto logits = at::tensor({0.5, 2.0, 2.0, 0.5}, at::kDouble).view({1, 4});
+  const auto r = routes_of(logits, 3, true);
+  EXPECT_TRUE(at::equal(r.expert, at::tensor({1, 2, 0}, at::kLong).view({1, 3})));
+  EXPECT_EQ(r.weight[0][0].item<double>(), r.weight[0][1].item<double>());
+}
+
+TEST(Experts, LogitsThatAreNoNumbersChooseDistinctExperts) {
+  const auto r = routes_of(at::full({2, 3}, std::nan(""), at::kFloat), 3, false);
+  EXPECT_TRUE(at::equal(r.expert, at::tensor({0, 1, 2, 0, 1, 2}, at::kLong).view({2, 3})));
+}
+
+TEST(Experts, WeightsAndTheirGradientsEqualAtens) {
+  for (const bool renormalise : {false, true}) {
+    const auto logits = randn({11, 7}, 1, at::kDouble).set_requires_grad(true),
+               d_weight = randn({11, 3}, 2, at::kDouble);
+    const auto r = routes_of(logits.detach(), 3, renormalise);
+    auto expected = at::softmax(logits, -1).gather(1, r.expert);
+    if (renormalise) expected = expected / expected.sum(-1, /*keepdim=*/true);
+    EXPECT_TRUE(at::equal(r.expert, std::get<1>(logits.detach().topk(3))));
+    EXPECT_TRUE(at::allclose(r.weight, expected.detach(), 1e-12, 1e-14));
+    expected.backward(d_weight);
+    const auto d_logits = at::empty_like(logits.detach());
+    route_tokens_backward(logits.detach(), renormalise, r.expert, r.weight, d_weight, d_logits);
+    EXPECT_TRUE(at::allclose(d_logits, logits.grad(), 1e-10, 1e-13));
+  }
+}
+
+TEST(Experts, TokensOfAnExpertKeepTheirOrder) {
+  const auto groups = group_by_expert(at::tensor({2, 0, 0, 2, 2, 1}, at::kLong).view({3, 2}), 4);
+  EXPECT_EQ(groups.begin, (std::vector<std::int64_t>{0, 2, 3, 6, 6}));
+  EXPECT_TRUE(at::equal(groups.pair, at::tensor({1, 2, 5, 0, 3, 4}, at::kLong)));
+  EXPECT_TRUE(at::equal(groups.token, at::tensor({0, 1, 2, 0, 1, 2}, at::kLong)));
+  EXPECT_TRUE(at::equal(groups.pair.index_select(0, groups.row), at::arange(6, at::kLong)));
+}
+
+TEST(Experts, ATokensSumDoesNotDependOnOtherTokens) {
+  const std::int64_t T = 40, k = 3, D = 300;
+  const auto rows = randn({T * k, D}, 3, at::kFloat), weight = randn({T, k}, 4, at::kFloat),
+             row = at::arange(T * k, at::kLong).flip(0).contiguous(), all = at::ones({T, D}, at::kFloat);
+  add_up_experts(rows, row, weight, k, all, /*accumulate=*/true);
+  for (const std::int64_t t : {0, 17, 39}) {
+    const auto one = at::ones({1, D}, at::kFloat);
+    add_up_experts(rows.index_select(0, row.narrow(0, t * k, k)), {}, weight.narrow(0, t, 1), k, one, true);
+    EXPECT_TRUE(at::equal(one[0], all[t]));
+  }
+}
+
+}  // namespace
+}  // namespace nemo_rl::ops

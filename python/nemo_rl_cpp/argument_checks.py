@@ -1,4 +1,4 @@
-"""What callers give to the Python entries: models, folders, numbers, each as it must be or a ValueError of one sentence. No torch."""
+"""Checks of arguments: each returns the value in its proper form, or raises a ValueError of one sentence. No torch."""
 
 import difflib
 import os
@@ -10,7 +10,7 @@ _WORDS = re.compile(r"[^\W_]+")
 
 
 def in_a_line(value: object, longest: int = 60) -> str:
-    """A value as messages show it: its repr, in one line and cut where it is long."""
+    """Return a value as messages show it: its repr in one line, cut where it is long."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # noqa: BLE001 - of an object of the caller's, which may raise anything
@@ -19,13 +19,13 @@ def in_a_line(value: object, longest: int = 60) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """`did you mean NAME?` with the nearest of the known names; `otherwise` where none is near."""
+    """Return `did you mean NAME?` with the nearest of the known names, or `otherwise` if none is near."""
     near = nearest(name, known, cutoff)
     return f"did you mean {near}?" if near else otherwise
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    """Finds the known name that is most like `name`; None where none is alike by difflib's ratio `cutoff`.
+    """Return the known name that is most like `name`; None if none reaches difflib's ratio `cutoff`.
 
     Names that share whole words (`use_`) must be alike in their other words, too: `use_rslora` does not mean `use_triton`.
     """
@@ -42,12 +42,12 @@ SMALLEST, LARGEST = 1e-38, 1e38
 
 
 def _scalar(value: object) -> object:
-    """The number in a scalar of numpy or torch; all else as it is."""
+    """Return the number in a scalar of numpy or torch, and any other value unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
-    """`value` as an int within the bounds; numpy's integers and 3.0 are whole numbers, True is none."""
+    """Return `value` as an int within the bounds; numpy's integers and 3.0 are whole numbers, True is not."""
     found = _scalar(value)
     if isinstance(found, float) and found.is_integer():
         found = int(found)
@@ -58,7 +58,7 @@ def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> i
 
 
 def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
-    """`value` as a float within the bounds, or 0 where that has a meaning of its own; True is no number, nor is a text."""
+    """Return `value` as a float within the bounds, or 0 if `zero_is` says what that means; True and texts are no numbers."""
     found = _scalar(value)
     if (
         isinstance(found, bool)
@@ -71,15 +71,8 @@ def number(name: str, value: object, low: float, high: float, zero_is: str = "")
     return float(found)
 
 
-def true_or_false(name: str, value: object) -> bool:
-    """`value`, which must be a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {in_a_line(value)}: expected True or False")
-    return value
-
-
 def stop_texts(value: object) -> list[str]:
-    """Stop strings; one text is a list of one, None is none."""
+    """Return stop strings as a list; one text is a list of one, None an empty list."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"stop_strings = {in_a_line(value)}: expected a text or a list of texts")
@@ -90,7 +83,7 @@ def stop_texts(value: object) -> list[str]:
 
 
 def stop_text_fault(texts: Iterable[str]) -> str:
-    """What is wrong with stop strings, or nothing."""
+    """Return what is wrong with stop strings, or ""."""
     for text in texts:
         if not text:
             return "holds an empty string, at which every response would end"
@@ -102,7 +95,7 @@ def stop_text_fault(texts: Iterable[str]) -> str:
 
 
 def model_name(model: object) -> str:
-    """The name or folder of a model as text."""
+    """Return the name or folder of a model as text."""
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
     if not isinstance(model, str) or not model or "\0" in model:
@@ -112,7 +105,7 @@ def model_name(model: object) -> str:
 
 
 def folder_path(value: object, name: str) -> Path:
-    """The argument `name` as a path; it need not exist."""
+    """Return the argument `name` as a path, which need not exist."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path and "\0" not in path:
         return Path(path)
@@ -120,19 +113,19 @@ def folder_path(value: object, name: str) -> Path:
 
 
 def is_iterable(value: object) -> bool:
-    """Whether `value` has items; a scalar of numpy or torch has none, though its class could."""
+    """Return whether `value` has items; a scalar of numpy or torch has none, though its class could."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
 def names_of(keys: Iterable[object]) -> list[str]:
-    """Keys for a message."""
+    """Return keys for a message."""
     return sorted(
         key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
     )[:20]
 
 
 def described(value: object) -> str:
-    """The value's type, and itself where it is short: "the number 3", "a function"."""
+    """Return a number or text itself, and the type of anything else: "a function"."""
     kind = type(value).__name__
     if isinstance(value, (bool, int, float, str)):
         return in_a_line(value)

@@ -9,7 +9,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("runs:train", "train with GRPO, DAPO, ProRLv2 or PPO, as the configuration says"),
     "eval": ("runs:evaluate", "evaluate a model or a checkpoint"),
     "generate": ("generate:main", "write text with a model or a checkpoint"),
-    "chat": ("chat:main", "talk to a model or a checkpoint"),
     "serve": ("serve:main", "serve a model or a checkpoint over HTTP, as OpenAI and vLLM do"),
     "export": ("export:main", "write a model or a checkpoint as a GGUF file, for llama.cpp, Ollama and LM Studio"),
     "check": ("runs:check", "check a configuration with its overrides, without loading anything else"),
@@ -20,14 +19,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "reports:compare",
         "compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed",
     ),
-    "doctor": ("doctor:main", "look at this machine and this installation, and train three tiny steps"),
 }
 """Name of a command -> (module of commands/ and its function, what it does)."""
 _EXAMPLES = """examples:
   nemo-rl-cpp train --config grpo_tiny.yaml
   nemo-rl-cpp train --config my.yaml policy.optimizer.kwargs.lr=1e-5
   nemo-rl-cpp compare logs/a/exp_001 logs/b/exp_001 --out compare.html
-  nemo-rl-cpp chat --model results/grpo_arithmetic_smollm2
+  nemo-rl-cpp generate --model results/grpo_arithmetic_smollm2 --chat "What is 12 plus 30?"
 
 nemo-rl-cpp COMMAND --help says more about one of them."""
 

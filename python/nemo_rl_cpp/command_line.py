@@ -92,7 +92,28 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add --precision and --threads."""
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: all cores)")
+
+
+def at_least(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number from `low` to `high`."""
+
+    def number(text: str) -> int:
+        found = int(text)
+        if not low <= found <= high:
+            bounds = f"at least {low}" if found < low else f"at most {high}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range: expected {bounds}")
+        return found
+
+    return number
+
+
+def positive(text: str) -> float:
+    """Read an option that is a number above 0."""
+    found = float(text)
+    if not 0 < found < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: expected a number above 0")
+    return found
 
 
 def command_parser(name: str, description: str, examples: str) -> OneLineParser:

@@ -1,5 +1,4 @@
-"""Objects by their dotted names (`my_module.my_name`), with what is wrong about them in one sentence. Nothing here needs torch;
-the user's own module may."""
+"""Objects by their dotted names (`my_module.my_name`); a name that cannot be used is an error of one sentence. No torch."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ _searched: list[str] = []  # folders that `search_for_modules` was given last
 
 
 class LoadingError(ValueError):
-    """A name that leads to nothing, or to something that cannot be used; the message is one sentence."""
+    """A dotted name cannot be imported or used."""
 
 
 def searched_folders() -> list[str]:
-    """Where the user's modules are looked for, beside the installed packages."""
+    """Return the folders that are searched for the user's modules after the installed packages."""
     return list(_searched)
 
 
 def search_for_modules(*folders: str | Path) -> None:
-    """Lets the user's modules be found in these folders (the working folder, that of the configuration), after all others."""
+    """Search these folders (the working folder, that of the configuration) for the user's modules, after all others."""
     _searched[:] = dict.fromkeys(map(str, folders))
     for folder in _searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):
@@ -35,13 +34,13 @@ def search_for_modules(*folders: str | Path) -> None:
 
 
 def is_dotted(name: object) -> bool:
-    """Whether a text has the form of a dotted name."""
+    """Return whether a text has the form of a dotted name."""
     return isinstance(name, str) and "." in name and all(part.isidentifier() for part in name.split("."))
 
 
 class PythonObjectRef(str):
-    """Stands in a configuration for the dotted name of a component that was given from Python as it is. It reads as the component's
-    name and says where that came from; a copy in another process is a plain text, which no configuration takes for a name."""
+    """The value of a configuration's key for a component that was given as a Python object. As text it is the component's name with
+    "(given from Python)"; a copy in another process is that text, which no configuration takes for a name."""
 
     component: object
 
@@ -58,12 +57,12 @@ class PythonObjectRef(str):
 
 
 def is_user_defined(name: object) -> bool:
-    """Whether a name of the configuration stands for a component of the user's: a dotted name, or an object that was given."""
+    """Return whether a name of the configuration means a component of the user: a dotted name, or a Python object."""
     return isinstance(name, PythonObjectRef) or is_dotted(name)
 
 
 def import_object(name: str, what: str) -> Any:
-    """The object of a dotted name (`module.name`, also `package.module.Class.method`). `what` begins the sentence of a
+    """Return the object of a dotted name (`module.name`, also `package.module.Class.method`). `what` begins the sentence of a
     LoadingError: "reward function", for instance."""
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -79,7 +78,7 @@ def import_object(name: str, what: str) -> Any:
 
 
 def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, list[str]]:
-    """The longest beginning of the name that is a module, imported, and what is left of the name."""
+    """Import the longest beginning of the name that is a module; return it and the rest of the name."""
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
         try:
@@ -119,7 +118,7 @@ def _no_attribute(name: str, what: str, owner: object, attribute: str) -> str:
 
 
 def takes(function: Callable[..., object], *arguments: object) -> bool:
-    """Whether a call with these arguments fits the signature; True where there is none to be read."""
+    """Return whether a call with these arguments fits the signature; True if there is no signature to read."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

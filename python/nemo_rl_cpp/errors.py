@@ -1,7 +1,7 @@
-"""Turns an exception into one sentence, and saves its traceback to a file.
+"""Exceptions as one sentence, with their tracebacks in a file.
 
 A command line prints the sentence and the name of a file with the traceback; with `--debug` the traceback too. From Python
-an exception stays an exception; one from a user's own code says, with its own type, which function of which file and line.
+an exception stays an exception; one from the user's code keeps its type, and its message names function, file and line.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _secrets: dict[str, str] = {}  # text -> what stands for it in files
 
 
 class UserCodeError(Exception):
-    """Code of the user failed: a reward function, an environment, a data set, a loss. The message is one sentence with its
-    function, file and line; `__cause__` is what it raised, whose type this exception has too (see `in_user_code`)."""
+    """Code of the user failed: a reward function, an environment, a data set, a loss. The message is one sentence with function,
+    file and line; `__cause__` is the original exception, whose type this one has too (see `in_user_code`)."""
 
     def __init__(self, sentence: str) -> None:
         Exception.__init__(self, sentence)
@@ -75,7 +75,7 @@ def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
 
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
-    """Let `save_traceback` write `texts[secret]` where a message has `secret`. Short ones, which are in many words, stay."""
+    """Let `save_traceback` replace each secret by `texts[secret]`, except short ones, which are parts of many words."""
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 

@@ -1,4 +1,4 @@
-"""Generates text from a model or a run's checkpoint on the CPU. It does not load torch's Python package, so the first token
+"""Text from a model or a run's checkpoint on the CPU. This module does not load torch's Python package, so the first token
 comes within a second or two.
 
 nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
@@ -14,18 +14,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.argument_checks import (
-    LARGEST,
-    SMALLEST,
-    in_a_line,
-    model_name,
-    number,
-    stop_texts,
-    true_or_false,
-    whole_number,
-)
+from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, in_a_line, model_name, number, stop_texts, whole_number
 from nemo_rl_cpp.data.boundaries import end_token_ids, prompt_ids
 from nemo_rl_cpp.data.conversation import prompt_of
 from nemo_rl_cpp.data.texts import TextStream, token_bytes_table
@@ -35,15 +25,10 @@ from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import read_model_folder
 from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
 
-if TYPE_CHECKING:
-    from nemo_rl_cpp._text import TextModel
-
-_MOST_THREADS = 4096
-
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """What a model wrote. `finish_reason` is "stop" (a stop token or string) or "length"."""
+    """The text of a model. `finish_reason` is "stop" (a stop token or string) or "length"."""
 
     text: str
     token_ids: list[int]
@@ -51,7 +36,7 @@ class GeneratedText:
 
 
 class TextGenerator:
-    """A model and its tokenizer, ready to write: the engine of training runs, for one text at a time.
+    """A model and its tokenizer: the engine of training runs, for one text at a time.
 
     Args:
         model: a Hugging Face folder, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints.
@@ -63,16 +48,15 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
-        if not isinstance(precision, str) or precision not in ("bfloat16", "float32"):
+        if precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
-        if num_threads is not None:
-            num_threads = whole_number("num_threads", num_threads, 1, _MOST_THREADS)
-        if model_name(model) == TINY_RANDOM:
+        name = model_name(model)
+        if name == TINY_RANDOM:
             raise ValueError(
                 f"'{TINY_RANDOM}' is a model of random weights that a run makes for itself: give the checkpoints of such a run, "
                 "or a model, for example smollm2-135m-instruct"
             )
-        folder = resolve_model(find_policy_weights(model_name(model)), key="the model")
+        folder = resolve_model(find_policy_weights(name), key="the model")
         opened = read_model_folder(folder)
         self.max_length = max_positions(opened.config)
         opened = replace(opened, max_length=self.max_length)
@@ -83,9 +67,14 @@ class TextGenerator:
         self._chat_settled = False
         native = _native_module()
         if num_threads is not None:
-            native.set_num_threads(num_threads)
+            native.set_num_threads(whole_number("num_threads", num_threads, 1, 4096))
         self._model = native.TextModel(opened.native(), precision, self.max_length)
-        _load(self._model, folder)
+        fill_parameters(
+            folder,
+            dict(self._model.shapes),
+            raw_tensors(weight_files(folder)),
+            lambda name, tensor: self._model.put(name, tensor.dtype, tensor.data),
+        )
         self._knows_bytes = False
         self._vocab_size = int(opened.config["vocab_size"])
 
@@ -116,9 +105,6 @@ class TextGenerator:
         top_k = 0 if top_k is None else max(whole_number("top_k", top_k, -1), 0)
         seed = whole_number("seed", seed, 0, 2**32 - 1)
         stop_strings = stop_texts(stop_strings)
-        greedy = true_or_false("greedy", greedy)
-        if on_text is not None and not callable(on_text):
-            raise ValueError(f"on_text must be a function of a piece of text, not {in_a_line(on_text)}")
         if temperature == 0:
             greedy, temperature = True, 1.0
         ids = self._encode(prompt)
@@ -178,13 +164,6 @@ def _native_module() -> ModuleType:
     from nemo_rl_cpp import _text
 
     return _text
-
-
-def _load(model: TextModel, folder: Path) -> None:
-    tensors = raw_tensors(weight_files(folder))
-    fill_parameters(
-        folder, dict(model.shapes), tensors, lambda name, tensor: model.put(name, tensor.dtype, tensor.data)
-    )
 
 
 if __name__ == "__main__":

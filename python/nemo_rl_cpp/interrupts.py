@@ -1,5 +1,5 @@
-"""Signals: before the first step they end the program at once; in a run Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1
-(a scheduler's warning) end it at a step boundary, with a checkpoint, and a second one ends it at once, whatever hangs."""
+"""Signals. Before the first step they end the program at once. In a run Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1
+(a scheduler's warning) end it at a step boundary, with a checkpoint; a second one ends it at once, whatever hangs."""
 
 import os
 import select
@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-
-from nemo_rl_cpp import _process
 
 GRACE_SECONDS = 3.0
 """What a program that ends at once gets for its last words, before it is ended from outside."""
@@ -36,17 +34,16 @@ def say(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
-def end_within(seconds: float, status: int) -> threading.Event:
-    """End the process with `status` after some seconds, unless the returned event is set before: a thread may not be stoppable,
-    and the main thread may not return from a call."""
-    done = threading.Event()
+def end_within(seconds: float, status: int, done: threading.Event | None = None) -> None:
+    """End the process with `status` after some seconds, unless `done` is set before: a thread may not be stoppable, and the main
+    thread may not return from a call."""
+    done = done or threading.Event()
 
     def watch() -> None:
         if not done.wait(seconds):
             os._exit(status)
 
     threading.Thread(target=watch, daemon=True, name="end_within").start()
-    return done
 
 
 def raise_if_interrupted() -> None:
@@ -101,8 +98,7 @@ def nobody_reads() -> bool:
 
 
 class GracefulStop:
-    """While entered, the first SIGINT, SIGTERM, SIGHUP (the terminal was closed) or SIGUSR1 (schedulers send it before they
-    end a job) only sets `requested`; the loop looks at it between steps.
+    """While entered, the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 sets `requested`, which the loop reads between steps.
 
         with GracefulStop() as stop:
             while not state.finished:
@@ -110,10 +106,10 @@ class GracefulStop:
                 if stop.requested:
                     state.stop(stop.reason)
 
-    A second one raises KeyboardInterrupt where the program is for SIGINT, else SystemExit(128 + its number); when the block has
-    not ended some seconds later, because a call does not return or the exception was caught, the process ends with that
-    status. A third signal kills it. Code that changes what SIGINT or SIGTERM do (a reward function's library) is undone, with a
-    warning, after its call or when the loop next looks. SIGHUP and SIGUSR1 stay ignored where they are (as by nohup). Handlers are restored on exit.
+    A second one raises KeyboardInterrupt for SIGINT, else SystemExit(128 + its number); if the block has not ended some seconds
+    later, because a call does not return or the exception was caught, the process ends with that status. A third signal kills
+    it. Handlers that code of the run replaces (a reward function's library) are restored with a warning, after its call or when
+    the loop next reads `requested`. SIGHUP and SIGUSR1 stay ignored if they are (as by nohup). Exit restores the handlers.
     Outside the main thread, where Python allows no handlers, it does nothing.
     """
 
@@ -126,7 +122,7 @@ class GracefulStop:
         self.saves = saves
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._count = 0
-        self._watch: _Watch | None = None
+        self._ended = threading.Event()  # set on exit: the process needs no end from outside
         self._owner = os.getpid()
         self.reason: str | None = None
 
@@ -156,16 +152,13 @@ class GracefulStop:
                 number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN
             ]
             self._previous = {number: signal.signal(number, self._handle) for number in heard}
-            self._watch = _Watch(tuple(heard))
             _entered.append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self in _entered:
             _entered.remove(self)
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._ended.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous = {}
@@ -173,9 +166,6 @@ class GracefulStop:
     def leave_to_the_parent(self) -> None:
         """Let SIGTERM end a forked child, as `Process.terminate` means it to. A first Ctrl-C at the terminal does not stop it, since
         the parent's step may need it."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
         before = self._previous.pop(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
@@ -191,6 +181,7 @@ class GracefulStop:
             return
         for other in self._previous:
             signal.signal(other, signal.SIG_DFL)
+        end_within(GRACE_SECONDS, 128 + number, self._ended)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise Ended(number)
@@ -202,22 +193,6 @@ class GracefulStop:
             self._announce(text)
         else:
             say(text)
-
-
-class _Watch:
-    """Counts signals beside the main thread, which may be in a call that does not return, with or without the interpreter's
-    lock: `GRACE_SECONDS` after the second one the process ends, unless the watch was closed before."""
-
-    def __init__(self, signals: tuple[int, ...]) -> None:
-        read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._native = _process.SignalWatch(read, self._before, [int(number) for number in signals], GRACE_SECONDS)
-
-    def close(self) -> None:
-        """Stop watching."""
-        signal.set_wakeup_fd(self._before)
-        self._native.close(self._write)
 
 
 _entered: list[GracefulStop] = []

@@ -1,4 +1,4 @@
-"""What a command is doing before its first step, a line each, for whoever waits at a terminal."""
+"""Lines about the stages of a command before its first step."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ def stages_shown() -> Iterator[None]:
 
 
 def stage(text: str) -> None:
-    """Print what begins now, inside `stages_shown`."""
+    """Print the name of a stage that begins, inside `stages_shown`."""
     if _began is not None:
         print(f"[{time.monotonic() - _began:5.1f} s] {text}", flush=True)
 

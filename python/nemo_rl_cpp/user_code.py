@@ -1,12 +1,10 @@
-"""Where the user's code runs: in the thread that began the run, on one event loop for the life of that thread.
+"""The user's code runs in the thread that began the run, on one event loop for the life of that thread.
 
-A reward function, an environment, an agent, a loss, an estimator, a callback or a data processor finds the Python that a script
-has. Signals work (`signal.alarm`, math-verify's time limits), and a client, lock or semaphore that was made once works at every
-step. For that `serve` moves the run into a thread of its own. The thread that began the run, the main thread of a program, makes
-the calls that the run asks for by `call_user`: functions one after the other, coroutines together.
-
-After each call the process is put back to the state in which the run began (`_ProcessState`). So what the user's code changes
-reaches neither the run's results nor its files.
+A reward function, an environment, an agent, a loss, an estimator, a callback or a data processor runs as in a script: signals
+work (`signal.alarm`, math-verify's time limits), and a client, lock or semaphore that was made once works at every step. For
+that `serve` moves the run into another thread. The thread that began the run, the main thread of a program, makes the calls
+that the run asks for by `call_user`: functions one after the other, coroutines together. After each call `_ProcessState`
+restores the process, so that the user's code changes neither the run's results nor the place of its files.
 """
 
 from __future__ import annotations
@@ -179,9 +177,7 @@ class _Caller:
         return call()
 
     def _wake(self) -> None:
-        with suppress(
-            RuntimeError
-        ):  # the user's code has closed the loop, so it is at work and looks for calls after it
+        with suppress(RuntimeError):  # the user's code has closed the loop: it runs, and calls are looked for after it
             self._loop.call_soon_threadsafe(self._stop_waiting)
 
     def _stop_waiting(self) -> None:
@@ -267,15 +263,14 @@ def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
 
 
 class _ProcessState:
-    """What the user's code may change of the process, as it was when this object was made; put back on exit.
+    """The state of the process that the user's code may change, as it was when this object was made; restored on exit.
 
-    The working folder, the handlers of the signals that end a run, and torch's default dtype, gradient mode, thread count and
-    deterministic mode. Random generators need no care: every draw of a run has a generator of its own.
+    The working folder, the handlers of the signals that end a run, and torch's default dtype and device, gradient mode, thread
+    count and deterministic mode. Random generators need no care: every draw of a run has its own generator.
     """
 
     def __init__(self) -> None:
-        self._folder = _folder()
-        self._torch = _torch_state()
+        self._folder, self._torch = _folder(), _torch_state()
 
     def __enter__(self) -> None:
         pass
@@ -285,9 +280,9 @@ class _ProcessState:
             with suppress(OSError):  # it was deleted
                 os.chdir(self._folder)
         now = _torch_state()
-        for name, value in self._torch.items():
-            if now.get(name) != value:
-                _TORCH_STATE[name][1](sys.modules["torch"], value)
+        for names, value in self._torch.items():
+            if now.get(names) != value:
+                getattr(sys.modules["torch"], names[1])(value)
         restore_signal_handlers()
 
 
@@ -298,21 +293,17 @@ def _folder() -> str | None:
         return None
 
 
-_TORCH_STATE: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
-    "dtype": (lambda torch: torch.get_default_dtype(), lambda torch, value: torch.set_default_dtype(value)),
-    "grad": (lambda torch: torch.is_grad_enabled(), lambda torch, value: torch.set_grad_enabled(value)),
-    "threads": (lambda torch: torch.get_num_threads(), lambda torch, value: torch.set_num_threads(value)),
-    "device": (lambda torch: torch.get_default_device(), lambda torch, value: torch.set_default_device(value)),
-    "deterministic": (
-        lambda torch: torch.are_deterministic_algorithms_enabled(),
-        lambda torch, value: torch.use_deterministic_algorithms(value),
-    ),
-}
-"""name -> (read, write)."""
+_TORCH_STATE = (  # functions that read and write
+    ("get_default_dtype", "set_default_dtype"),
+    ("is_grad_enabled", "set_grad_enabled"),
+    ("get_num_threads", "set_num_threads"),
+    ("get_default_device", "set_default_device"),
+    ("are_deterministic_algorithms_enabled", "use_deterministic_algorithms"),
+)
 
 
-def _torch_state() -> dict[str, Any]:
+def _torch_state() -> dict[tuple[str, str], Any]:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_device"):  # not loaded, or being loaded
         return {}
-    return {name: read(torch) for name, (read, _) in _TORCH_STATE.items()}
+    return {names: getattr(torch, names[0])() for names in _TORCH_STATE}

@@ -122,7 +122,7 @@ def served(model, kind, body, ids):
     answer = kind(model, body, None, "1")
     for n, token in enumerate(ids):
         reason = LENGTH if n == len(ids) - 1 else 0
-        progress = Progress(0, (token,), (-1.0,), reason, likeliest=(((token, -1.0),),))
+        progress = Progress(0, Sample([token], [-1.0], reason, [((token, -1.0),)]))
         parts += [part["choices"][0] for part in answer.chunk(header, progress)]
     if chat:
         text, streamed = choice["message"]["content"], [part["delta"].get("content", "") for part in parts]

@@ -3,7 +3,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.interrupts import GracefulStop
@@ -140,57 +139,6 @@ def test_a_run_that_saves_nothing_does_not_promise_a_checkpoint():
     assert said[1] == "SIGTERM: the run ends after this step, with a checkpoint; once more to stop at once"
 
 
-def test_what_waits_for_signals_already_still_hears_of_them():
-    """An event loop's own wake-up file gets each signal's number, and is in place again afterwards."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write)
-    try:
-        with GracefulStop(lambda text: None):
-            signal.raise_signal(signal.SIGINT)
-            assert os.read(read, 1) == bytes([signal.SIGINT])
-        assert signal.set_wakeup_fd(write) == write
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(read)
-        os.close(write)
-
-
-def test_threads_and_files_of_a_stop_end_with_it():
-    def held():
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-    before = held()
-    with GracefulStop(lambda text: None):
-        threads, files = held()
-        assert threads == before[0] + 1 and files > before[1]
-    assert held() == before
-
-
-def test_a_call_that_keeps_the_interpreters_lock_is_ended_after_the_second_signal():
-    """`PyDLL` calls without giving the lock up: no Python code of any thread runs meanwhile."""
-    program = (
-        "import ctypes\n"
-        "from nemo_rl_cpp import interrupts\n"
-        "interrupts.GRACE_SECONDS = 0.2\n"
-        "with interrupts.GracefulStop():\n"
-        "    print('ready', flush=True)\n"
-        "    while True:\n"
-        "        ctypes.PyDLL(None).sleep(1000)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    for _ in range(2):  # the first one's own message may wait for the lock, too
-        os.kill(process.pid, signal.SIGTERM)
-        status = Path(f"/proc/{process.pid}/status")
-        while process.poll() is None and f"{1 << signal.SIGTERM - 1:016x}" in status.read_text():
-            pass  # two that are pending would be one
-    process.communicate(timeout=60)
-    assert process.returncode in (143, -signal.SIGTERM)
-
-
 def test_a_forked_child_holds_nothing_up_and_its_signals_are_its_own():
     """A reward function may leave a forked worker behind, and end its workers by SIGTERM."""
     program = (
@@ -218,24 +166,6 @@ def test_a_forked_child_holds_nothing_up_and_its_signals_are_its_own():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("[-15, -15] False\nwent on True\n", "", 0)
-
-
-def test_signals_that_the_program_ignores_are_not_counted():
-    """nohup ignores SIGHUP; what a library does with it later is its own affair."""
-    program = (
-        "import signal, time\n"
-        "from nemo_rl_cpp import interrupts\n"
-        "interrupts.GRACE_SECONDS = 0.1\n"
-        "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
-        "with interrupts.GracefulStop():\n"
-        "    signal.signal(signal.SIGUSR1, lambda *args: None)\n"
-        "    for _ in range(3):\n"
-        "        signal.raise_signal(signal.SIGUSR1)\n"
-        "    time.sleep(0.4)\n"
-        "print('went on')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.returncode) == ("went on\n", 0)
 
 
 def test_code_that_ignores_signals_is_undone_at_the_next_look():

@@ -1,15 +1,14 @@
-"""How good a model is on prompts with a reward: `nemo_rl_cpp.evaluate`."""
+"""Scores of a model on prompts with a reward: `nemo_rl_cpp.evaluate`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from nemo_rl_cpp.api.components import reward_environment
+from nemo_rl_cpp.api.arguments import reward_environment
 from nemo_rl_cpp.api.model import DEFAULT_NEW_TOKENS, LoadedModel, eval_config, load
-from nemo_rl_cpp.api.prompting import dataset_of
 from nemo_rl_cpp.api.result import TrainResult
-from nemo_rl_cpp.api.rows import rows_of
+from nemo_rl_cpp.api.rows import dataset_of, rows_of
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.master import EvalMasterConfig
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
@@ -17,13 +16,14 @@ from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.environments.reward_environment import RewardFunction
 from nemo_rl_cpp.evals.eval import measure
 from nemo_rl_cpp.evals.metrics import Interval
+from nemo_rl_cpp.evals.results import metric_name
 
 _SHOWN = 20  # samples of a notebook's table
 
 
 @dataclass(repr=False)
 class Evaluation:
-    """What `evaluate` found. It prints as one line, and shows as a table in a notebook.
+    """The result of `evaluate`. It prints as one line, and shows as a table in a notebook.
 
     Attributes:
         score: pass@k, the share of prompts that one of k answers solves; an answer is right when its reward is 1.
@@ -49,7 +49,7 @@ class Evaluation:
         )
 
     def _repr_html_(self) -> str:
-        """The line, and the first answers."""
+        """Return the line and the first answers."""
         rows = "".join(
             f"<tr><td>{escape(str(sample['prompt']))}</td><td>{escape(str(sample['response']))}</td><td>{sample['reward']:.3g}</td></tr>"
             for sample in self.samples[:_SHOWN]
@@ -72,47 +72,55 @@ def evaluate(
     seed: int = 42,
     **options: object,
 ) -> Evaluation:
-    """Lets a model answer each prompt `n` times, and scores the answers.
+    """Let a model answer each prompt `n` times, and score the answers.
 
-    `model` is what `load` takes, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and `reward_weights` are as
+    `model` is an argument of `load`, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and `reward_weights` are as
     in `train_grpo`. pass@k is estimated without bias from n answers, of which at least k are needed. `options`: temperature
-    (0: greedy; above 0 where n is), top_p, top_k, max_new_tokens (256), stop_strings, precision; of a training
-    its own max_new_tokens and stop_strings.
+    (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256), stop_strings, precision. The result of a training
+    brings its own max_new_tokens and stop_strings.
 
     Raises ValueError for a mistake in these, before a model is loaded.
     """
     rows = rows_of(prompts, "prompts")
     environment = reward_environment(reward_funcs, reward_weights, False)
     environment.check_columns({key for row in rows for key in row if key != "prompt"})
-    config = _config(
-        model,
-        {"n": n, "k": k, "seed": seed, "max_new_tokens": DEFAULT_NEW_TOKENS} | options,
-        "max_new_tokens" in options,
-    )
+    given = {"n": n, "k": k, "seed": seed, "max_new_tokens": DEFAULT_NEW_TOKENS}
+    if isinstance(model, TrainResult):
+        training = model.config.policy.generation
+        given |= {"max_new_tokens": training.max_new_tokens, "stop_strings": training.stop_strings}
+    config = _config(model, given | options)
     if not isinstance(model, (LoadedModel, TrainResult)):
         model = load(model, precision=options.get("precision"))  # type: ignore[arg-type]
-    engine, tokenizer = (model.generation if isinstance(model, LoadedModel) else model._generation), model.tokenizer
+    engine = model.generation
     limit = engine.max_model_len
-    dataset = dataset_of(rows, tokenizer, limit, limit_name="the longest sequence of the model")
+    dataset = dataset_of(rows, model.tokenizer, limit, limit_name="the longest sequence of the model")
     loader = StatefulDataLoader(dataset, len(dataset), collate_fn=eval_collate_fn)
     config.generation.vllm_cfg.max_model_len = limit
-    usual, engine.config = (engine.config, engine.seed), config.generation
-    engine.seed = config.eval.seed
+    usual = engine.config, engine.seed
+    engine.config, engine.seed = config.generation, config.eval.seed
     try:
         found, samples = measure(engine, loader, environment, config)
     finally:
         engine.config, engine.seed = usual
-    metric = config.eval.metric.replace("@k", f"@{config.eval.k_value}")
-    return Evaluation(metric, found.score, found.interval, found.mean_reward, found.prompts, found.metrics, samples)
+    name = metric_name(config.eval)
+    return Evaluation(name, found.score, found.interval, found.mean_reward, found.prompts, found.metrics, samples)
 
 
 _KEYS = {
-    "n": "eval.num_tests_per_prompt", "k": "eval.k_value", "seed": "eval.seed", "precision": "generation.vllm_cfg.precision",
-    **{name: f"generation.{name}" for name in ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")},
-}  # fmt: skip
+    "n": "eval.num_tests_per_prompt",
+    "k": "eval.k_value",
+    "seed": "eval.seed",
+    "precision": "generation.vllm_cfg.precision",
+    "temperature": "generation.temperature",
+    "top_p": "generation.top_p",
+    "top_k": "generation.top_k",
+    "max_new_tokens": "generation.max_new_tokens",
+    "stop_strings": "generation.stop_strings",
+}
 
 
-def _config(model: object, given: dict[str, object], max_is_given: bool) -> EvalMasterConfig:
+def _config(model: object, given: dict[str, object]) -> EvalMasterConfig:
+    """Load the configuration of a call; ValueError for a mistake in its arguments."""
     unknown = next((name for name in given if name not in _KEYS), None)
     if unknown is not None:
         takes = f"evaluate takes {', '.join(_KEYS)}, prompts, reward_funcs and reward_weights"
@@ -120,20 +128,15 @@ def _config(model: object, given: dict[str, object], max_is_given: bool) -> Eval
         raise ValueError(f"{unknown} is unknown; {hint}")
     if isinstance(given["n"], int) and given["n"] > 1 and not given.get("temperature"):
         raise ValueError(f"n={given['n']} greedy answers to a prompt would be equal: give temperature=1.0, or n=1")
-    name = model if isinstance(model, (str, Path)) else "loaded"
     if isinstance(model, (LoadedModel, TrainResult)):
         if "precision" in given:
             raise ValueError(
                 f"precision is {in_a_line(given['precision'])}, but the model is loaded already: leave it out"
             )
-        if isinstance(model, TrainResult):
-            if not max_is_given:
-                given["max_new_tokens"] = model.config.policy.generation.max_new_tokens
-            given.setdefault("stop_strings", model.config.policy.generation.stop_strings)
     elif not isinstance(model, (str, Path)):
         raise ValueError(
             f"model is {in_a_line(model)}: give a folder, a model's name, what nemo_rl_cpp.load gave, or the result of a training"
         )
-    return eval_config(
-        {"generation.model_name": ("model", str(name))} | {_KEYS[key]: (key, value) for key, value in given.items()}
-    )
+    name = str(model) if isinstance(model, (str, Path)) else "loaded"
+    keys = {_KEYS[key]: (key, value) for key, value in given.items()}
+    return eval_config({"generation.model_name": ("model", name)} | keys)

@@ -1,4 +1,4 @@
-"""A model or a run's checkpoint, loaded to write: `nemo_rl_cpp.load`."""
+"""A model or a run's checkpoint, loaded to generate text: `nemo_rl_cpp.load`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,154 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.api.prompting import Prompt
-from nemo_rl_cpp.api.writing import Writer
-from nemo_rl_cpp.argument_checks import in_a_line, model_name
+import torch
+
+from nemo_rl_cpp.api.rows import Prompt, prompt_message
+from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line, model_name, stop_texts, whole_number
 from nemo_rl_cpp.config import load_eval_config
+from nemo_rl_cpp.data.conversation import prompts_of
+from nemo_rl_cpp.data.tokenizer import get_tokenizer
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.evals.eval import make_generation
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
+from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.hf_config import read_config_file
+from nemo_rl_cpp.rollouts.rollouts import generate_responses
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.api.arguments import Keys
     from nemo_rl_cpp.config.master import EvalMasterConfig
     from nemo_rl_cpp.data.tokenizer import Tokenizer
     from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 
 BASE_CONFIG = "evals/notebook.yaml"
 DEFAULT_NEW_TOKENS = 256
+_OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
+
+
+class TextWriter:
+    """What generates text from its `generation` and `tokenizer`: a `LoadedModel`, or the result of a training.
+
+    `limit_name` names the longest sequence in messages.
+    """
+
+    generation: BaseEngine
+    tokenizer: Tokenizer
+    limit_name: str
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        greedy: bool | None = None,
+        *,
+        n: int = 1,
+        seed: int | None = None,
+        **options: object,
+    ) -> list[str] | list[list[str]]:
+        """Answer texts (continued as they are) or conversations (through the chat template): one text a prompt, or a list of
+        `n` texts a prompt.
+
+        `options`: max_new_tokens, temperature, top_p, top_k, stop_strings; None means the model's or the training's own value.
+        Greedy, unless `greedy` is False or an option of sampling is given. The same seed gives the same texts. Raises ValueError
+        for a mistake in these, and for a prompt that leaves no room to answer.
+        """
+        greedy = _is_greedy(greedy, n, options)
+        n = whole_number("n", n, 1, 4096)
+        if n > 1 and greedy:
+            raise ValueError(
+                f"n={n} greedy answers would be equal: give a temperature above 0, or greedy=False to sample as in training"
+            )
+        several = prompts_of(prompts)
+        if not several:
+            return []
+        engine = self.generation
+        usual = engine.config, engine.seed
+        settings = engine.config.model_copy()
+        for name, value in options.items():
+            if value is not None:  # checked as the key of a configuration
+                setattr(settings, name, stop_texts(value) if name == "stop_strings" else value)
+        if seed is not None:
+            engine.seed = whole_number("seed", seed, 0, 2**32 - 1)
+        engine.config = settings
+        try:
+            texts = self._texts([prompt for prompt in several for _ in range(n)], n, greedy)
+        finally:
+            engine.config, engine.seed = usual
+        return texts if n == 1 else [texts[i : i + n] for i in range(0, len(texts), n)]
+
+    def chat(
+        self,
+        message: str,
+        *,
+        system: str | None = None,
+        history: Sequence[Mapping[str, object]] = (),
+        **options: object,
+    ) -> str:
+        """Answer a user's message by the chat template. `history` are earlier messages ({"role", "content"}), `options` those of
+        `generate` except n."""
+        if "n" in options:
+            raise ValueError("chat gives one answer and takes no n: use generate, which takes conversations")
+        first = [{"role": "system", "content": system}] if system is not None else []
+        (answer,) = self.generate([[*first, *history, {"role": "user", "content": message}]], **options)
+        return str(answer)
+
+    def _texts(self, prompts: Sequence[Prompt], n: int, greedy: bool) -> list[str]:
+        logs = [[prompt_message(prompt, self.tokenizer)] for prompt in prompts]
+        rows = [log[0]["token_ids"] for log in logs]
+        lengths = torch.tensor([len(row) for row in rows])
+        if not lengths.all():
+            raise ValueError(f"prompt {int(lengths.argmin()) // n} is empty: give at least one character")
+        limit, longest = self.generation.max_model_len, int(lengths.max())
+        if limit and longest >= limit:
+            raise ValueError(
+                f"prompt {int(lengths.argmax()) // n} has {longest} tokens, which leaves no room to answer within {limit} "
+                f"({self.limit_name})"
+            )
+        index = torch.arange(len(logs))
+        inputs = BatchedDataDict(
+            input_ids=torch.nn.utils.rnn.pad_sequence(rows, True, self.tokenizer.pad_token_id),
+            input_lengths=lengths,
+            draw_ids=index // n,
+            sample_index=index % n,
+            stream=["eval"] * len(logs),
+        )
+        batch = BatchedDataDict(message_log=logs, stop_strings=[None] * len(logs))
+        with generating(self.generation):
+            batch, _, _ = generate_responses(self.generation, inputs, batch, self.tokenizer, lengths, greedy=greedy)
+        return [log[-1]["content"] for log in batch["message_log"]]
+
+
+def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
+    """Return whether to take the likeliest tokens. ValueError for options that are unknown or contradict each other."""
+    unknown = next((name for name in options if name not in _OPTIONS), None)
+    if unknown is not None:
+        known = ["n", "greedy", "seed", *_OPTIONS]
+        hint = did_you_mean(unknown, known, f"generate takes {', '.join(known)}")
+        raise ValueError(f"{unknown} is unknown; {hint}")
+    if not isinstance(greedy, (bool, type(None))):
+        raise ValueError(f"greedy must be True or False, not {in_a_line(greedy)}")
+    temperature = options.get("temperature")
+    if greedy and temperature:
+        raise ValueError(
+            f"greedy=True takes no temperature, but temperature is {in_a_line(temperature)}: leave one of them out"
+        )
+    if greedy is False and temperature == 0:
+        raise ValueError(
+            "greedy=False samples, but temperature is 0, which is greedy: give a temperature above 0, or leave greedy out"
+        )
+    if greedy is not None:
+        return greedy
+    sampled = any(options.get(name) is not None for name in ("temperature", "top_p", "top_k")) or n != 1
+    return temperature == 0 or not sampled
 
 
 @dataclass(repr=False)
-class LoadedModel:
-    """A model with its tokenizer, ready to write; `nemo_rl_cpp.load` makes one.
+class LoadedModel(TextWriter):
+    """A model with its tokenizer, ready to generate; `nemo_rl_cpp.load` makes one.
 
     Attributes:
-        name: what was loaded, as it was given.
-        folder: where its files lie.
+        name: of the model, as it was given.
+        folder: with its files.
         precision: of weights and products.
     """
 
@@ -40,28 +165,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     config: EvalMasterConfig
     generation: BaseEngine = field(repr=False)
-
-    @property
-    def _writer(self) -> Writer:
-        return Writer(self.generation, self.tokenizer, "the model's positions, or max_length of load")
-
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], greedy: bool | None = None, *, n: int = 1, seed: int | None = None, **options: object
-    ) -> list[str] | list[list[str]]:  # fmt: skip
-        """Answers to texts (continued as they are) or conversations (through the chat template): one text a prompt, or a list of
-        `n` texts a prompt.
-
-        `options`: max_new_tokens (256), temperature, top_p, top_k, stop_strings. Greedy, unless `greedy` is False or an option of
-        sampling is given. Raises ValueError for a mistake in these, and for a prompt that leaves no room to answer.
-        """
-        return self._writer.write(prompts, greedy, n, seed, options)
-
-    def chat(
-        self, message: str, *, system: str | None = None, history: Sequence[Mapping[str, object]] = (), **options: object
-    ) -> str:  # fmt: skip
-        """The answer to a user's message by the model's chat template; `history` are earlier messages ({"role", "content"}),
-        `options` those of `generate` but n."""
-        return self._writer.chat(message, system, history, options)
+    limit_name = "the model's positions, or max_length of load"
 
     def __repr__(self) -> str:
         length = self.generation.max_model_len
@@ -72,52 +176,44 @@ class LoadedModel:
 
 
 def load(model: str | Path, *, precision: str | None = None, max_length: int | None = None) -> LoadedModel:
-    """A Hugging Face folder, a packaged model, a name on the hub, a checkpoint (`step_N`) or the folder of a run's checkpoints, of
-    which the newest counts.
+    """Load a Hugging Face folder, a packaged model, a name on the hub, a checkpoint (`step_N`) or the newest checkpoint of a run's
+    folder.
 
-    `precision`: "float32" or "bfloat16"; None: float32 where the files are, else bfloat16. `max_length`: the most tokens of a
-    prompt and its answer; None: 2048, or what the model has positions for. Raises ValueError where the model cannot be had.
+    `precision`: "float32" or "bfloat16"; None: float32 if the files are, else bfloat16. `max_length`: the most tokens of a
+    prompt and its answer; None: 2048, or as many as the model has positions. Raises ValueError if the model cannot be had.
     """
-    from nemo_rl_cpp.data.tokenizer import get_tokenizer
-    from nemo_rl_cpp.evals.eval import make_generation
-
     name = model_name(model)
-    folder = weights_folder(name)
-    if precision is None:
-        precision = saved_precision(folder)
-    config = eval_config({"generation.model_name": ("model", str(folder)), "generation.vllm_cfg.precision": ("precision", precision),
-                          "generation.max_new_tokens": ("max_new_tokens", DEFAULT_NEW_TOKENS)}
-                         | ({} if max_length is None else {"generation.vllm_cfg.max_model_len": ("max_length", max_length)}))  # fmt: skip
-    tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
-    return LoadedModel(name, folder, precision, tokenizer, config, make_generation(config, tokenizer))
-
-
-def weights_folder(name: str) -> Path:
-    """The folder of a model's files; ValueError where it cannot be had."""
     if name == TINY_RANDOM:
         raise ValueError(
             f"model is {TINY_RANDOM!r}, random weights that a run makes for itself: give the checkpoints of such a run, or a model, for "
             "example smollm2-135m-instruct"
         )
-    return Path(resolve_model(find_policy_weights(name), key="the model"))
+    folder = Path(resolve_model(find_policy_weights(name), key="the model"))
+    if precision is None:
+        saved = read_config_file(folder)
+        is_float32 = str(saved.get("dtype", saved.get("torch_dtype"))).removeprefix("torch.") == "float32"
+        precision = "float32" if is_float32 else "bfloat16"
+    keys: Keys = {
+        "generation.model_name": ("model", str(folder)),
+        "generation.vllm_cfg.precision": ("precision", precision),
+        "generation.max_new_tokens": ("max_new_tokens", DEFAULT_NEW_TOKENS),
+    }
+    if max_length is not None:
+        keys["generation.vllm_cfg.max_model_len"] = ("max_length", max_length)
+    config = eval_config(keys)
+    tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
+    return LoadedModel(name, folder, precision, tokenizer, config, make_generation(config, tokenizer))
 
 
-def saved_precision(folder: Path) -> str:
-    """float32 where config.json says that the weights are, else bfloat16."""
-    saved = read_config_file(folder)
-    dtype = saved.get("dtype", saved.get("torch_dtype"))
-    return "float32" if str(dtype).removeprefix("torch.") == "float32" else "bfloat16"
-
-
-def eval_config(given: Mapping[str, tuple[str, object]]) -> EvalMasterConfig:
-    """The configuration of a call. `given`: key -> (argument, value). Raises ConfigError, whose messages name the arguments."""
+def eval_config(given: Keys) -> EvalMasterConfig:
+    """Load the configuration of a call. Raises ConfigError, whose messages name the arguments."""
     precision = given.get("generation.vllm_cfg.precision", ("", "float32"))[1]
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision is {in_a_line(precision)}: expected float32 or bfloat16")
     length = "generation.vllm_cfg.max_model_len"
     return load_eval_config(
         BASE_CONFIG,
-        [] if length in given else [f"~{length}"],  # a length that is not given is bounded by the model's
+        [] if length in given else [f"~{length}"],  # without a length the model's positions bound it
         values={key: value for key, (_, value) in given.items()},
         places={key: f"argument {name}" for key, (name, _) in given.items()},
     )

@@ -47,7 +47,7 @@ class Model:
         self.folder.fill(self.native)
 
     def save(self, path: str | Path) -> None:
-        """Writes a Hugging Face folder: weights, config.json, generation_config.json, tokenizer."""
+        """Write a Hugging Face folder: weights, config.json, generation_config.json, tokenizer."""
         save_weights(self.native, path, self.folder.config)
         save_generation_config(self.folder.path, self.folder.config, self.tokenizer, Path(path))
         self.tokenizer.save_pretrained(str(path))
@@ -70,7 +70,7 @@ class Engine:
         )
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int = 1, *, greedy: bool = False) -> RaggedBatch:
-        """Answers each prompt `n` times.
+        """Answer each prompt `n` times.
 
         Returns: B = len(prompts) * n sequences, the answers to one prompt next to each other, T tokens in all. `batch.tokens` holds
         [T] tensors: `input_ids` (prompts with their answers), `token_mask` (1 on sampled tokens) and `generation_logprobs` (0
@@ -108,7 +108,7 @@ class Trainer:
         self._native, self.temperature = C.Trainer(model.native), temperature
 
     def forward_backward(self, batch: RaggedBatch, loss_fn: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
-        """Adds the gradient of a loss to that of the next `step`.
+        """Add the gradient of a loss to that of the next `step`.
 
         `loss_fn` turns log-probabilities, [T] in the order of `batch.tokens`, 0 where `token_mask` is 0, into a scalar by torch
         operations. Answers that share a prompt compute it once.
@@ -134,7 +134,7 @@ class Trainer:
         self, learning_rate: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
     ) -> float:  # fmt: skip
-        """Updates the weights, and sets the gradient to zero.
+        """Update the weights, and set the gradient to zero.
 
         Returns: the gradient's norm before it was clipped to `max_grad_norm` (0: no limit). Where it is not finite, the weights stay.
         """

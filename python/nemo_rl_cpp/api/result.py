@@ -1,13 +1,11 @@
-"""What a training from Python returns."""
+"""The result of a training from Python."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from nemo_rl_cpp.api.prompting import Prompt
-from nemo_rl_cpp.api.writing import Writer
+from nemo_rl_cpp.api.model import TextWriter
 from nemo_rl_cpp.argument_checks import folder_path
 from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
 from nemo_rl_cpp.config.master import TrainMasterConfig
@@ -18,8 +16,8 @@ from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 
 @dataclass(repr=False)
-class TrainResult:
-    """What `train_grpo` and `train_ppo` return. It prints as one line, and shows as the run's report in a notebook.
+class TrainResult(TextWriter):
+    """The result of `train_grpo` and `train_ppo`. It prints as one line, and shows as the run's report in a notebook.
 
     Attributes:
         history: one dictionary a step: `step`, `reward`, `loss`, `rewards/<function>` of several rewards, all other metrics, `seconds`.
@@ -34,54 +32,20 @@ class TrainResult:
     tokenizer: Tokenizer
     config: TrainMasterConfig
     log_dir: Path
-    _generation: NativeGeneration = field(repr=False)
+    generation: NativeGeneration = field(repr=False)
     _facts: CardFacts = field(repr=False)
 
-    @property
-    def _writer(self) -> Writer:
-        return Writer(self._generation, self.tokenizer, "max_length of the training")
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        greedy: bool | None = None,
-        *,
-        n: int = 1,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        max_new_tokens: int | None = None,
-        stop_strings: str | Sequence[str] | None = None,
-        seed: int | None = None,
-    ) -> list[str] | list[list[str]]:
-        """The policy's answers to texts (continued as they are) or conversations (through the chat template): one text a prompt,
-        or a list of `n` texts a prompt.
-
-        Greedy, unless `greedy` is False (sampled as in training) or an option of sampling is given. What is None is as in
-        training. The same seed gives the same texts. Raises ValueError for a mistake in these, and for a prompt that leaves
-        no room to answer.
-        """
-        options = {
-            "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens, "stop_strings": stop_strings,
-        }  # fmt: skip
-        return self._writer.write(prompts, greedy, n, seed, options)
-
-    def chat(
-        self, message: str, *, system: str | None = None, history: Sequence[Mapping[str, object]] = (), **options: object
-    ) -> str:  # fmt: skip
-        """The policy's answer to a user's message by the chat template; `history` are earlier messages ({"role", "content"}),
-        `options` those of `generate` but n."""
-        return self._writer.chat(message, system, history, options)
+    limit_name = "max_length of the training"
 
     def save(self, folder: str | Path) -> Path:
-        """Writes the policy as a Hugging Face folder, with a model card."""
+        """Write the policy as a Hugging Face folder, with a model card."""
         folder = folder_path(folder, "folder")
         self.policy.save_checkpoint(str(folder))
         write_card(folder, self.config, self._facts)
         return folder
 
     def push_to_hub(self, repo_id: str, *, private: bool = True, client: object = None) -> str:
-        """Uploads the policy to the hub; see `nemo_rl_cpp.push_to_hub`. Returns the address."""
+        """Upload the policy to the hub, see `nemo_rl_cpp.push_to_hub`; return the address."""
         with tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_") as folder:
             message = f"{self.config.title}, {self._facts.step} steps, by nemo_rl_cpp"
             return push_to_hub(self.save(folder), repo_id, private=private, message=message, client=client)

@@ -1,12 +1,13 @@
-"""Turns every form of prompts into rows with the key `prompt`. Anything else is refused in one sentence."""
+"""Prompts in every form as rows with the key `prompt`, and rows as a data set: tokenised, each with room to answer."""
 
-import io
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_rl_cpp.argument_checks import described, in_a_line, names_of
+import torch
+
+from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, names_of
+from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.conversation import (
     came_through_pandas,
     comes_from_arrow,
@@ -14,116 +15,79 @@ from nemo_rl_cpp.data.conversation import (
     plain,
     prompt_of,
     row_at,
+    tools_of,
     without_padding,
 )
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
-from nemo_rl_cpp.data.interfaces import Row
+from nemo_rl_cpp.data.interfaces import DatumSpec, Message, Row, TaskDataSpec, TokenizerType
+from nemo_rl_cpp.data.prompt_rendering import render_prompt
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
+TASK = "notebook"
+Prompt = str | Sequence[Mapping[str, object]]
+_DATA_FILES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _RESERVED = ("prompts", "completions")
-_LIKE_A_FILE = (
-    ".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt", ".md", ".xml", ".yaml", ".yml", ".toml", ".xls", ".xlsx",
-    ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".pkl", ".pickle", ".pt", ".npy", ".npz", ".db", ".sqlite", ".py", ".ipynb",
-)  # fmt: skip
-_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
-_HUB_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)+")
 
 
-class Rows:
-    """Stands in grpo_notebook.yaml and ppo_notebook.yaml for the rows that a call is given."""
-
-    def __init__(self, **kwargs: object) -> None:
-        raise ValueError(
-            "the notebook's configurations have no data of their own: call nemo_rl_cpp.train_grpo(prompts=...), or set data.train"
-        )
+# ---- what a call is given
 
 
 def rows_of(given: object, name: str) -> list[Row]:
-    """Rows with the key `prompt`, each checked. `name` is the argument that messages name.
+    """Return checked rows with the key `prompt`. `name` is the argument that messages name.
 
-    A text is one prompt, unless it names a data file, which is read. A mapping of columns, a data frame (pandas, polars,
-    pyarrow) and a `datasets.Dataset` are rows. Rows come out as `data.conversation` writes them. Raises ValueError for all else.
+    A text is one prompt, unless it is the path of a file or folder, which is read. A mapping of columns, a data frame (pandas,
+    polars, pyarrow) and a `datasets.Dataset` are rows; anything else is iterated. Raises ValueError for all that is no prompt.
     """
     items, source = _items(given, name)
     padded = comes_from_arrow(given) or any(comes_from_arrow(item) or came_through_pandas(item) for item in items)
-    rows = [_row(item, i, source) for i, item in enumerate(items)]
-    if padded:
-        rows = [without_padding(row) for row in rows]
+    rows = [_row(item, f"row {i} of {source}") for i, item in enumerate(items)]
     if not rows:
         raise ValueError(f"{source} is empty: {FORMS}")
-    for i, row in enumerate(rows):
-        _check_row(row, f"row {i} of {source}", name)
-    return rows
+    return [without_padding(row) for row in rows] if padded else rows
 
 
 def _items(given: object, name: str) -> tuple[list[object], str]:
-    """The prompts or rows one by one, and how messages name where they come from."""
+    """Return the prompts or rows one by one, and how messages name their source."""
     if given is None:
         raise ValueError(f"{name} is missing: {FORMS}")
-    if isinstance(given, os.PathLike):
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_path(given, name)):
         return _read(os.fspath(given), name)
     if isinstance(given, str):
-        return _read(given, name) if _is_path(given, name) else ([given], name)
-    if callable(given) and not hasattr(given, "__len__"):
-        raise ValueError(
-            f"{name} is {described(given)}: {FORMS}; the order of arguments is model, prompts, reward_funcs"
-        )
-    if isinstance(given, (bool, int, float, complex, bytes, bytearray, set, frozenset)) or callable(given):
-        raise ValueError(f"{name} is {described(given)}: {FORMS}")
-    if isinstance(given, io.IOBase) or hasattr(given, "readlines"):
-        raise ValueError(f"{name} is an open file: give its path, {in_a_line(getattr(given, 'name', 'data.jsonl'))}")
+        return [given], name
     if isinstance(given, Mapping):
-        return _from_mapping(given, name), name
-    if hasattr(given, "columns"):
-        if hasattr(given, "iloc"):  # pandas, whose missing values are NaN
-            return given.astype(object).where(given.notna(), None).to_dict(orient="records"), name
-        for method in ("to_dicts", "to_pylist"):  # polars; pyarrow
-            if hasattr(given, method):
-                return getattr(given, method)(), name
-    if (dimensions := getattr(given, "ndim", 1)) != 1:
-        raise ValueError(f"{name} is {described(given)} of {dimensions} dimensions: {FORMS}")
-    if not isinstance(given, Iterable):
-        raise ValueError(f"{name} is {described(given)}: {FORMS}")
+        return _from_columns(given, name), name
+    if hasattr(given, "columns") and hasattr(given, "iloc"):  # pandas, whose missing values are NaN
+        return given.astype(object).where(given.notna(), None).to_dict(orient="records"), name
+    for method in ("to_dicts", "to_pylist"):  # polars; pyarrow
+        if hasattr(given, method):
+            return getattr(given, method)(), name
+    if isinstance(given, (bytes, set, frozenset)) or not is_iterable(given):
+        order = "; the order of arguments is model, prompts, reward_funcs" if callable(given) else ""
+        raise ValueError(f"{name} is {described(given)}: {FORMS}{order}")
     items = list(given)
     return ([items] if is_conversation(items) else items), name
 
 
 def _is_path(text: str, name: str) -> bool:
-    """Whether a text is the path of a file or folder. ValueError where it may be meant so: it ends like a file, is an address,
-    or has a line end behind a path."""
-    if not text.strip():
-        return False
-    if text != text.strip() and "\n" not in text.strip() and _is_path(text.strip(), name):
-        raise ValueError(
-            f"{name} is {in_a_line(text)}, a path with spaces or line ends around it: take them off, or, if it is a prompt, write [{in_a_line(text)}]"
-        )
+    """Return whether a text is the path of a file or folder. ValueError for the name of a data file that does not exist."""
     try:
         path = Path(text).expanduser()
-        there = path.exists()
+        exists = bool(text.strip()) and path.exists()
     except (OSError, ValueError, RuntimeError):  # too long for a path, a zero byte, no such user
         return False
-    if there:
-        return True
-    if path.suffix.lower() in _LIKE_A_FILE and "\n" not in text:
+    if not exists and path.suffix.lower() in _DATA_FILES and "\n" not in text:
         raise ValueError(f"{name} names the file {text}, which does not exist (if it is a prompt, write [{text!r}])")
-    if _URI.fullmatch(text):
-        raise ValueError(
-            f"{name} is the address {text}: give the path of a file on this machine, or, if it is a prompt, [{text!r}]"
-        )
-    if _HUB_NAME.fullmatch(text):
-        raise ValueError(
-            f"{name} is {text!r}, which looks like a path or the name of a data set: give the rows (datasets.load_dataset({text!r}, split=...)), "
-            f"or, if it is a prompt, [{text!r}]"
-        )
-    return False
+    return exists
 
 
 def _read(path: str, name: str) -> tuple[list[object], str]:
     try:
         found = load_dataset_from_path(path)
     except (ValueError, OSError) as error:
+        why = " ".join(str(error).split())
         raise ValueError(
-            f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {' '.join(str(error).split())}"
+            f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {why}"
         ) from None
     rows = [row_at(found, i) for i in range(len(found))]
     if path.lower().endswith(".txt"):  # its lines are the prompts
@@ -131,61 +95,30 @@ def _read(path: str, name: str) -> tuple[list[object], str]:
     return rows, f"{name} ({path})"
 
 
-def _from_mapping(given: Mapping[str, object], name: str) -> list[object]:
-    parts = [
-        key
-        for key, value in given.items()
-        if hasattr(value, "column_names") or hasattr(value, "iloc") and hasattr(value, "columns")
-    ]
-    if parts:
-        raise ValueError(
-            f"{name} is a {type(given).__name__} of data sets: give one of them, {name}[{in_a_line(parts[0])}]"
-        )
+def _from_columns(given: Mapping[str, object], name: str) -> list[object]:
     if "prompt" not in given:
         raise ValueError(f"{name} is a mapping without the key 'prompt', it has {names_of(given)}: {FORMS}")
     if isinstance(given["prompt"], str) or is_conversation(plain(given["prompt"])):
         return [given]  # one row
-    wrong = next(
-        (
-            key
-            for key, value in given.items()
-            if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)
-        ),
-        None,
-    )
-    if wrong is not None:
+    lengths = {
+        key: len(value) if hasattr(value, "__len__") and not isinstance(value, (str, Mapping)) else described(value)
+        for key, value in given.items()
+    }
+    if len(set(lengths.values())) > 1 or not isinstance(lengths["prompt"], int):
+        shown = ", ".join(f"{in_a_line(key)} has {length}" for key, length in lengths.items())
+        raise ValueError(f"{name} is a mapping of columns, which must be lists of one length: {shown}")
+    return [dict(zip(given, values)) for values in zip(*given.values())]
+
+
+def _row(item: object, where: str) -> Row:
+    row = plain(item)
+    if isinstance(row, str) or is_conversation(row):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
         raise ValueError(
-            f"{name} is a mapping of columns, whose column {in_a_line(wrong)} is {described(given[wrong])}: each must be a list, one value a row"
+            f"{where} is {described(item)}; a row is a text, a conversation (a list of messages with role and content), "
+            'or a mapping such as {"prompt": "1+1=", "answer": "2"}'
         )
-    columns = {key: list(value) for key, value in given.items()}
-    lengths = {key: len(values) for key, values in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"{name} is a mapping of columns of different lengths: {', '.join(f'{in_a_line(k)} has {n}' for k, n in lengths.items())}"
-        )
-    return [dict(zip(columns, values)) for values in zip(*columns.values())]
-
-
-def _row(item: object, index: int, source: str) -> Row:
-    if hasattr(item, "_asdict"):  # of DataFrame.itertuples
-        found = plain(item._asdict())
-    elif hasattr(item, "iloc") and all(isinstance(key, str) for key in item.index):  # of DataFrame.iterrows
-        found = plain(item.to_dict())
-    else:
-        found = plain(item)
-    if isinstance(found, dict):
-        return found
-    if isinstance(found, str) or is_conversation(found):
-        return {"prompt": found}
-    shown = item if isinstance(item, tuple) else found
-    shape = f" of {len(shown)}" if isinstance(shown, (list, tuple)) else ""
-    raise ValueError(
-        f"row {index} of {source} is {described(shown)}{shape}; a row is a text, a conversation (a list of messages with role and content), "
-        'or a mapping such as {"prompt": "1+1=", "answer": "2"}'
-    )
-
-
-def _check_row(row: Row, where: str, name: str) -> None:
     wrong = next((key for key in row if not isinstance(key, str)), None)
     if wrong is not None:
         raise ValueError(f"{where} has the key {in_a_line(wrong)}; keys must be texts")
@@ -193,7 +126,51 @@ def _check_row(row: Row, where: str, name: str) -> None:
         raise ValueError(f"{where} has no key 'prompt', it has {names_of(row)}")
     taken = next((key for key in _RESERVED if key in row), None)
     if taken is not None:
-        raise ValueError(
-            f"{where} has the key {taken!r}, under which reward functions are given something else: rename it"
-        )
+        raise ValueError(f"{where} has the key {taken!r}, under which reward functions get something else: rename it")
     prompt_of(row["prompt"], where)
+    return row
+
+
+# ---- a data set of the rows
+
+
+def dataset_of(
+    rows: list[Row], tokenizer: TokenizerType, limit: int, name: str = "prompt", limit_name: str = "max_length"
+) -> AllTaskProcessedDataset:
+    """Return the rows as a run's data set. ValueError for the first prompt that the template refuses or that leaves no room to
+    answer within `limit` tokens."""
+    for i, row in enumerate(rows):
+        prompt = prompt_of(row["prompt"], f"{name} {i}")
+        if isinstance(prompt, str) and len(prompt.encode()) < limit // 2:  # a token is a byte at least, but for BOS
+            continue
+        try:
+            length = len(prompt_message(prompt, tokenizer, tools_of(row))["token_ids"])
+        except ValueError as error:
+            raise ValueError(f"{name} {i}: {error}") from error
+        if length >= limit:
+            raise ValueError(
+                f"{name} {i} has {length} tokens, which leaves no room to answer within {limit_name}={limit}"
+            )
+    return AllTaskProcessedDataset(ListDataset(rows), tokenizer, TaskDataSpec(TASK), _processor, max_seq_length=limit)
+
+
+def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
+    """Return a text, or a conversation through the chat template, as a message with its token ids."""
+    messages = None if isinstance(prompt, str) else list(prompt)
+    text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
+    ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)
+    return {"role": "user", "content": text, "token_ids": ids}
+
+
+def _processor(
+    row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
+) -> DatumSpec:
+    message = prompt_message(prompt_of(row["prompt"], f"prompt {idx}"), tokenizer, tools_of(row))
+    return DatumSpec(
+        message_log=[message],
+        length=len(message["token_ids"]),
+        extra_env_info={key: value for key, value in row.items() if key != "prompt"},
+        loss_multiplier=1.0,
+        idx=idx,
+        task_name=TASK,
+    )

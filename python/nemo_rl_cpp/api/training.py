@@ -7,19 +7,16 @@ result.generate(["2 + 5 = "])
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.callbacks import Callback, Callbacks, checked_callbacks
 from nemo_rl_cpp.algorithms.parts import RunData
-from nemo_rl_cpp.api.components import component_keys, lora_keys, reward_environment
-from nemo_rl_cpp.api.keywords import Function, dotted_keys
-from nemo_rl_cpp.api.prompting import TASK, dataset_of
+from nemo_rl_cpp.api.arguments import Keys, component_keys, dotted_keys, lora_keys, rewards_of_call
 from nemo_rl_cpp.api.result import TrainResult
-from nemo_rl_cpp.api.rows import rows_of
+from nemo_rl_cpp.api.rows import TASK, dataset_of, rows_of
 from nemo_rl_cpp.argument_checks import folder_path, in_a_line, model_name, whole_number
 from nemo_rl_cpp.checks import preflight
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
@@ -27,7 +24,7 @@ from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Row, TokenizerType
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.environments.loading import Environments
-from nemo_rl_cpp.environments.reward_environment import RewardFunction, RewardFunctionEnvironment
+from nemo_rl_cpp.environments.reward_environment import RewardFunction
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.custom_components import Estimator, Loss
@@ -62,7 +59,7 @@ def train_grpo(
     resume: bool | str | None = None,
     **overrides: object,
 ) -> TrainResult:
-    """Trains `model` with GRPO on `prompts` (or `dataset`, the same thing) so that `reward_funcs` pay more.
+    """Train `model` with GRPO on `prompts` (or `dataset`, the same thing) so that `reward_funcs` pay more.
 
     A prompt is a text, continued as it is; or a conversation (a list of {"role", "content"}), which goes through the chat
     template; or a row {"prompt": either, ...} whose other columns reach the reward functions as keywords. `prompts` are
@@ -71,24 +68,27 @@ def train_grpo(
 
     A reward function is called with `prompts`, `completions` and those columns, all lists of one entry a completion, and
     returns as many numbers: `def reward(completions, answer): return [float(c.strip() == a) for c, a in zip(completions,
-    answer)]`. Several, in a list or as {"name": function}, are added up, times `reward_weights` where given; each is logged as
+    answer)]`. Several, in a list or as {"name": function}, are added up, times `reward_weights` if given; each is logged as
     `rewards/<name>`.
 
     `loss_fn` and `adv_estimator`: a function, an object or a class of yours, its dotted name, or a mapping of keys of that section
     of the configuration; for `adv_estimator` also a name such as "gdpo". `callbacks`: objects of `nemo_rl_cpp.Callback`.
 
-    `lora`: True, a rank such as 16, or keys of `lora_cfg` such as {"dim": 16, "target_modules": ["q_proj", "v_proj"]}: adapters are
-    trained and the weights stay frozen, which takes about half of the memory (docs/lora.md).
+    `lora`: True, a rank such as 16, or keys of `lora_cfg` such as {"dim": 16, "target_modules": ["q_proj", "v_proj"]}: trains
+    adapters of frozen weights, which takes about half of the memory (docs/lora.md).
 
     `validation` prompts are answered before and after training. Without `checkpoint_dir` nothing is saved (see
-    `TrainResult.save`); with one, calling again goes on where the run was, unless `resume` is False ("never": refuse a folder
+    `TrainResult.save`); with one, calling again continues the run, unless `resume` is False ("never": refuse a folder
     with checkpoints); True ("must") refuses a folder without. A step takes `num_prompts_per_step` prompts, or
-    all where there are fewer. Further keywords are keys of the configuration: `use_dynamic_sampling=True` of the section
-    grpo, `loss_fn__reference_policy_kl_penalty=0.01` of another one. Every value arrives there as it is given.
+    all if there are fewer. Further keywords are keys of the configuration: `use_dynamic_sampling=True` of the section
+    grpo, `loss_fn__reference_policy_kl_penalty=0.01` of another one.
 
     Raises ValueError for a mistake in these, before the model is loaded.
     """
-    return _train_call(_GRPO, dict(locals()))
+    return _train_call("grpo", dict(locals()))
+
+
+_DEFAULTS = {name: p.default for name, p in inspect.signature(train_grpo).parameters.items() if name != "overrides"}
 
 
 def train_ppo(
@@ -97,84 +97,57 @@ def train_ppo(
     reward_funcs: Rewards | None = None,
     num_steps: int = 20,
     *,
-    dataset: object = None,
-    validation: object = None,
-    reward_weights: Sequence[float] | Mapping[str, float] | None = None,
-    loss_fn: "Loss" = None,
-    adv_estimator: "Estimator" = None,
-    lora: bool | int | Mapping[str, object] | None = None,
-    callbacks: Callback | Iterable[Callback] | None = None,
-    num_prompts_per_step: int = 8,
-    num_generations: int = 8,
-    max_new_tokens: int = 32,
-    max_length: int = 256,
-    learning_rate: float = 1e-5,
     critic_learning_rate: float | None = None,
-    temperature: float = 1.0,
-    stop_strings: str | Sequence[str] | None = None,
-    precision: str = "float32",
-    seed: int = 42,
-    log_dir: str | Path = "logs",
-    checkpoint_dir: str | Path | None = None,
-    resume: bool | str | None = None,
-    **overrides: object,
+    **options: Any,
 ) -> TrainResult:
-    """Trains `model` with PPO and a critic of the same size. Arguments are those of `train_grpo`; further keywords are keys of the
-    section ppo (`ppo_epochs=2`), or `section__key`. `critic_learning_rate` None: three times `learning_rate`. `lora` is for policy and
-    critic.
+    """Train `model` with PPO and a critic of the same size.
 
-    Raises ValueError for a mistake, before the model is loaded.
+    `options` are the other arguments of `train_grpo`, and further keys: of the section ppo (`ppo_epochs=2`), or `section__key`.
+    `critic_learning_rate` None: three times `learning_rate`. `lora` is for policy and critic. Raises ValueError for a mistake,
+    before the model is loaded.
     """
-    return _train_call(_PPO, dict(locals()))
+    given = {name: options.pop(name) for name in _DEFAULTS if name in options}
+    first = {"model": model, "prompts": prompts, "reward_funcs": reward_funcs, "num_steps": num_steps}
+    more = {"critic_learning_rate": critic_learning_rate, "overrides": options}
+    return _train_call("ppo", _DEFAULTS | given | first | more)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What is different between the functions: the name, the algorithm, the file it starts from and its loader."""
-
-    name: str
-    algorithm: str
-    base: str
-    load: Callable[..., Any]
-
-    @property
-    def function(self) -> Function:
-        names = inspect.signature(globals()[self.name]).parameters
-        return Function(self.name, [name for name in names if name != "overrides"], self.algorithm)
-
-    def default(self, argument: str) -> object:
-        return inspect.signature(globals()[self.name]).parameters[argument].default
-
-
-_GRPO = _Kind("train_grpo", "grpo", "grpo_notebook.yaml", load_grpo_config)
-_PPO = _Kind("train_ppo", "ppo", "ppo_notebook.yaml", load_ppo_config)
-
+_LOAD = {"grpo": load_grpo_config, "ppo": load_ppo_config}
 _KEYS = {  # argument -> key; {} is the section of the algorithm
-    "model": "policy.model_name", "precision": "policy.precision", "max_length": "policy.max_total_sequence_length",
-    "learning_rate": "policy.optimizer.kwargs.lr", "max_new_tokens": "policy.generation.max_new_tokens",
-    "temperature": "policy.generation.temperature", "stop_strings": "policy.generation.stop_strings",
-    "num_prompts_per_step": "{}.num_prompts_per_step", "num_generations": "{}.num_generations_per_prompt", "num_steps": "{}.max_num_steps",
-    "seed": "{}.seed", "critic_learning_rate": "value.optimizer.kwargs.lr",
-}  # fmt: skip
+    "model": "policy.model_name",
+    "precision": "policy.precision",
+    "max_length": "policy.max_total_sequence_length",
+    "learning_rate": "policy.optimizer.kwargs.lr",
+    "critic_learning_rate": "value.optimizer.kwargs.lr",
+    "max_new_tokens": "policy.generation.max_new_tokens",
+    "temperature": "policy.generation.temperature",
+    "stop_strings": "policy.generation.stop_strings",
+    "num_prompts_per_step": "{}.num_prompts_per_step",
+    "num_generations": "{}.num_generations_per_prompt",
+    "num_steps": "{}.max_num_steps",
+    "seed": "{}.seed",
+}
 _RESUME = {True: "must", False: "never", None: "auto", "must": "must", "never": "never", "auto": "auto"}
 
 
-def _train_call(kind: _Kind, arguments: dict[str, Any]) -> TrainResult:
-    """One call of a function of this module: everything is checked, then trained."""
-    own = dotted_keys(arguments["overrides"], kind.function)
+def _train_call(algorithm: str, arguments: dict[str, Any]) -> TrainResult:
+    """Check everything, then train."""
+    names = [name for name in arguments if name != "overrides"]
+    own = dotted_keys(arguments["overrides"], algorithm, names)
     rows, val_rows = _rows(arguments)
     search_for_modules(Path.cwd())
-    loss, estimator = (component_keys(arguments[name], name, kind.algorithm) for name in ("loss_fn", "adv_estimator"))
+    loss, estimator = (component_keys(arguments[name], name, algorithm) for name in ("loss_fn", "adv_estimator"))
     callbacks = checked_callbacks(arguments["callbacks"])
-    components = loss.keys | estimator.keys
-    adapters = lora_keys(arguments["lora"], ("policy", "value") if kind.algorithm == "ppo" else ("policy",))
-    given, folders = _given(kind, arguments) | components | adapters, _folders(arguments)
-    _check_twice(kind, arguments, folders | given, own)
-    _check_checkpointing(arguments, own)
-    environment, weights = _rewards(arguments, given | own)
+    given = _folders(arguments) | _given(algorithm, arguments)
+    given |= loss.keys | estimator.keys | lora_keys(arguments["lora"], algorithm)
+    for key in given.keys() & own.keys():
+        name = given[key][0]
+        if arguments[name] is not _DEFAULTS.get(name) and (key, own[key][1]) != ("checkpointing.enabled", True):
+            raise ValueError(f"{name} and {own[key][0]} are the same thing: give one of them")
+    given |= own
+    environment, weights = rewards_of_call(arguments["reward_funcs"], arguments["reward_weights"], given)
     environment.check_columns({key for row in [*rows, *(val_rows or ())] for key in row if key != "prompt"})
-    given |= weights
-    config = _config(kind, given | own, len(rows), val_rows is not None, folders)
+    config = _config(algorithm, given | weights, len(rows), val_rows is not None)
     loss.check(config), estimator.check(config)
     _preflight(config)
     return _train(config, rows, val_rows, environment, callbacks)
@@ -188,72 +161,21 @@ def _rows(arguments: Mapping[str, Any]) -> tuple[list[Row], list[Row] | None]:
     return rows, rows_of(validation, "validation") if validation is not None else None
 
 
-def _rewards(
-    arguments: Mapping[str, Any], keys: Mapping[str, tuple[str, object]]
-) -> tuple[RewardFunctionEnvironment, dict[str, tuple[str, object]]]:
-    """The environment of the reward functions, and the keys that follow from their weights: with gdpo the estimator weighs
-    them. `keys`: what else was given. ValueError for weights given twice."""
-    gdpo, weights = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo", arguments["reward_weights"]
-    environment = reward_environment(arguments["reward_funcs"], weights, gdpo)
-    if not gdpo or weights is None:
-        return environment, {}
-    key = "grpo.adv_estimator.reward_weights"
-    if keys.get(key, ("", None))[1] is not None:
-        other = "its key of adv_estimator" if keys[key][0] == "adv_estimator" else keys[key][0]
-        raise ValueError(f"reward_weights and {other} are the same thing: give one of them")
-    return environment, {key: ("reward_weights", environment.weights_by_name)}
-
-
-def _check_twice(
-    kind: _Kind, arguments: Mapping[str, Any], given: Mapping[str, tuple[str, object]], own: Mapping[str, tuple[str, object]]
-) -> None:  # fmt: skip
-    """ValueError for a key that an argument gives and a keyword, too. `checkpointing__enabled=True` beside checkpoint_dir says
-    nothing else."""
-    for key in given:
-        name = given[key][0]
-        if key in own and _is_given(kind, arguments, name) and (key, own[key][1]) != ("checkpointing.enabled", True):
-            raise ValueError(f"{name} and {own[key][0]} are the same thing: give one of them")
-
-
-def _check_checkpointing(arguments: Mapping[str, Any], own: Mapping[str, tuple[str, object]]) -> None:
-    """ValueError for keys about checkpoints of a call that saves none. Of push_to_hub the configuration's own rule speaks."""
-    if arguments["checkpoint_dir"] is not None or "checkpointing.enabled" in own:
-        return
-    idle = [
-        name
-        for key, (name, _) in own.items()
-        if key.startswith("checkpointing.") and key != "checkpointing.push_to_hub"
-    ]
-    if idle:
-        raise ValueError(
-            f"{' and '.join(idle)} would have no effect, since nothing is saved without checkpoint_dir: give checkpoint_dir, the folder of "
-            "the checkpoints"
-        )
-
-
-def _given(kind: _Kind, arguments: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
-    """key of the configuration -> (argument, value)."""
+def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
     values = dict(arguments, model=model_name(arguments["model"]))
-    if (
-        kind.algorithm == "ppo"
-        and values["critic_learning_rate"] is None
-        and isinstance(values["learning_rate"], float)
-    ):
-        values["critic_learning_rate"] = 3 * values["learning_rate"]
+    rate = values["learning_rate"]
+    if algorithm == "ppo" and values["critic_learning_rate"] is None and isinstance(rate, float):
+        values["critic_learning_rate"] = 3 * rate
+    missing = {"critic_learning_rate"} if values.get("critic_learning_rate") is None else set()
     return {
-        key.format(kind.algorithm): (name, values[name])
+        key.format(algorithm): (name, values[name])
         for name, key in _KEYS.items()
-        if name in values and (name != "critic_learning_rate" or values[name] is not None)
+        if name in values and name not in missing
     }
 
 
-def _is_given(kind: _Kind, arguments: Mapping[str, Any], name: str) -> bool:
-    """Whether an argument is another than its default."""
-    return arguments[name] is not kind.default(name)
-
-
-def _folders(arguments: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
-    """The keys that follow from log_dir, checkpoint_dir and resume."""
+def _folders(arguments: Mapping[str, Any]) -> Keys:
+    """Return the keys that follow from log_dir, checkpoint_dir and resume."""
     logs = folder_path(arguments["log_dir"], "log_dir")
     given, resume = arguments["checkpoint_dir"], arguments["resume"]
     checkpoints = folder_path(given, "checkpoint_dir") if given is not None else None
@@ -261,7 +183,7 @@ def _folders(arguments: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
         raise ValueError(
             f"resume is {in_a_line(resume)}: give True (go on with the run in checkpoint_dir), False (begin a new one) or None (either)"
         )
-    if resume and resume not in ("auto", "never") and checkpoints is None:
+    if _RESUME[resume] == "must" and checkpoints is None:
         raise ValueError(
             f"resume is {resume!r}, but there is no checkpoint_dir: give the folder of the run to go on with"
         )
@@ -273,41 +195,33 @@ def _folders(arguments: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
     }
 
 
-def _config(
-    kind: _Kind, given: dict[str, tuple[str, object]], num_rows: int, validates: bool, folders: dict[str, tuple[str, object]]
-) -> TrainMasterConfig:  # fmt: skip
-    """The configuration of a call. `given` and `folders`: key -> (argument, value)."""
-    section = kind.algorithm
-    prompts, generations = (
-        _count(given[f"{section}.num_{what}"][1]) for what in ("prompts_per_step", "generations_per_prompt")
-    )
-    if prompts is not None and prompts > num_rows:
-        print(f"num_prompts_per_step is {num_rows}, as there are no more prompts, not {prompts}", file=sys.stderr)
-        prompts = num_rows
-        given[f"{section}.num_prompts_per_step"] = ("num_prompts_per_step", prompts)
+def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainMasterConfig:
+    """Load the configuration of a call, whose messages name the arguments."""
     values: dict[str, object] = {f"{section}.val_at_start": validates, f"{section}.val_at_end": validates}
-    if prompts is not None and generations is not None:
-        values["policy.train_global_batch_size"] = prompts * generations
-    named = folders | given
-    values |= {key: value for key, (_, value) in named.items()}
-    return kind.load(kind.base, values=values, places={key: f"argument {name}" for key, (name, _) in named.items()})
-
-
-def _count(value: object) -> int | None:
-    """The number, or None for what the configuration's checks will refuse."""
+    name, prompts = given[f"{section}.num_prompts_per_step"]
     try:
-        return whole_number("", value, 1)
+        asked = whole_number("", prompts, 1)
+        if asked > num_rows:
+            print(f"num_prompts_per_step is {num_rows}, as there are no more prompts, not {asked}", file=sys.stderr)
+            given[f"{section}.num_prompts_per_step"] = (name, num_rows)
+        generations = whole_number("", given[f"{section}.num_generations_per_prompt"][1], 1)
+        values["policy.train_global_batch_size"] = min(asked, num_rows) * generations
     except ValueError:
-        return None
+        pass  # the configuration refuses it in its own words
+    values |= {key: value for key, (_, value) in given.items()}
+    places = {key: f"argument {name}" for key, (name, _) in given.items()}
+    return _LOAD[section](f"{section}_notebook.yaml", values=values, places=places)
 
 
 def _preflight(config: TrainMasterConfig) -> None:
-    """What the run scripts ask before they start; ValueError for what cannot succeed. The data and reward functions come from
-    the caller, so findings about those sections are none of this run's."""
+    """Check what the commands check before a run; ValueError for a run that cannot succeed.
+
+    Data and reward functions come from the caller, so findings about those sections do not count.
+    """
     if config.cluster.has_workers:
         raise ValueError(
-            f"cluster.executor is {config.cluster.executor_text}: train_{config.algorithm} trains in this process, whose result goes on generating; "
-            "use the run scripts for several processes"
+            f"cluster.executor is {config.cluster.executor_text}: train_{config.algorithm} trains in this process, whose result "
+            "goes on generating; use the run scripts for several processes"
         )
     findings = [finding for finding in preflight(config) if finding.key.partition(".")[0] not in ("data", "env")]
     errors = [str(finding) for finding in findings if finding.level == "error"]
@@ -330,4 +244,4 @@ def _train(
         run.train()
     return TrainResult(
         run.history, run.validations, run.policy, run.tokenizer, config, run.log_dir, run.generation, run.card_facts()
-    )  # fmt: skip
+    )

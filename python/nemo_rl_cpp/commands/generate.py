@@ -33,9 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     add_engine_options(parser)
     known, rest = parser.parse_known_args(arguments)
     if rest:
-        words = " ".join(rest)
-        print(f"error: unknown arguments: {words} (a prompt of several words goes into quotes)", file=sys.stderr)
-        return 2
+        parser.error(f"unknown arguments: {' '.join(rest)} (a prompt of several words goes into quotes)")
     return _run(known)
 
 

@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,7 @@ from nemo_rl_cpp.config.errors import ConfigError
 from nemo_rl_cpp.config.fold import exactness_text, keys_without_effect_text
 from nemo_rl_cpp.config.loader import LOADERS, kind_of
 from nemo_rl_cpp.config.locate import find_config, shipped_configs
-from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
+from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.distributed.launch import serving
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.files.yaml_text import dump_yaml
@@ -27,7 +27,7 @@ from nemo_rl_cpp.stages import stage, stages_shown
 
 
 class Kind(NamedTuple):
-    """A kind of configuration: the file that is taken without --config, and the command's description."""
+    """A kind of configuration: the file to take without --config, and the command's description."""
 
     default_config: str
     description: str
@@ -51,17 +51,7 @@ _CONFIGS_EXAMPLES = """examples:
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
     """Load and check a configuration, then train. `kind` is a key of `KINDS`; by default the file's sections tell."""
-    known, overrides = _arguments(arguments, kind or "grpo")
-    config = _loaded(known.config, overrides, kind)
-    if config is None:
-        return 2
-    if known.dry_run:
-        return _dry_run(config)
-    with _started():
-        if not _is_ready(config):
-            return 2
-        train_to_the_end(config)
-    return 0
+    return _run(arguments, kind or "grpo", kind, train_to_the_end)
 
 
 def train_to_the_end(config: TrainMasterConfig) -> None:
@@ -96,24 +86,18 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Load and check the configuration of an evaluation, then evaluate."""
-    known, overrides = _arguments(arguments, "eval")
-    config = _loaded(known.config, overrides, "eval")
-    if config is None:
-        return 2
-    if known.dry_run:
-        return _dry_run(config)
-    with _started():
-        if not _is_ready(config):
-            return 2
-        from nemo_rl_cpp.evals.eval import main
+
+    def work(config: EvalMasterConfig) -> None:
+        from nemo_rl_cpp.evals.eval import main  # loads torch, after the configuration is known to be right
 
         raise_if_interrupted()
         main(config)
-    return 0
+
+    return _run(arguments, "eval", "eval", work)
 
 
 def _words_of_eval(text: str) -> str:
-    """Put the keys of an evaluation into a sentence that names those of a training run."""
+    """Put the keys of an evaluation into a sentence with those of a training run."""
     for theirs, own in (
         ("data.train.dataset_name", "data.dataset_name"),
         ("policy.model_name", "generation.model_name"),
@@ -185,27 +169,39 @@ def descriptions() -> dict[str, str]:
 # ---- from the words of a command line to a checked configuration
 
 
-def _arguments(words: Sequence[str], kind: str) -> tuple[argparse.Namespace, list[str]]:
-    """Return (--config, --dry-run, --debug) and the overrides, which are all other words."""
+def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
+    """Do `work` on the configuration that the words of a command line name; return the exit status.
+
+    `default` is the kind whose help is shown, and whose file is taken without --config.
+    """
     parser = OneLineParser(
-        description=KINDS[kind].description,
+        description=KINDS[default].description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_help(kind),
+        epilog=_help(default),
         allow_abbrev=False,
     )
     parser.add_argument(
         "--config",
-        default=KINDS[kind].default_config,
+        default=KINDS[default].default_config,
         help="YAML file, or the name of a shipped one (default: %(default)s)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show a memory forecast and the resolved configuration, then stop"
     )
     add_common_options(parser)
-    known, overrides = parser.parse_known_args(words)
+    known, overrides = parser.parse_known_args(words)  # all other words are overrides
     if message := unknown_option(overrides):
         parser.error(message)
-    return known, overrides
+    config = _loaded(known.config, overrides, kind)
+    if config is None:
+        return 2
+    if known.dry_run:
+        return _dry_run(config)
+    with _started():
+        if not _is_ready(config):
+            return 2
+        work(config)
+    return 0
 
 
 def _help(kind: str) -> str:

@@ -1,18 +1,104 @@
-"""`nemo-rl-cpp serve`: a model or a checkpoint behind HTTP."""
+"""`nemo-rl-cpp serve`: a model or a checkpoint behind HTTP, by the routes of OpenAI and vLLM."""
 
+import argparse
+import os
+import signal
+import sys
+import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.command_line import command_parser
+from nemo_rl_cpp.command_line import add_engine_options, add_model_option, at_least, command_parser, positive
+from nemo_rl_cpp.serving import check_installed
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.serving.engine import EngineThread
+    from nemo_rl_cpp.serving.http_server import HttpServer
+
+KEY_VARIABLE = "NEMO_RL_CPP_API_KEY"
 _EXAMPLES = """examples:
   nemo-rl-cpp serve --model smollm2-135m-instruct
   nemo-rl-cpp serve --model results/grpo_arithmetic_smollm2 --port 8080 --api-key secret"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until it is stopped."""
-    from nemo_rl_cpp.serving.command import add_arguments, run
-
+    """Serve until Ctrl-C or SIGTERM."""
     parser = command_parser("serve", "Serve a model or a checkpoint over HTTP, as OpenAI and vLLM do.", _EXAMPLES)
-    add_arguments(parser)
-    return run(parser.parse_args(arguments))
+    add_model_option(parser)
+    parser.add_argument("--served-model-name", metavar="NAME", help="another name of the model for clients")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    parser.add_argument("--port", type=at_least(0, 65535), default=8000, help="0: a free one, which is printed")
+    parser.add_argument(
+        "--api-key", help=f"that requests must carry as a bearer token (default: the variable {KEY_VARIABLE}, or none)"
+    )
+    add_engine_options(parser)
+    parser.add_argument(
+        "--seed", type=at_least(0), default=42, help="of requests that name a rollout and no seed (default: 42)"
+    )
+    parser.add_argument(
+        "--max-model-len", type=at_least(2), help="longest sequence (default: what the model and the cache allow)"
+    )
+    parser.add_argument(
+        "--kv-cache-gb", type=positive, help="memory of keys and values (default: half of what is free, 4 at most)"
+    )
+    parser.add_argument(
+        "--max-batch-size",
+        type=at_least(1),
+        default=64,
+        help="answers that are generated at the same time (default: 64)",
+    )
+    parser.add_argument(
+        "--max-queue", type=at_least(1), default=1024, help="answers under way or waiting; more are refused (503)"
+    )
+    parser.add_argument("--max-body-mb", type=positive, default=8.0, help="size of a request")
+    parser.add_argument("--request-timeout", type=positive, default=600.0, metavar="S", help="seconds for an answer")
+    known = parser.parse_args(arguments)
+    check_installed("nemo-rl-cpp serve")
+    return _serve(known)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from nemo_rl_cpp.serving.http_server import HttpServer, listen
+    from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    listener = listen(arguments.host, arguments.port)  # a port that is taken fails before a model is loaded
+    model = load_model(
+        arguments.model,
+        served_name=arguments.served_model_name,
+        precision=arguments.precision,
+        sizes=EngineSizes(arguments.max_model_len, arguments.kv_cache_gb, arguments.max_batch_size),
+        limits=Limits(arguments.max_queue, int(arguments.max_body_mb * (1 << 20)), arguments.request_timeout),
+        seed=arguments.seed,
+    )
+    key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
+    server = HttpServer(model, listener, key)
+    ended = threading.Event()
+    before = {n: signal.signal(n, lambda *_: ended.set()) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.start()
+        if key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
+            print(f"warning: whoever reaches {arguments.host} may use this server: give it --api-key", file=sys.stderr)
+        print(
+            f"serving {model.names[0]} at {server.url}/v1 (weights {model.engine.state.version}, digest {model.digest}, "
+            f"sequences of up to {model.max_model_len} tokens); Ctrl-C ends it",
+            flush=True,
+        )
+        wait_for_end(ended, server, model.engine)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        server.stop()
+        model.engine.shut_down()
+    return 0
+
+
+def wait_for_end(ended: threading.Event, server: "HttpServer", engine: "EngineThread", every: float = 1.0) -> None:
+    """Wait until `ended` is set. RuntimeError if a thread has died, without which nothing is answered."""
+    while not ended.wait(every):
+        for name, thread in (("HTTP server", server), ("engine", engine)):
+            if not thread.is_alive:
+                raise RuntimeError(f"the {name} has ended by itself; its last words are above: start the server again")

@@ -80,11 +80,7 @@ class Logger(LoggerInterface):
 
     def _start_monitor(self, section: GPUMonitoringConfig) -> RayGpuMonitorLogger | None:
         monitor = self.new_monitor(
-            collection_interval=section.collection_interval,
-            flush_interval=section.flush_interval,
-            metric_prefix="ray",
-            step_metric="ray/ray_step",
-            parent_logger=self,
+            collection_interval=section.collection_interval, flush_interval=section.flush_interval, parent_logger=self
         )
         if not monitor.available:
             return None

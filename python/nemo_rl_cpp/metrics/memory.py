@@ -1,8 +1,7 @@
-"""Peak memory by phase: of the process (resident set), and of the GPU where one is in use; and what the garbage collector searches."""
+"""Peak memory by phase: of the process (resident set), and of the GPU where one is in use."""
 
 import gc
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,24 +17,26 @@ _CGROUP_LIMIT, _CGROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/c
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now, in bytes."""
-    value = _status_bytes("VmRSS")
-    return value if value is not None else _max_rss()
+    """Return the resident memory of this process; 0 if the system does not tell it."""
+    return _kib(_STATUS, "VmRSS") * 1024
 
 
 def peak_rss_bytes() -> int:
-    """The highest resident memory since the start, or since `reset_peak_rss`, in bytes."""
-    value = _status_bytes("VmHWM")
-    return value if value is not None else _max_rss()
+    """Return the highest resident memory since the start, or since `reset_peak_rss`."""
+    return _kib(_STATUS, "VmHWM") * 1024
+
+
+def _kib(path: Path, key: str) -> int:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith(f"{key}:")), 0)
+    except OSError:
+        return 0
 
 
 def available_bytes() -> int:
-    """Memory that can still be taken without swapping: this machine's, or less in a container with a limit."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) * 1024
-    except (OSError, StopIteration):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    """Return the memory that can be taken without swapping: this machine's, or less in a container with a limit."""
+    available = _kib(Path("/proc/meminfo"), "MemAvailable") * 1024
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())
     except (OSError, ValueError):
@@ -44,7 +45,7 @@ def available_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Makes `peak_rss_bytes` begin again from now; False where the system does not allow it."""
+    """Let `peak_rss_bytes` begin again from now; return whether the system allows it."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
@@ -54,8 +55,8 @@ def reset_peak_rss() -> bool:
 
 @contextmanager
 def startup_objects_frozen() -> Iterator[None]:
-    """The garbage collector leaves what exists now alone until the end: modules and tables, some hundred thousand objects
-    that live as long as the run. To search them again and again takes 1 % of a small step. A caller's own `gc.freeze` stays."""
+    """Hide the objects that exist now from the garbage collector inside: modules and tables, some hundred thousand objects that
+    live as long as the run. Searching them again and again takes 1 % of a small step. A caller's own `gc.freeze` stays."""
     mine = gc.get_freeze_count() == 0
     if mine:
         gc.freeze()
@@ -69,7 +70,7 @@ def startup_objects_frozen() -> Iterator[None]:
 class PhaseMemory:
     """Peak memory of each phase and of the whole run; `timer.subscribe(PhaseMemory())` follows the outermost stages.
 
-    Where the peak cannot be reset (other systems than Linux) a phase reports the memory in use at its end.
+    Where the system does not reset the peak, a phase reports the memory in use at its end.
     """
 
     def __init__(self) -> None:
@@ -93,8 +94,8 @@ class PhaseMemory:
             self.gpu_peak_bytes[label] = max(self.gpu_peak_bytes.get(label, 0), cuda.max_memory_allocated())
 
     def step_metrics(self) -> dict[str, float]:
-        """GiB: `peak_rss_gb/<phase>` since the last call, `rss_gb` now, `peak_rss_gb/run` since the start; with a GPU
-        also `peak_gpu_gb/<phase>`. Log them with the prefix `memory`."""
+        """Return GiB: `peak_rss_gb/<phase>` since the last call, `rss_gb` now, `peak_rss_gb/run` since the start; with a GPU
+        also `peak_gpu_gb/<phase>`. Their prefix in the log is `memory`."""
         self._fold()
         metrics = {f"peak_rss_gb/{label}": value / GIB for label, value in self.peak_bytes.items()}
         metrics |= {f"peak_gpu_gb/{label}": value / GIB for label, value in self.gpu_peak_bytes.items()}
@@ -103,7 +104,7 @@ class PhaseMemory:
         return metrics
 
     def _fold(self) -> int:
-        """The peak since the last fold; it enters the run's peak and is reset."""
+        """Return the peak since the last call, count it for the run, and reset it."""
         peak = peak_rss_bytes()
         self._run_peak = max(self._run_peak, peak)
         if self._can_reset:
@@ -111,23 +112,8 @@ class PhaseMemory:
         return peak
 
 
-def _status_bytes(key: str) -> int | None:
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def _max_rss() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def _cuda() -> ModuleType | None:
-    """torch.cuda when torch is loaded and has a GPU in use; torch is never imported for this."""
+    """Return torch.cuda if torch is loaded and has a GPU in use; never import torch for this."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None

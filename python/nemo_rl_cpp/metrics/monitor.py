@@ -1,4 +1,4 @@
-"""Samples GPU and host memory use by the second, on a thread of its own."""
+"""Samples GPU and host memory use by the second, on a thread."""
 
 import shutil
 import subprocess
@@ -13,29 +13,19 @@ _QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--form
 
 
 class RayGpuMonitorLogger:
-    """Logs `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and
-    `ray/node.0.mem_total_gb` against `ray/ray_step`, the seconds since the start. The names are NeMo RL's, which asks
-    Ray; here the driver and the operating system are asked."""
+    """Logs `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and `ray/node.0.mem_total_gb`
+    against `ray/ray_step`, the seconds since the start. The names are NeMo RL's, which asks Ray; this asks driver and system."""
 
     def __init__(
-        self,
-        collection_interval: float,
-        flush_interval: float,
-        metric_prefix: str = "ray",
-        step_metric: str = "ray/ray_step",
-        parent_logger: "LoggerBackend | None" = None,
+        self, collection_interval: float, flush_interval: float, parent_logger: "LoggerBackend | None" = None
     ) -> None:
-        """Intervals in seconds: of sampling, and of handing the samples to `parent_logger`."""
+        """Sample each `collection_interval` seconds, and hand the samples to `parent_logger` each `flush_interval` seconds."""
         if collection_interval <= 0 or flush_interval <= 0:
             raise ValueError("logger.gpu_monitoring: collection_interval and flush_interval must be positive seconds")
-        self.collection_interval = float(collection_interval)
-        self.flush_interval = float(flush_interval)
-        self.metric_prefix, self.step_metric = metric_prefix, step_metric
+        self.collection_interval, self.flush_interval = float(collection_interval), float(flush_interval)
         self.parent_logger = parent_logger
         self.metrics_buffer: list[tuple[int, dict[str, float]]] = []  # seconds since the start, metrics
-        self.is_running = False
-        self.collection_thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     @property
@@ -44,33 +34,27 @@ class RayGpuMonitorLogger:
         return shutil.which(_QUERY[0]) is not None and bool(self._gpu_metrics())
 
     def start(self) -> None:
-        if not self.is_running:
-            self._stop.clear()
-            self.collection_thread = threading.Thread(target=self._loop, name="gpu-monitor", daemon=True)
-            self.is_running = True
-            self.collection_thread.start()
+        self._thread = threading.Thread(target=self._loop, name="gpu-monitor", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
-        if self.collection_thread is not None:
-            self.collection_thread.join(timeout=10)
-            self.collection_thread = None
-        self.is_running = False
+        if self._thread is not None:
+            self._thread.join(timeout=10)
         self.flush()
 
     def flush(self) -> None:
-        with self._lock:
-            entries, self.metrics_buffer = self.metrics_buffer, []
+        """Log the samples so far."""
+        entries, self.metrics_buffer = self.metrics_buffer, []
         for step, metrics in entries if self.parent_logger is not None else ():
-            row = metrics | {self.step_metric: step}
-            self.parent_logger.log_metrics(row, step=step, prefix=self.metric_prefix, step_metric=self.step_metric)
+            row = metrics | {"ray/ray_step": step}
+            self.parent_logger.log_metrics(row, step=step, prefix="ray", step_metric="ray/ray_step")
 
     def _loop(self) -> None:
         started = flushed = time.monotonic()
         while not self._stop.wait(self.collection_interval):
             now = time.monotonic()
-            with self._lock:
-                self.metrics_buffer.append((int(now - started), self._gpu_metrics() | _host_metrics()))
+            self.metrics_buffer.append((int(now - started), self._gpu_metrics() | _host_metrics()))
             if now - flushed >= self.flush_interval:
                 self.flush()
                 flushed = now
@@ -84,11 +68,10 @@ class RayGpuMonitorLogger:
 
 
 def parse_gpu_table(text: str) -> dict[str, float]:
-    """Metrics of lines `index, utilization in percent, used MiB`; values that a GPU does not report are left out."""
+    """Return the metrics of lines `index, utilization in percent, used MiB`, without values that a GPU does not report."""
     metrics = {}
     for line in text.splitlines():
-        index, _, rest = line.partition(",")
-        utilization, _, used = rest.partition(",")
+        index, utilization, used = (line.split(",") + ["", ""])[:3]
         for name, value, unit in (("util", utilization, 1.0), ("mem_gb", used, 1024.0)):
             try:
                 metrics[f"node.0.gpu.{int(index)}.{name}"] = float(value) / unit
@@ -98,10 +81,7 @@ def parse_gpu_table(text: str) -> dict[str, float]:
 
 
 def _host_metrics() -> dict[str, float]:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            kib = {line.split(":")[0]: int(line.split()[1]) for line in file}
-    except OSError:
-        return {}
+    with open("/proc/meminfo", encoding="ascii") as file:
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in file}
     total, free = kib["MemTotal"] / (1 << 20), kib["MemAvailable"] / (1 << 20)
     return {"node.0.mem_gb": total - free, "node.0.mem_total_gb": total}

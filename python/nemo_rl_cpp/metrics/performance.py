@@ -1,4 +1,4 @@
-"""Numbers of a step that come from others: `performance/*`, and how informative the prompt groups were."""
+"""Metrics of a step that follow from others: `performance/*`, and how informative the prompt groups were."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from nemo_rl_cpp.config.access import to_plain
 
 
 class Devices(NamedTuple):
-    """How many devices take part: all of them, those that train, those that generate. A device is a GPU, or the CPU of a process."""
+    """The number of devices: all, those that train, those that generate. A device is a GPU, or the CPU of a process."""
 
     total: int = 1
     training: int = 1
@@ -21,7 +21,7 @@ def performance_metrics(
     timing: Mapping[str, float], *, num_samples: int, total_num_tokens: float, num_generated_tokens: float | None = None,
     num_rollout_tokens: float | None = None, devices: Devices = ONE_DEVICE,
 ) -> dict[str, float]:  # fmt: skip
-    """The `performance/*` values of a step. Those of names in `_per_gpu` are of one device of the stage, the others of all together.
+    """Return the `performance/*` values of a step. Names that end in `_per_gpu` are rates of one device of the stage, the others of all together.
 
     A rate is a count over the seconds of a stage (`timing`, sums by NeMo RL's labels); `total_num_tokens` counts prompt
     and response tokens of the trained samples and, as in NeMo RL, is the numerator of every token rate but generation's:
@@ -51,7 +51,7 @@ def performance_metrics(
 
 
 def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[object]) -> list[list[float]]:
-    """The rewards [B] of each group, in the order in which groups first come. ValueError for another number of ids."""
+    """Return the rewards [B] of each group, in the order in which groups first come. ValueError for another number of ids."""
     values, ids = [float(value) for value in rewards], [to_plain(group) for group in group_ids]
     if len(values) != len(ids):
         raise ValueError(f"{len(values)} rewards but {len(ids)} group ids: one id a reward is expected")
@@ -62,12 +62,12 @@ def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[object]) -> l
 
 
 def is_equal(group: list[float]) -> bool:
-    """Whether a group of two or more has one reward throughout."""
+    """Return whether a group of two or more has one reward throughout."""
     return len(group) > 1 and min(group) == max(group)
 
 
 def group_reward_metrics(rewards: Iterable[float], group_ids: Iterable[object]) -> dict[str, float]:
-    """How many prompt groups taught nothing because all their rewards are equal. `rewards` [B], `group_ids` [B].
+    """Return how many prompt groups taught nothing because all their rewards are equal. `rewards` [B], `group_ids` [B].
 
     `groups/num`, and in percent of the groups of two or more, where there are any (one response is equal to nothing):
     `groups/pct_equal`, of these `groups/pct_equal_best` (all at the highest reward of the batch) and

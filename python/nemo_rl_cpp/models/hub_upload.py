@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 
-from nemo_rl_cpp.argument_checks import folder_path, in_a_line, true_or_false
+from nemo_rl_cpp.argument_checks import folder_path, in_a_line
 from nemo_rl_cpp.config.checkpointing import repository_name
 from nemo_rl_cpp.errors import one_sentence
 from nemo_rl_cpp.hub.sources import SourceError, find_policy_weights, hub_endpoint
@@ -43,7 +43,8 @@ def push_to_hub(
         repository = repository_name(repo_id)
     except ValueError as error:
         raise ValueError(f"repo_id {error}") from None
-    true_or_false("private", private)
+    if not isinstance(private, bool):
+        raise ValueError(f"private = {in_a_line(private)}: expected True or False")
     weights = _model_folder(folder)
     if client is None:
         from huggingface_hub import HfApi

@@ -257,20 +257,6 @@ def unmatchable_truths(h: MetricHistory) -> Found:
     return "bad", title, advice, names[0]
 
 
-@rule("memory/rss_gb")
-def memory_growth(h: MetricHistory) -> Found:
-    values = h.curve("memory/rss_gb").finite().values
-    if len(values) < 20:
-        return None
-    quarter = len(values) // 4
-    means = [statistics.fmean(values[i * quarter : (i + 1) * quarter]) for i in range(4)]
-    # the first quarter is warm-up: only growth after it counts
-    if not all(a < b for a, b in zip(means, means[1:])) or means[3] < 1.15 * means[1]:
-        return None
-    title = f"Memory keeps growing: {fmt(means[1])} to {fmt(means[3])} GiB after the warm-up"
-    return "warn", title, "Something is kept from step to step; the run may end for lack of memory."
-
-
 # ---- learning: reward, validation, exploration, usefulness of the batches
 
 
@@ -314,21 +300,6 @@ def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
     """Whether the intervals of two validations overlap; False where they are not known."""
     low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite())) for end in ("low", "high"))
     return first in high and last in low and low[last] <= high[first]
-
-
-@rule(ACCURACY)
-def past_its_best(h: MetricHistory) -> Found:
-    """Warn where the reward still rises while validation has dropped well below its best."""
-    curve, trend = h.curve(ACCURACY).finite(), h.trend(REWARD)
-    if len(curve.values) < 3 or trend is None or trend.sigmas <= 0:
-        return None
-    best, first, last = max(curve.values), curve.values[0], curve.values[-1]
-    if best <= first or last >= best - max(0.05, 0.25 * (best - first)):
-        return None
-    at, word = curve.step_of(best), validation_word(h)
-    title = f"Validation {word} is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises"
-    advice = f"The policy may be fitting its training prompts or its verifier: the checkpoint of step {at} is the one to keep."
-    return "warn", title, advice
 
 
 @rule("train/groups/pct_equal")
@@ -454,18 +425,6 @@ def value_quality(h: MetricHistory) -> Found:
         "(ppo.policy_training_start_step), or raise its learning rate."
     )
     return "warn", f"The value model explains nothing: explained variance {fmt(explained)}", advice
-
-
-@rule("train/dynamic_sampling_num_gen_batches")
-def sampling_cost(h: MetricHistory) -> Found:
-    batches = h.recent("train/dynamic_sampling_num_gen_batches")
-    if batches is None or batches < 3:
-        return None
-    advice = (
-        "Few groups have differing rewards: choose prompts nearer to the policy's ability, or raise "
-        "grpo.batch_multiplier to generate them in one go."
-    )
-    return "warn", f"Dynamic sampling needed {fmt(batches)} generation batches a step", advice
 
 
 # ---- in the terminal

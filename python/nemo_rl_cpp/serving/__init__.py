@@ -1,4 +1,10 @@
-"""The engine behind HTTP: requests that come at any time join its running batch. `docs/serving.md` says how it is used.
+"""A model behind HTTP: OpenAI's routes and vLLM's, answered by the engine that training uses."""
 
-Starlette and uvicorn (the extra `serve`) are imported by `app` and `http_server` alone, which only a server imports.
-"""
+import importlib.util
+
+
+def check_installed(what: str) -> None:
+    """ValueError if the packages of the extra `serve` are missing."""
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{what} needs the package {' and '.join(missing)}: run `pip install 'nemo-rl-cpp[serve]'`")

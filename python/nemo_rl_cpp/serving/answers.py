@@ -23,15 +23,61 @@ from nemo_rl_cpp.serving.chat import (
     turn_of,
     turns_of,
 )
-from nemo_rl_cpp.serving.engine import Likeliest, Progress, Sample
+from nemo_rl_cpp.serving.engine import STOP_TOKEN, Likeliest, Progress, Sample
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.serving.chat import ParsedToolCalls
     from nemo_rl_cpp.serving.model import ServedModel
     from nemo_rl_cpp.serving.rollouts import Rollout
 
 Json = dict[str, object]
 BytesOf = Callable[[int], bytes]
+_COMPLETION_TOKENS = 16  # OpenAI's, where a completion names no number
+_MOST_TURNS = 32  # conversations of a rollout that are remembered
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields that every part of an answer repeats.
+
+    Attributes:
+        id: of the request.
+        model: the name by which the request calls it.
+        version: of the weights that answer.
+    """
+
+    id: str
+    model: str
+    version: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "system_fingerprint": f"weights-{self.version}",
+            "weight_version": self.version,
+        }
+
+
+def usage(prompts: list[list[int]], samples: list[Sample]) -> Json:
+    prompt, completion = sum(map(len, prompts)), sum(len(sample.token_ids) for sample in samples)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> Json:
+    """Return OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def event(body: Json | str) -> bytes:
+    text = body if isinstance(body, str) else json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    return f"data: {text}\n\n".encode()
+
+
+# ---- tokens with their texts and log-probabilities
 
 
 class Spelled(NamedTuple):
@@ -45,64 +91,32 @@ class Spelled(NamedTuple):
         return "".join(self.texts)
 
 
-class Speech:
+class Speller:
     """Turns the tokens of an answer, as they come, into tokens with their texts: a token waits until its text is certain."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream, self._waiting = stream, Sample()
 
     def take(self, part: Sample) -> Spelled:
-        """Takes the next tokens; gives those whose texts are certain, all of them where `part` ends the answer."""
+        """Take the next tokens; return those whose texts are certain, all of them if `part` ends the answer."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
-        ids, logprobs, likeliest = (
-            w.token_ids + part.token_ids, w.logprobs + part.logprobs, w.likeliest + part.likeliest
-        )  # fmt: skip
-        self._waiting = Sample(ids[n:], logprobs[n:], 0, likeliest[n:])
-        return Spelled(Sample(ids[:n], logprobs[:n], part.reason, likeliest[:n]), texts)
-
-
-@dataclass(frozen=True)
-class Header:
-    """What every part of an answer repeats.
-
-    Attributes:
-        id: of the request.
-        model: as it was asked for.
-        version: of the weights that answer.
-    """
-
-    id: str
-    model: str
-    version: int
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def body(self, kind: str, choices: list[Json]) -> Json:
-        """The frame of an answer."""
-        return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
-            "system_fingerprint": f"weights-{self.version}", "weight_version": self.version,
-        }  # fmt: skip
-
-
-def usage(prompt_tokens: int, samples: list[Sample]) -> Json:
-    completion = sum(len(sample.token_ids) for sample in samples)
-    return {
-        "prompt_tokens": prompt_tokens, "completion_tokens": completion, "total_tokens": prompt_tokens + completion
-    }  # fmt: skip
+        w.extend(part)
+        self._waiting = Sample(w.token_ids[n:], w.logprobs[n:], 0, w.likeliest[n:])
+        return Spelled(Sample(w.token_ids[:n], w.logprobs[:n], part.reason, w.likeliest[:n]), texts)
 
 
 def _spelling(bytes_of: BytesOf, token: int) -> str:
-    """A token by itself, special ones by their names; a part of a character is U+FFFD."""
+    """Return the text of a single token, a special one by its name; a part of a character is U+FFFD."""
     return bytes_of(token).decode(errors="replace")
 
 
 def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tuple[Json, int]:
-    """Makes `logprobs` of /v1/completions for tokens whose text begins at character `at` of the answer, and where the next begins.
+    """Return `logprobs` of /v1/completions for tokens whose text begins at character `at` of the answer, and where the next begins.
 
-    `tokens` joined are the text: a token that adds none to it (a special one, the first parts of a character) is "".
-    `top_logprobs` holds the sampled token by its text in `tokens`, also where it is none of the likeliest, as OpenAI's. Another token of
-    the same text is told by its number, as vLLM writes it: `token_id:5`.
+    `tokens` joined are the text: a token that adds nothing to it (a special one, the first parts of a character) is "".
+    `top_logprobs` holds the sampled token by its text in `tokens`, even if it is not among the likeliest, as OpenAI's. Another
+    token of the same text has its number as name, as vLLM writes it: `token_id:5`.
     """
     sample, texts = spelled
     offsets = []
@@ -111,10 +125,8 @@ def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tup
         at += len(text)
     above = None
     if any(sample.likeliest):
-        above = [
-            _by_text(bytes_of, *of_token)
-            for of_token in zip(sample.token_ids, texts, sample.logprobs, sample.likeliest, strict=True)
-        ]
+        rows = zip(sample.token_ids, texts, sample.logprobs, sample.likeliest, strict=True)
+        above = [_by_text(bytes_of, *row) for row in rows]
     body = {"tokens": texts, "token_logprobs": list(sample.logprobs), "top_logprobs": above, "text_offset": offsets}
     return body, at
 
@@ -129,70 +141,46 @@ def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest
 
 
 def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
-    """Makes `logprobs` of /v1/chat/completions. `token` and `bytes`, joined, are the answer's text; `bytes` of a part of a character are
-    that part. `top_logprobs` has tokens by themselves, special ones by their names."""
+    """Return `logprobs` of /v1/chat/completions.
 
-    def other(token: int, logprob: float) -> Json:
-        return {"token": _spelling(bytes_of, token), "logprob": logprob, "bytes": list(bytes_of(token))}
-
+    `token` and `bytes`, joined, are the answer's text; `bytes` of a part of a character are that part. `top_logprobs` names
+    single tokens, special ones too.
+    """
     content = []
     for token, text, logprob, likeliest in zip_longest(
         spelled.sample.token_ids, spelled.texts, spelled.sample.logprobs, spelled.sample.likeliest, fillvalue=()
     ):
         is_part = "\ufffd" in _spelling(bytes_of, token)
-        own = {"token": text, "logprob": logprob, "bytes": list(bytes_of(token) if is_part else text.encode())}
-        content.append(own | {"top_logprobs": [other(*pair) for pair in likeliest]})
+        entry = {"token": text, "logprob": logprob, "bytes": list(bytes_of(token) if is_part else text.encode())}
+        others = [{"token": _spelling(bytes_of, i), "logprob": p, "bytes": list(bytes_of(i))} for i, p in likeliest]
+        content.append(entry | {"top_logprobs": others})
     return {"content": content, "refusal": None}
 
 
 def generate_logprobs(sample: Sample, count: int) -> Json:
-    """`logprobs` of vLLM's route, whose tokens are numbers: of each sampled token, with the first `count` (at least one) of it and the
-    likeliest beside it. `rank` is 1 for the likeliest, null for one that is not among those, or where one alone is told. Older clients read
-    the number in `token`."""
+    """Return `logprobs` of vLLM's route: for each sampled token the first `count` (at least one) of it and the likeliest.
+
+    `rank` is 1 for the likeliest, null for a token that is not among them, or without any. Older clients read the number of the
+    token in `token`.
+    """
 
     def entry(token: int, logprob: float, rank: int | None) -> Json:
         return {"token_id": token, "logprob": logprob, "rank": rank, "token": f"token_id:{token}", "bytes": None}
 
     content = []
-    for token, logprob, beside in zip_longest(sample.token_ids, sample.logprobs, sample.likeliest, fillvalue=()):
-        rank = next((i for i, (other, _) in enumerate(beside, 1) if other == token), None)
-        others = [entry(other, its, i) for i, (other, its) in enumerate(beside, 1) if other != token]
-        sampled = entry(token, logprob, rank)
+    for token, logprob, likeliest in zip_longest(sample.token_ids, sample.logprobs, sample.likeliest, fillvalue=()):
+        ranked = {other: (its, rank) for rank, (other, its) in enumerate(likeliest, 1)}
+        sampled = entry(token, logprob, ranked.pop(token, (0.0, None))[1])
+        others = [entry(other, *its) for other, its in ranked.items()]
         content.append(sampled | {"top_logprobs": [sampled, *others][: max(count, 1)]})
     return {"content": content}
 
 
-def chat_message(spoken: ParsedToolCalls) -> Json:
-    message: Json = {"role": "assistant", "content": spoken.text or None if spoken.calls else spoken.text}
-    if spoken.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in spoken.calls
-        ]
-    return message
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> Json:
-    """OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def event(body: Json | str) -> bytes:
-    text = body if isinstance(body, str) else json.dumps(body, separators=(",", ":"), ensure_ascii=False)
-    return f"data: {text}\n\n".encode()
-
-
-_COMPLETION_TOKENS = 16  # OpenAI's, where a completion names no number
-_MOST_SAID = 32
-
-
-def _tells_usage(body: TextBody | GenerateBody) -> bool:
-    """Whether a stream ends with the numbers of tokens."""
-    return body.stream_options is not None and body.stream_options.include_usage
+# ---- the routes
 
 
 class TextAnswer:
-    """What answers of text have in common.
+    """The common part of answers as text.
 
     Attributes:
         streams: whether each token is sent as it comes.
@@ -200,82 +188,76 @@ class TextAnswer:
         samples: answers to each prompt; choice `i` answers prompt `i // samples`.
     """
 
+    kind: str  # of a stream's chunks
     kept: tuple[str, ...] = ()
-    """special tokens that are part of the text"""
+    """Special tokens that are part of the text."""
 
-    def __init__(self, model: ServedModel, body: TextBody, rollout: Rollout | None, request_id: str) -> None:
-        self.id = request_id
-        self.model = model.check_name(body.model)
-        self.served, self.body = model, body
+    def __init__(
+        self, model: ServedModel, body: TextBody, prompts: list[list[int]], rollout: Rollout | None, request_id: str
+    ) -> None:
+        self.id, self.model = request_id, model.check_name(body.model)
+        self.served, self.body, self.prompts = model, body, prompts
         self.streams, self.samples, self.seed = body.stream, body.n or 1, body.seed
-        self.prompts = self._prompts(rollout)
-        for ids in self.prompts:
+        for ids in prompts:
             model.check_prompt(ids, "prompt")
-        self.sampling = model.sampling(body, self._longest(), max(map(len, self.prompts)), rollout)
-        self._speeches: dict[int, Speech] = {}
-
-    def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
-        raise NotImplementedError
-
-    def _longest(self) -> int | None:
-        return None
-
-    def _text_stream(self, k: int) -> TextStream:
-        b = self.body
-        return TextStream(
-            self.served.tokenizer, self.prompts[k // self.samples], stops=self.sampling.stop_strings, keep_stop=b.include_stop_str_in_output,
-            skip_special=b.skip_special_tokens, kept=self.kept,
-        )  # fmt: skip
+        longest = _COMPLETION_TOKENS if isinstance(body, CompletionBody) else None
+        self.sampling = model.sampling(body, longest, max(map(len, prompts)), rollout)
+        self._spellers: dict[int, Speller] = {}
 
     def _take(self, k: int, part: Sample) -> Spelled:
-        """Takes the next tokens of choice `k`; gives those whose texts are certain."""
-        if k not in self._speeches:
-            self._speeches[k] = Speech(self._text_stream(k))
-        return self._speeches[k].take(part)
+        """Take the next tokens of choice `k`; return those whose texts are certain."""
+        if k not in self._spellers:
+            b = self.body
+            stream = TextStream(
+                self.served.tokenizer,
+                self.prompts[k // self.samples],
+                stops=self.sampling.stop_strings,
+                keep_stop=b.include_stop_str_in_output,
+                skip_special=b.skip_special_tokens,
+                kept=self.kept,
+            )
+            self._spellers[k] = Speller(stream)
+        return self._spellers[k].take(part)
 
     def _ids(self, sample: Sample) -> Json:
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
-    def _prompt_ids(self) -> Json:
-        """Tells the ids of the only prompt where they are asked for."""
-        return {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids and len(self.prompts) == 1 else {}
-
-    def _usage(self, samples: list[Sample]) -> Json:
-        return {"usage": usage(sum(map(len, self.prompts)), samples)}
+    def _finished(self, samples: list[Sample]) -> Json:
+        """Return the fields at the end of an answer that does not stream."""
+        tells_prompt = self.body.return_token_ids and len(self.prompts) == 1
+        return {"usage": usage(self.prompts, samples)} | ({"prompt_token_ids": self.prompts[0]} if tells_prompt else {})
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """What later requests of the rollout go on from."""
+        """Keep the answer for later requests of the rollout."""
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Chunks before the first token."""
+        """Yield chunks before the first token."""
         yield from ()
 
-    def _last_usage(self, header: Header, samples: list[Sample], kind: str) -> Iterator[Json]:
-        if _tells_usage(self.body):
-            yield header.body(kind, []) | self._usage(samples)
+    def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
+        """Yield chunks behind the last token."""
+        if self.body.stream_options.include_usage:
+            yield header.body(self.kind, []) | {"usage": usage(self.prompts, samples)}
 
 
 class CompletionAnswer(TextAnswer):
     """An answer of /v1/completions."""
 
+    kind = "text_completion"
+
     def __init__(self, model: ServedModel, body: CompletionBody, rollout: Rollout | None, request_id: str) -> None:
-        self._asked = body
         if body.best_of not in (None, body.n or 1):
             raise RequestError("best_of is not n: answers are not ranked here", param="best_of")
-        super().__init__(model, body, rollout, f"cmpl-{request_id}")
-        self._offsets: dict[int, int] = {}  # characters of the tokens that were sent, by choice
-
-    def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
-        prompt = self._asked.prompt
+        prompt = body.prompt
         several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
-        return [prompt_ids(self.served.tokenizer, one) if isinstance(one, str) else list(one) for one in several]
-
-    def _longest(self) -> int | None:
-        return _COMPLETION_TOKENS
+        prompts = [prompt_ids(model.tokenizer, one) if isinstance(one, str) else list(one) for one in several]
+        super().__init__(model, body, prompts, rollout, f"cmpl-{request_id}")
+        self._logprobs = body.logprobs is not None
+        self._offsets: dict[int, int] = {}  # characters of the tokens that were sent, by choice
 
     def _choice(self, k: int, spelled: Spelled) -> Json:
         begins, at, logprobs = k not in self._offsets, self._offsets.setdefault(k, 0), None
-        if self._asked.logprobs is not None:
+        if self._logprobs:
             logprobs, self._offsets[k] = completion_logprobs(self.served.bytes_of_token, spelled, at)
         reason = spelled.sample.finish_reason
         choice: Json = {"index": k, "text": spelled.text, "logprobs": logprobs, "finish_reason": reason}
@@ -284,28 +266,25 @@ class CompletionAnswer(TextAnswer):
         return choice | self._ids(spelled.sample)
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """The body of an answer that does not stream."""
+        """Return the body of an answer that does not stream."""
         choices = [self._choice(k, self._take(k, sample)) for k, sample in enumerate(samples)]
-        return header.body("text_completion", choices) | self._usage(samples) | self._prompt_ids()
+        return header.body(self.kind, choices) | self._finished(samples)
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """The chunk of the tokens whose text is certain."""
-        part = self._take(progress.sample, progress.part())
-        tells_tokens = self._asked.logprobs is not None or self.body.return_token_ids
-        if part.text or part.sample.reason or (part.texts and tells_tokens):
-            yield header.body("text_completion", [self._choice(progress.sample, part)])
-
-    def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
-        """Chunks behind the last token."""
-        yield from self._last_usage(header, samples, "text_completion")
+        """Yield the chunk of the tokens whose text is certain."""
+        part = self._take(progress.sample, progress.part)
+        if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
+            yield header.body(self.kind, [self._choice(progress.sample, part)])
 
 
 class ChatAnswer(TextAnswer):
     """An answer of /v1/chat/completions."""
 
+    kind = "chat.completion.chunk"
+
     def __init__(self, model: ServedModel, body: ChatBody, rollout: Rollout | None, request_id: str) -> None:
-        self._asked = body
-        self._tools = body.tools if body.tool_choice != "none" else None
+        self._messages, self._tools = body.messages, body.tools if body.tool_choice != "none" else None
+        self._logprobs = body.logprobs
         self.kept = MARKS if self._tools else ()
         if self._tools and not takes_tools(model.tokenizer):
             raise RequestError(
@@ -313,79 +292,80 @@ class ChatAnswer(TextAnswer):
             )
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
-        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-            raise RequestError(
-                f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, which mean the same: give one of them",
-                param="max_completion_tokens",
-            )
-        super().__init__(model, body, rollout, f"chatcmpl-{request_id}")
-        self._whole: dict[int, tuple[Spelled, ParsedToolCalls]] = {}
+        longest, same = body.max_tokens, body.max_completion_tokens
+        if longest is not None and same not in (None, longest):
+            text = f"max_tokens is {longest} and max_completion_tokens {same}, which mean the same: give one of them"
+            raise RequestError(text, param="max_completion_tokens")
+        earlier = [] if rollout is None else list(rollout.turns)
+        prompts = [chat_prompt(model.tokenizer, body.messages, self._tools, earlier)]
+        super().__init__(model, body, prompts, rollout, f"chatcmpl-{request_id}")
+        self._parsed: dict[int, tuple[Spelled, ParsedToolCalls]] = {}
 
-    def _prompts(self, rollout: Rollout | None) -> list[list[int]]:
-        said = [] if rollout is None else list(rollout.said)
-        return [chat_prompt(self.served.tokenizer, self._asked.messages, self._tools, said)]
-
-    def _said(self, k: int, sample: Sample) -> tuple[Spelled, ParsedToolCalls]:
-        """Spells a whole answer and finds its calls, once."""
-        if k not in self._whole:
-            spelled = Speech(self._text_stream(k)).take(sample)
-            spoken = ParsedToolCalls(spelled.text)
+    def _parse(self, k: int, sample: Sample) -> tuple[Spelled, ParsedToolCalls]:
+        """Spell a whole answer and find its calls, once."""
+        if k not in self._parsed:
+            self._spellers.pop(k, None)
+            spelled = self._take(k, sample)
+            parsed = ParsedToolCalls(spelled.text)
             if self._tools:
                 thinks = opens_thinking(self.served.tokenizer, self.prompts[0])
-                spoken = find_calls(spelled.text, f"{self.id[-8:]}_{k}", thinks)
-            self._whole[k] = spelled, spoken
-        return self._whole[k]
+                parsed = find_calls(spelled.text, f"{self.id[-8:]}_{k}", thinks)
+            self._parsed[k] = spelled, parsed
+        return self._parsed[k]
 
-    def _finish(self, k: int, sample: Sample) -> str | None:
-        calls = sample.finish_reason == "stop" and self._said(k, sample)[1].calls
-        return "tool_calls" if calls else sample.finish_reason
+    def _choice(self, k: int, sample: Sample, name: str) -> Json:
+        """Return the choice of a whole answer; `name` is that of its message."""
+        spelled, parsed = self._parse(k, sample)
+        message: Json = {"role": "assistant", "content": parsed.text or (None if parsed.calls else "")}
+        reason = sample.finish_reason
+        if parsed.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in parsed.calls
+            ]
+            reason = "tool_calls" if reason == "stop" else reason
+        choice = {"index": k, name: message, "logprobs": self._logprobs_of(spelled), "finish_reason": reason}
+        return choice | self._ids(sample)
 
-    def _logprobs(self, spelled: Spelled) -> Json | None:
-        return chat_logprobs(self.served.bytes_of_token, spelled) if self._asked.logprobs else None
+    def _logprobs_of(self, spelled: Spelled) -> Json | None:
+        return chat_logprobs(self.served.bytes_of_token, spelled) if self._logprobs else None
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        choices = []
-        for k, sample in enumerate(samples):
-            spelled, spoken = self._said(k, sample)
-            choice: Json = {
-                "index": k, "message": chat_message(spoken), "logprobs": self._logprobs(spelled), "finish_reason": self._finish(k, sample)
-            }  # fmt: skip
-            choices.append(choice | self._ids(sample))
-        return header.body("chat.completion", choices) | self._usage(samples) | self._prompt_ids()
+        choices = [self._choice(k, sample, "message") for k, sample in enumerate(samples)]
+        return header.body("chat.completion", choices) | self._finished(samples)
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """The conversation with its first answer."""
-        _, spoken = self._said(0, samples[0])
-        turn = turn_of("assistant", spoken.text, [(call.name, call.arguments) for call in spoken.calls])
-        said = AssistantTurn(
-            (*turns_of(self._asked.messages), turn), [*self.prompts[0], *samples[0].token_ids], samples[0].reason == 1, self._tools
-        )  # fmt: skip
-        rollout.said = [*rollout.said[1 - _MOST_SAID :], said]
+        """Keep the conversation with its first answer."""
+        _, parsed = self._parse(0, samples[0])
+        turn = turn_of("assistant", parsed.text, [(call.name, call.arguments) for call in parsed.calls])
+        ids, stopped = [*self.prompts[0], *samples[0].token_ids], samples[0].reason == STOP_TOKEN
+        conversation = AssistantTurn((*turns_of(self._messages), turn), ids, stopped, self._tools)
+        rollout.turns = [*rollout.turns[1 - _MOST_TURNS :], conversation]
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """The role, for each answer."""
+        """Yield the role of each answer."""
         for k in range(self.samples):
-            yield header.body("chat.completion.chunk", [_delta(k, {"role": "assistant", "content": ""})])
+            yield header.body(self.kind, [_delta(k, {"role": "assistant", "content": ""})])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """The chunk of the tokens whose text is certain. With tools the text comes at the end, when it is known which part of it is a call."""
+        """Yield the chunk of the tokens whose text is certain. With tools all text comes at the end, when the calls are known."""
         if self._tools:
             return
-        part = self._take(progress.sample, progress.part())
-        if part.text or part.sample.reason or (part.texts and (self._asked.logprobs or self.body.return_token_ids)):
+        part = self._take(progress.sample, progress.part)
+        if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
             delta = {"content": part.text} if part.text else {}
-            choice = _delta(progress.sample, delta, part.sample.finish_reason, self._logprobs(part))
-            yield header.body("chat.completion.chunk", [choice | self._ids(part.sample)])
+            choice = _delta(progress.sample, delta, part.sample.finish_reason, self._logprobs_of(part))
+            yield header.body(self.kind, [choice | self._ids(part.sample)])
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
         for k, sample in enumerate(samples if self._tools else ()):
-            spelled, spoken = self._said(k, sample)
-            message = chat_message(spoken)
-            calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())]
-            delta: Json = {"content": message["content"]} | ({"tool_calls": calls} if calls else {})
-            choice = _delta(k, delta, self._finish(k, sample), self._logprobs(spelled))
-            yield header.body("chat.completion.chunk", [choice | self._ids(sample)])
-        yield from self._last_usage(header, samples, "chat.completion.chunk")
+            choice = self._choice(k, sample, "delta")
+            delta = choice["delta"]
+            del delta["role"]
+            for i, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = i
+            yield header.body(self.kind, [choice])
+        yield from super().closing(header, samples)
 
 
 def _delta(k: int, delta: Json, reason: str | None = None, logprobs: Json | None = None) -> Json:
@@ -393,56 +373,43 @@ def _delta(k: int, delta: Json, reason: str | None = None, logprobs: Json | None
 
 
 class GenerateAnswer:
-    """An answer of vLLM's route: token ids, and no text."""
+    """An answer of vLLM's route: token ids without text."""
 
     def __init__(self, model: ServedModel, body: GenerateBody, rollout: Rollout | None, request_id: str) -> None:
-        self.id = body.request_id or request_id
-        self.model = model.check_name(body.model)
-        self.streams, self._body = body.stream, body
-        self.samples, self.seed = body.sampling_params.n or 1, body.sampling_params.seed
+        params = body.sampling_params
+        self.id, self.model = body.request_id or request_id, model.check_name(body.model)
+        self.streams, self._body, self._count = body.stream, body, params.logprobs
+        self.samples, self.seed = params.n or 1, params.seed
         self.prompts = [list(body.token_ids)]
         model.check_prompt(self.prompts[0], "token_ids")
-        self.sampling = model.sampling(body.sampling_params, None, len(self.prompts[0]), rollout)
-        self._told_prompt = not body.return_token_ids
+        self.sampling = model.sampling(params, None, len(self.prompts[0]), rollout)
+        self._tells_prompt = body.return_token_ids
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Nothing: the client has the ids."""
+        """Keep nothing: the client has the ids."""
 
-    def _choice(self, k: int, sample: Sample) -> Json:
-        count = self._body.sampling_params.logprobs
-        logprobs = None if count is None else generate_logprobs(sample, count)
-        return {
-            "index": k, "token_ids": list(sample.token_ids), "logprobs": logprobs, "finish_reason": sample.finish_reason
-        }  # fmt: skip
-
-    def _prompt_ids(self) -> Json:
-        """The prompt's ids where they are asked for, once."""
-        told, self._told_prompt = self._told_prompt, True
-        return {} if told else {"prompt_token_ids": self.prompts[0]}
+    def _part(self, header: Header, samples: dict[int, Sample]) -> Json:
+        choices = []
+        for k, sample in samples.items():
+            logprobs = None if self._count is None else generate_logprobs(sample, self._count)
+            choice = {"index": k, "token_ids": list(sample.token_ids), "logprobs": logprobs}
+            choices.append(choice | {"finish_reason": sample.finish_reason})
+        body = {"request_id": self.id, "output_mode": "tokens", "choices": choices, "weight_version": header.version}
+        if self._tells_prompt:  # once, in the first part of a stream
+            self._tells_prompt = False
+            body["prompt_token_ids"] = self.prompts[0]
+        return body | {"usage": None}
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Nothing goes before the first token."""
         yield from ()
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """The chunk of new tokens."""
-        yield self._part(header, [self._choice(progress.sample, progress.part())]) | self._prompt_ids()
+        yield self._part(header, {progress.sample: progress.part})
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
-        if _tells_usage(self._body):
-            yield self._part(header, []) | {"usage": usage(len(self.prompts[0]), samples)}
-
-    def _part(self, header: Header, choices: list[Json]) -> Json:
-        return {
-            "request_id": self.id, "output_mode": "tokens", "choices": choices, "weight_version": header.version, "usage": None
-        }  # fmt: skip
+        if self._body.stream_options.include_usage:
+            yield self._part(header, {}) | {"usage": usage(self.prompts, samples)}
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        choices = [self._choice(k, sample) for k, sample in enumerate(samples)]
-        told = {
-            "model": self.model,
-            "created": header.created,
-            "prompt_logprobs": None,
-            "usage": usage(len(self.prompts[0]), samples),
-        }
-        return self._part(header, choices) | told | self._prompt_ids()
+        more = {"model": self.model, "created": header.created, "prompt_logprobs": None}
+        return self._part(header, dict(enumerate(samples))) | more | {"usage": usage(self.prompts, samples)}

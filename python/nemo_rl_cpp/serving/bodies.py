@@ -1,20 +1,55 @@
-"""The bodies of requests, checked: OpenAI's fields, and those that vLLM adds. A field that would change the answer and is not
-known here is refused by name; none is ignored in silence."""
+"""The bodies of requests, checked: OpenAI's fields, and those that vLLM adds.
+
+A field that would change the answer and is not supported is refused by its name; none is ignored silently.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-_MOST_SAMPLES = 128
-_MOST_STOPS = 16
-_MOST_LIKELIEST = 20  # csrc/ops/likeliest.h
 Text = Annotated[str, StringConstraints(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
+Likeliest = Annotated[int, Field(strict=True, ge=0, le=20)]  # csrc/ops/likeliest.h
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]]
-NoPriority = Annotated[int, Field(strict=True, ge=0, le=0)] | None  # requests are answered as they come
-StopTexts = Annotated[str, Field(min_length=1, max_length=1024)]
+NewTokens = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Key = Annotated[str, Field(min_length=1, max_length=256)]
+
+_NEUTRAL: dict[str, object] = {
+    "min_p": 0,
+    "min_tokens": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "bad_words": [],
+    "spaces_between_special_tokens": True,
+    "detokenize": True,
+    "prompt_logprobs": 0,
+    "echo": False,
+    "priority": 0,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "verbosity": "medium",
+    "add_generation_prompt": True,
+}
+"""Fields that are taken at the values that change nothing."""
+_IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "cache_salt",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
+"""Fields that change no answer."""
+_IGNORED_PARAMS = {"detokenize", "spaces_between_special_tokens", "routed_experts_prompt_start", "output_kind"}
+"""Fields of vLLM's `sampling_params` that change no token ids."""
 
 
 class RequestError(ValueError):
@@ -31,35 +66,24 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: object) -> object:
-        """Leaves out fields that are null: in OpenAI's protocol null means what an absent field does."""
+        """Drop fields that are null: in OpenAI's protocol null means the same as an absent field."""
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class SamplingFields(_Body):
-    """What all three routes take of sampling. None: the server's own value."""
+    """The fields of sampling that all three routes have. None: the server's default."""
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Whole | None = Field(None, ge=-1)
-    n: Whole | None = Field(None, ge=1, le=_MOST_SAMPLES)
+    n: Whole | None = Field(None, ge=1, le=128)
     seed: Whole | None = Field(None, ge=0, le=2**63 - 1)
-    max_tokens: Whole | None = Field(None, ge=1, le=2**31 - 1)
-    stop: StopTexts | Annotated[list[StopTexts], Field(max_length=_MOST_STOPS)] | None = None
+    max_tokens: NewTokens | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    # at the values that change nothing
-    min_p: float | None = Field(None, ge=0, le=0)
-    min_tokens: Whole | None = Field(None, ge=0, le=0)
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    frequency_penalty: float | None = Field(None, ge=0, le=0)
-    repetition_penalty: float | None = Field(None, ge=1, le=1)
-    logit_bias: Annotated[dict, Field(max_length=0)] | None = None
-    bad_words: Annotated[list, Field(max_length=0)] | None = None
-    spaces_between_special_tokens: Literal[True] = True
-    detokenize: Literal[True] = True
-    prompt_logprobs: Whole | None = Field(None, ge=0, le=0)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -67,7 +91,7 @@ class SamplingFields(_Body):
 
     @property
     def num_likeliest(self) -> int:
-        """How many alternatives are told beside each token."""
+        """The number of likeliest tokens to return beside each sampled one."""
         return 0
 
 
@@ -80,38 +104,24 @@ class StreamOptions(_Body):
 
 
 class TextBody(SamplingFields):
-    """What completions and chat have in common."""
+    """The fields that completions and chat have in common."""
 
-    NAME: ClassVar[str] = ""
     model: Text | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    rollout_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    # kept by nobody here
-    user: Text | None = None
-    metadata: dict | None = None
-    store: bool | None = None
-    service_tier: Text | None = None
-    priority: NoPriority = None
-    cache_salt: Text | None = None
+    rollout_key: Key | None = None
     request_id: Text | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
 
 
 class CompletionBody(TextBody):
     """`POST /v1/completions`."""
 
-    NAME: ClassVar[str] = "completions"
     prompt: (
         Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     )
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=_MOST_LIKELIEST)] | None = None
-    echo: Literal[False] = False
+    logprobs: Likeliest | None = None
     best_of: Whole | None = None
-    suffix: Literal[None] = None
 
     @property
     def num_likeliest(self) -> int:
@@ -119,14 +129,12 @@ class CompletionBody(TextBody):
 
 
 class ToolCallFunction(_Body):
-    """A call in an earlier answer."""
-
     name: Text
     arguments: Text
 
 
 class ToolCall(_Body):
-    """As OpenAI writes one."""
+    """A call in an earlier answer, as OpenAI writes one."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -150,39 +158,22 @@ class ChatMessage(_Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
-    # what an OpenAI client's own answer holds besides, given back as it came
-    refusal: Literal[None] = None
-    annotations: Annotated[list, Field(max_length=0)] | None = None
-    audio: Literal[None] = None
-    function_call: Literal[None] = None
+    annotations: Annotated[list, Field(max_length=0)] | None = None  # an OpenAI client gives it back with an answer
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
-class ResponseFormat(_Body):
-    """Only free text: nothing constrains the sampling."""
-
-    type: Literal["text"]
-
-
 class ChatBody(TextBody):
     """`POST /v1/chat/completions`."""
 
-    NAME: ClassVar[str] = "chat"
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Whole | None = Field(None, ge=1, le=2**31 - 1)
+    max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=_MOST_LIKELIEST)] | None = None
+    top_logprobs: Likeliest | None = None
     tools: Annotated[list[dict], Field(max_length=256)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None  # a model that writes several is not held back
-    response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
-    add_generation_prompt: Literal[True] = True
-    reasoning_effort: Literal[None] = None
 
     @property
     def num_likeliest(self) -> int:
@@ -192,42 +183,38 @@ class ChatBody(TextBody):
 class GenerateParams(SamplingFields):
     """`sampling_params` of vLLM's route."""
 
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=_MOST_LIKELIEST)] | None = None
-    detokenize: bool = True  # there is no text
-    spaces_between_special_tokens: bool = True
-    routed_experts_prompt_start: Whole | None = None  # of mixtures of experts whose routers are replayed
-    output_kind: Whole | None = None
+    logprobs: Likeliest | None = None
 
     @property
     def num_likeliest(self) -> int:
-        """How many of the likeliest tokens are looked for beside each sampled one, which is the first that is told."""
+        """The number of likeliest tokens to find: the sampled one comes first and counts."""
         return self.logprobs if self.logprobs and self.logprobs > 1 else 0
 
 
 class GenerateBody(_Body):
     """`POST /inference/v1/generate`."""
 
-    NAME: ClassVar[str] = "generate"
     model: Text | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     output_mode: Literal["tokens"] = "tokens"
-    return_token_ids: bool | None = None
+    return_token_ids: bool = False
     request_id: Text | None = None
-    cache_salt: Text | None = None
-    priority: NoPriority = None
-    rollout_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    rollout_key: Key | None = None
 
 
 Body = CompletionBody | ChatBody | GenerateBody
 
 
 def read_body(kind: type[Body], data: object) -> Body:
-    """The checked body; RequestError that names the first field which cannot be."""
+    """Return the checked body; RequestError that names the first wrong field."""
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {type(data).__name__}: expected an object")
+    data = _without_neutral(data, _IGNORED)
+    if kind is GenerateBody and isinstance(data.get("sampling_params"), dict):
+        data["sampling_params"] = _without_neutral(data["sampling_params"], _IGNORED_PARAMS)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -236,11 +223,20 @@ def read_body(kind: type[Body], data: object) -> Body:
         if first["type"] == "extra_forbidden":
             text = f"{path} is not known here: leave it out, or see docs/serving.md for what there is instead"
         else:
-            given = repr(first.get("input"))
-            text = f"{path or 'the body'}: {first['msg']}" + (
-                f", not {given[:80]}" if first["type"] != "missing" else ""
-            )
+            text = f"{path or 'the body'}: {first['msg']}"
+            text += f", not {first.get('input')!r:.80}" if first["type"] != "missing" else ""
         raise RequestError(text, param=path or None) from None
+
+
+def _without_neutral(data: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
+    """Return the fields that may change an answer. RequestError for one that is supported at its neutral value alone."""
+    kept = {name: value for name, value in data.items() if value is not None and name not in ignored}
+    for name in kept.keys() & _NEUTRAL.keys():
+        value = kept.pop(name)
+        neutral = _NEUTRAL[name]
+        if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
+            raise RequestError(f"{name} is {value!r:.80}: expected {neutral!r}, or leave it out", param=name)
+    return kept
 
 
 def _is_a_kind(part: object) -> bool:

@@ -1,4 +1,4 @@
-"""Conversations as token ids, and tool calls in what a model writes."""
+"""Conversations as token ids, and tool calls in the text of an answer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.serving.bodies import ChatMessage
 
 MARK = "<tool_call>"
-"""How a call begins; a chat template that writes it teaches its model this form."""
 THINK, END_OF_THINKING = "<think>", "</think>"
 MARKS = (MARK, "</tool_call>", THINK, END_OF_THINKING)
-"""The texts by which an answer's parts are told apart; some tokenizers have them as special tokens."""
+"""The texts that separate the parts of an answer; some tokenizers have them as special tokens."""
 _PART = re.compile(rf"{THINK}|{MARK}\s*")
 _END = re.compile(r"\s*</tool_call>")
 
@@ -35,14 +34,14 @@ class Call:
 
 @dataclass(frozen=True)
 class ParsedToolCalls:
-    """What a model has said: text, and calls."""
+    """The text of an answer without its calls, and the calls."""
 
     text: str
     calls: list[Call] = field(default_factory=list)
 
 
 def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
-    """Finds the calls in the answer's part of `text`; returns them, and the text without them.
+    """Find the calls in an answer that lie outside its thinking, and return them and the text without them.
 
     `thinks`: whether the prompt has opened the thinking already. Thinking without an end goes to the end of the text. A call
     that is no JSON object with a name stays text.
@@ -70,7 +69,7 @@ def _end_of_thinking(text: str, begin: int) -> int:
 
 
 def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
-    """Reads the call whose JSON begins at `begin`; returns it and where it ends."""
+    """Read the call whose JSON begins at `begin`; return it and its end."""
     try:
         content, at = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):
@@ -96,9 +95,9 @@ class AssistantTurn:
 
     Attributes:
         turns: its messages, the answer the last of them.
-        ids: prompt and answer.
+        ids: tokens of prompt and answer.
         stopped: whether the answer's last token is the one that ended it.
-        tools: that the prompt names.
+        tools: of the prompt.
     """
 
     turns: tuple[Turn, ...]
@@ -108,51 +107,40 @@ class AssistantTurn:
 
 
 def turn_of(role: str, text: str, calls: Sequence[tuple[str, str]] = (), reasoning: str = "") -> Turn:
-    """A message as it is compared."""
     return role, text.strip(), tuple(calls), reasoning
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    """The messages of a request as they are compared."""
-    return tuple(
-        turn_of(
-            m.role,
-            m.text,
-            [(c.function.name, c.function.arguments) for c in m.tool_calls or ()],
-            m.reasoning_content or "",
-        )
-        for m in messages
-    )
+    """Return the messages of a request in the form in which they are compared."""
+    calls = [[(c.function.name, c.function.arguments) for c in m.tool_calls or ()] for m in messages]
+    return tuple(turn_of(m.role, m.text, its, m.reasoning_content or "") for m, its in zip(messages, calls))
 
 
 def takes_tools(tokenizer: TokenizerType) -> bool:
-    """Whether the chat template writes tools in the form whose calls are understood here."""
+    """Return whether the chat template writes tools in the form that `find_calls` reads."""
     return MARK in str(getattr(tokenizer, "chat_template", None))
 
 
 def opens_thinking(tokenizer: TokenizerType, prompt: Sequence[int]) -> bool:
-    """Whether a prompt ends where the thinking has begun: templates of reasoning models write `<think>` themselves."""
+    """Return whether a prompt ends with `<think>`, as templates of reasoning models write it."""
     end = tokenizer.decode(list(prompt[-_ENOUGH_IDS:]), skip_special_tokens=False)
     return end.rstrip().endswith(THINK)
 
 
 def chat_prompt(
-    tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, said: Sequence[AssistantTurn]
+    tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, earlier: Sequence[AssistantTurn]
 ) -> list[int]:
-    """The prompt of a conversation.
+    """Return the token ids of a conversation.
 
-    Where it goes on from one of `said` with the same tools, that one's ids and then the ids of what is new; else the ids of the template's text.
-    ChatTemplateError where the template takes no such conversation.
+    A conversation that continues one of `earlier` with the same tools keeps its ids, followed by those of the new text; others
+    are the ids of the template's text. ChatTemplateError if the template refuses the conversation.
     """
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
-    known = [
-        s
-        for s in said
-        if len(s.turns) < len(turns) and turns[: len(s.turns)] == s.turns and (s.tools or None) == (tools or None)
-    ]
+    same_tools = [each for each in earlier if (each.tools or None) == (tools or None)]
+    known = [each for each in same_tools if len(each.turns) < len(turns) and turns[: len(each.turns)] == each.turns]
     if known:
-        last = max(known, key=lambda s: len(s.turns))
+        last = max(known, key=lambda each: len(each.turns))
         new = _text_behind(tokenizer, plain, len(last.turns) - 1, tools)
         if new is not None:
             return last.ids + _ids_of(tokenizer, new, last)
@@ -162,7 +150,7 @@ def chat_prompt(
 def _text_behind(
     tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
-    """What the template writes behind the content of message `answer`; None where that cannot be told."""
+    """Return the text that the template writes behind the content of message `answer`; None if the template changes the content."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
     text = render_prompt(tokenizer, marked, tools=tools)
@@ -179,25 +167,19 @@ def _ids_of(tokenizer: TokenizerType, text: str, last: AssistantTurn) -> list[in
 def _plain(message: ChatMessage) -> dict[str, object]:
     plain: dict[str, object] = {"role": message.role, "content": message.text}
     if message.tool_calls:
+        functions = [(c.id, c.function.name, _parsed(c.function.arguments)) for c in message.tool_calls]
         plain["tool_calls"] = [
-            {
-                "id": c.id,
-                "type": "function",
-                "function": {"name": c.function.name, "arguments": _parsed(c.function.arguments)},
-            }
-            for c in message.tool_calls
+            {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for key, name, arguments in functions
         ]
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        plain["name"] = message.name
+    for name in ("reasoning_content", "tool_call_id", "name"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
     return plain
 
 
 def _parsed(arguments: str) -> object:
-    """Templates write arguments as JSON themselves, so they take the value."""
+    """Return the arguments as a value, since templates write the JSON themselves."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

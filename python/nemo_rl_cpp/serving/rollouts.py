@@ -1,13 +1,13 @@
-"""What each rollout has asked the server and been given, by its key: the token ids that are trained are the ones sampled."""
+"""Requests and answers of each rollout, by its key: training takes the token ids that were sampled."""
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import threading
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.serving.bodies import RequestError
@@ -24,7 +24,7 @@ HEADER = "x-rollout-key"
 
 @dataclass(frozen=True)
 class TrainedSampling:
-    """How the samples of a rollout that is trained must be drawn: training computes log-probabilities of this distribution."""
+    """The distribution from which samples of a trained rollout must be drawn: training computes their log-probabilities under it."""
 
     temperature: float
     top_p: float
@@ -46,23 +46,8 @@ class Call:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop token ended it."""
+        """Whether a stop token ended the answer."""
         return self.sample.reason == STOP_TOKEN
-
-
-@dataclass
-class Numbers:
-    """Numbers 0, 1, ... of which the smallest free one is handed out; one that is given back is free again."""
-
-    following: int = 0
-    free: list[int] = field(default_factory=list)
-
-    def take(self) -> int:
-        """The smallest free number."""
-        if self.free:
-            return heapq.heappop(self.free)
-        self.following += 1
-        return self.following - 1
 
 
 @dataclass
@@ -70,10 +55,11 @@ class Rollout:
     """The calls of one key.
 
     Attributes:
-        name: of which its draws are made; None: its key.
+        name: part of the key of its draws; None: its key.
         stream: of its random draws (csrc/common/random.h).
-        sampling: how its samples must be drawn; None: as each request says.
-        said: conversations by chat, with the token ids of each.
+        sampling: the distribution of its samples; None: as each request asks.
+        turns: conversations by chat, with the token ids of each.
+        drawn: the numbers of the answers to each prompt that were given or are under way.
     """
 
     key: str
@@ -81,14 +67,14 @@ class Rollout:
     stream: int = 2
     sampling: TrainedSampling | None = None
     calls: list[Call] = field(default_factory=list)
-    said: list[AssistantTurn] = field(default_factory=list)
+    turns: list[AssistantTurn] = field(default_factory=list)
     name: str | None = None
-    asked: dict[bytes, Numbers] = field(default_factory=dict)
+    drawn: dict[bytes, set[int]] = field(default_factory=dict)
 
 
 class Rollouts:
-    """Rollouts by key. A run registers those that it is about to train on and takes them when they have ended; others are
-    remembered for their conversations only, the latest few thousand of them.
+    """Rollouts by key. A run registers those that it will train on and takes them when they have ended; of others the latest few
+    thousand are kept, for their conversations only.
 
     Args:
         seed: part of the key of every draw.
@@ -102,7 +88,7 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: TrainedSampling, name: str | None = None) -> str:
-        """A rollout that will be taken, with the draws of `name`. Returns its key: `key`, or one made of it where that was used before."""
+        """Add a rollout that will be taken, with the draws of `name`; return its key: `key`, or another if that was used before."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:
@@ -111,7 +97,7 @@ class Rollouts:
             return own
 
     def take(self, key: str) -> Rollout:
-        """What the rollout came to. Requests that name it later are refused."""
+        """Return a rollout that has ended. Requests that name it later are refused."""
         with self._lock:
             rollout = self._registered.pop(key)
             self._ended[key] = None
@@ -120,7 +106,7 @@ class Rollouts:
             return replace(rollout, calls=[*rollout.calls])  # what is answered from now on is too late
 
     def find(self, key: str) -> Rollout:
-        """The rollout of a request. RequestError (410) for one that has been taken."""
+        """Return the rollout of a request. RequestError (410) for one that has been taken."""
         with self._lock:
             if key in self._ended:
                 raise RequestError(f"the rollout {key} has ended: its samples are trained already", 410, "rollout_key")
@@ -133,31 +119,32 @@ class Rollouts:
             return found
 
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
-        """The key of the draws of the rollout's next answer to this prompt.
+        """Return the key of the draws of the rollout's next answer to this prompt.
 
         It follows from the seed, the rollout's key, the prompt and the smallest number that no answer to this prompt has; so a
         rollout that is run again gets its samples again, in whatever order requests that are under way together arrive.
         """
-        prompt = _asked(rollout, prompt_ids)
+        prompt = _digest_of(rollout, prompt_ids)
         with self._lock:
-            count = rollout.asked.setdefault(prompt, Numbers()).take()
-        draw_id = int.from_bytes(_digest(prompt, count.to_bytes(8, "little")), "little")
-        return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number=count)
+            drawn = rollout.drawn.setdefault(prompt, set())
+            number = next(number for number in count() if number not in drawn)
+            drawn.add(number)
+        draw_id = int.from_bytes(_digest(prompt, number.to_bytes(8, "little")), "little")
+        return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number)
 
     def gave_up(self, rollout: Rollout, prompt_ids: list[int], draw: Draw) -> None:
-        """The answer of this draw was not given, or not waited for: a client that asks again gets it."""
-        prompt = _asked(rollout, prompt_ids)
+        """Free the number of an answer that failed or that its client left: a client that asks again gets it."""
         with self._lock:
-            heapq.heappush(rollout.asked[prompt].free, draw.number)
+            rollout.drawn[_digest_of(rollout, prompt_ids)].discard(draw.number)
 
     def answered(self, rollout: Rollout, call: Call) -> None:
-        """Keeps an answer that is to be trained."""
+        """Keep an answer of a trained rollout."""
         if rollout.sampling is not None:
             with self._lock:
                 rollout.calls.append(call)
 
 
-def _asked(rollout: Rollout, prompt_ids: list[int]) -> bytes:
+def _digest_of(rollout: Rollout, prompt_ids: list[int]) -> bytes:
     return _digest((rollout.name or rollout.key).encode(), array("q", prompt_ids).tobytes())
 
 
@@ -169,10 +156,10 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def longest_chain(calls: list[Call]) -> list[Call]:
-    """The calls of the longest growing conversation: each prompt begins with the prompt and answer of the call before it. Calls
-    beside it (retries, sub-agents, a conversation that was cut down) are left out.
+    """Return the calls of the longest growing conversation: each prompt begins with the prompt and answer of the call before it.
 
-    Of several, that with most calls, then with most tokens; so the order in which calls came in does not matter.
+    Retries, sub-agents and a conversation that was cut down are left out. Of several chains, the one with most calls counts,
+    then with most tokens; so the order in which calls came in does not matter.
     """
     ordered = sorted(calls, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.sample.token_ids))
     chains: list[list[Call]] = []
@@ -188,9 +175,5 @@ def _size(chain: list[Call]) -> tuple[int, int, list[int]]:
 
 
 def _extends(prompt_ids: list[int], call: Call) -> bool:
-    n, m = len(call.prompt_ids), len(call.sample.token_ids)
-    return (
-        len(prompt_ids) >= n + m
-        and prompt_ids[:n] == call.prompt_ids
-        and prompt_ids[n : n + m] == call.sample.token_ids
-    )
+    before = call.prompt_ids + call.sample.token_ids
+    return prompt_ids[: len(before)] == before

@@ -61,7 +61,6 @@ def test_options_of_generation(result, model):
         ({"n": 2}, "n=2"),
         ({"n": 2, "greedy": True}, "n=2 greedy answers would be equal: give a temperature above 0"),
         ({"n": 0}, "n = 0: expected a whole number from 1 to 4096"),
-        ({"do_sample": True}, "do_sample is unknown; did you mean greedy=False"),
         ({"n": 4, "greedy": False, "temperature": 0}, "greedy=False samples, but temperature is 0"),
         ({"temprature": 1.0}, "temprature is unknown; did you mean temperature"),
         ({"top_p": 2.0}, "top_p must be at most 1, not 2"),

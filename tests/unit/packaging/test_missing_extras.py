@@ -9,7 +9,7 @@ from nemo_rl_cpp.data.datasets.response_datasets.verifiers_tasks import Verifier
 from nemo_rl_cpp.distributed.ray_workers import ray_module
 from nemo_rl_cpp.models.generation.vllm.server import TESTED_VERSION, check_interpreter
 from nemo_rl_cpp.models.hf import library
-from nemo_rl_cpp.serving.command import check_installed
+from nemo_rl_cpp.serving import check_installed
 
 EXTRAS = {
     "hf": ("transformers", "datasets"), "serve": ("starlette", "uvicorn"), "agents": ("verifiers", "starlette", "transformers"), "ray": ("ray",),

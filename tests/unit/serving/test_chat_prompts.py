@@ -4,7 +4,14 @@ import httpx
 import pytest
 from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, Header, Speech, chat_logprobs, completion_logprobs
+from nemo_rl_cpp.serving.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    Header,
+    Speller,
+    chat_logprobs,
+    completion_logprobs,
+)
 from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody
 from nemo_rl_cpp.serving.chat import MARKS, AssistantTurn, chat_prompt, find_calls, turn_of
 from nemo_rl_cpp.serving.engine import LENGTH, STOP_STRING, Progress, Sample, Sampling
@@ -89,13 +96,13 @@ def test_an_answer_that_ends_within_a_character_keeps_its_end(tokenizer):
 def test_logprobs_hold_the_bytes_of_parts_of_a_character_and_offsets_go_on(tokenizer):
     ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])
     model = ServedModel(("m",), tokenizer, None, 999, 512, (), None)
-    spelled = Speech(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
+    spelled = Speller(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
     content = chat_logprobs(model.bytes_of_token, spelled)["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "x\U0001f642" and len(content) > 2
     answer = CompletionAnswer(model, CompletionBody(prompt="x", logprobs=0, stream=True), None, "1")
     offsets = []
     for token in tokenizer("Hello there", add_special_tokens=False)["input_ids"]:
-        (chunk,) = answer.chunk(Header("1", "m", 0), Progress(0, (token,), (-1.0,)))
+        (chunk,) = answer.chunk(Header("1", "m", 0), Progress(0, Sample([token], [-1.0])))
         offsets.append((chunk["choices"][0]["logprobs"]["text_offset"], chunk["choices"][0]["logprobs"]["tokens"]))
     at = 0
     for (offset,), (text,) in offsets:
@@ -174,7 +181,7 @@ def test_likely_tokens_of_one_text_do_not_hide_each_other():
     likeliest = ((byte, -0.5), (letter, -1.0), (word, -2.0))
     sample = Sample([letter, word], [-1.0, -2.0], LENGTH, [likeliest, likeliest])
     before = backend.encode("the", add_special_tokens=False).ids
-    spelled = Speech(TextStream(model.tokenizer, before)).take(sample)
+    spelled = Speller(TextStream(model.tokenizer, before)).take(sample)
     body, at = completion_logprobs(model.bytes_of_token, spelled, 5)
     assert body["tokens"] == ["t", " t"] and body["text_offset"] == [5, 6] and at == 8
     assert body["top_logprobs"] == [

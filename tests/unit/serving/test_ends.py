@@ -4,10 +4,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from nemo_rl_cpp.commands.serve import wait_for_end
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.serving import generation as attach
-from nemo_rl_cpp.serving.command import wait_for_end
 from nemo_rl_cpp.serving.engine import Draw, EngineThread, PendingRequest, Sampling
 from nemo_rl_cpp.serving.http_server import listen
 
@@ -63,7 +63,8 @@ def test_a_server_that_cannot_be_made_leaves_nothing_behind(monkeypatch):
     engine = EngineThread(Stuck)
     monkeypatch.setattr(attach, "_model", lambda *args: SimpleNamespace(engine=engine, limits=None))
     inner = object.__new__(NativeGeneration)
-    with pytest.raises(AttributeError):  # of a model without limits
+    monkeypatch.setattr("nemo_rl_cpp.serving.http_server.HttpServer.start", pytest.fail)
+    with pytest.raises(pytest.fail.Exception):
         attach.serve_policy(None, inner, config, lambda: 0, 1, listener)
     assert not engine.is_alive and listener.fileno() == -1
     assert attach.listener_of(PolicyConfig(model_name="tiny-random")) is None

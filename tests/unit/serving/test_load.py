@@ -2,7 +2,7 @@
 
 import pytest
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.serving.engine import engine_maker, longest_in_cache
+from nemo_rl_cpp.serving.engine import longest_in_cache
 from nemo_rl_cpp.serving.model import EngineSizes, length_that_fits, load_model
 from served import make_folder
 
@@ -24,9 +24,9 @@ def test_the_longest_sequence_is_the_engine_s_own_limit():
     runner = Runner()
 
     def make(length, cache):
-        return engine_maker(
-            runner, max_batch_size=1, prefill_chunk_tokens=16, max_model_len=length, cache_bytes=cache, token_bytes=list
-        )()  # fmt: skip
+        return C.ResidentEngine(
+            runner, max_batch_size=1, prefill_chunk_tokens=16, max_model_len=length, max_cache_bytes=cache, token_bytes=[]
+        )  # fmt: skip
 
     for cache in (2000, 3999, 17_000):
         longest = longest_in_cache(runner, cache)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def check_torch_version(installed: str) -> None:
-    """Raises ImportError unless `installed` is the version that this package was built for, up to a local suffix."""
+    """Raise ImportError unless `installed` is the version that this package was built for, up to a local suffix."""
     built_for = _built_for_torch()
     if built_for is not None and built_for.split("+")[0] != installed.split("+")[0]:
         raise ImportError(
@@ -16,7 +16,7 @@ def check_torch_version(installed: str) -> None:
 
 
 def _built_for_torch() -> str | None:
-    """The torch version written beside the extension when it was built (readable without loading it)."""
+    """Return the torch version that the build wrote next to the extension, which need not be loaded for it."""
     stamp = resources.files("nemo_rl_cpp").joinpath("_torch_version.txt")
     try:
         return stamp.read_text().strip()

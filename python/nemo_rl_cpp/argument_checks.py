@@ -83,7 +83,7 @@ def stop_texts(value: object) -> list[str]:
 
 
 def stop_text_fault(texts: Iterable[str]) -> str:
-    """Return what is wrong with stop strings, or ""."""
+    """Return the mistake in stop strings, or ""."""
     for text in texts:
         if not text:
             return "holds an empty string, at which every response would end"

@@ -25,8 +25,8 @@ _LIBRARIES = tuple(
 )
 # ours say what to do when raised with a message
 _SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
-_INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # says nothing beside the line's number
-_LONGEST = 600  # characters of a message of somebody else's
+_INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # the line's number says as much
+_LONGEST = 600  # characters of a message that is not ours
 _INSTALLED_AS = {
     "PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "reasoning_gym": "reasoning-gym", "skimage": "scikit-image",
     "sklearn": "scikit-learn", "yaml": "pyyaml",
@@ -87,7 +87,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _real(file: str) -> str:
-    """Return the real path of a source file; the name itself of what is no file, as `<string>`: the working folder may be gone."""
+    """Return the real path of a source file, and a name like `<string>` unchanged: the working folder may be gone."""
     return os.path.realpath(file) if os.path.isabs(file) else file
 
 
@@ -168,7 +168,7 @@ class user_code:  # noqa: N801  (reads as a function; a generator as context man
     """Around a call of the user's code: an exception from it says so in one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
-        """`hint(error)`: what to add to the sentence."""
+        """Name the code as `what`; `hint(error)` returns text to add to the sentence."""
         self._what, self._hint = what, hint
 
     def __enter__(self) -> None:

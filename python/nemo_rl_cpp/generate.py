@@ -136,10 +136,6 @@ class TextGenerator:
         give(stream.push((), last=True))
         return GeneratedText("".join(pieces), tokens, reason)
 
-    def count_tokens(self, prompt: str | Sequence[Mapping[str, object]]) -> int:
-        """Count the tokens of a text, or of messages in the model's chat template, before the answer."""
-        return len(self._encode(prompt))
-
     def _encode(self, prompt: str | Sequence[Mapping[str, object]]) -> list[int]:
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, prompt)

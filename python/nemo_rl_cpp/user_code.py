@@ -59,7 +59,7 @@ def runs_here() -> bool:
 
 
 def serve(work: Callable[[], object]) -> Any:
-    """Return `work()`, done in a thread of its own, while the present thread makes the calls of `call_user`.
+    """Return `work()`, done in another thread, while the present thread makes the calls of `call_user`.
 
     Raises what `work` raises. A KeyboardInterrupt or SystemExit of a signal ends `work`, too. May be nested: a callback may
     validate.

@@ -61,7 +61,7 @@ class TrainResult(TextWriter):
         return f"TrainResult({self.config.policy.model_name!r}, {steps}{learnt}, log_dir={str(self.log_dir)!r})"
 
     def _repr_html_(self) -> str:
-        """The run's report inside a notebook."""
+        """Return the run's report for a notebook."""
         report = self.log_dir / "report.html"
         if report.is_file():
             page = escape(report.read_text(encoding="utf-8"), quote=True)

@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page about a run, written again and again while it goes on."""
+"""`report.html`: one self-contained page about a run, rewritten during the run."""
 
 from nemo_rl_cpp.report.writer import ReportWriter, write_report
 

@@ -69,7 +69,7 @@ def count(number: float, noun: str) -> str:
 
 def cause_of_no_signal(h: MetricHistory) -> str | None:
     """Return why (nearly) no sample has a learning signal, with the key to change; None where the metrics do not tell."""
-    for cause in (_groups_of_one, _prompts_cut, _context_full, _masked_for_length, _answers_cut, _constant_reward):
+    for cause in (_groups_of_one, _prompts_cut, _cut_off, _constant_reward):
         if (found := cause(h)) is not None:
             return found
     return None
@@ -121,10 +121,6 @@ def _context_is_full(h: MetricHistory) -> bool:
     return mean < 0.9 * wanted and prompt + mean > 0.8 * limit
 
 
-def _context_full(h: MetricHistory) -> str | None:
-    return _context_advice(h) if _context_is_full(h) and (h.recent(CUT) or 0) >= _NEARLY_ALL else None
-
-
 def _context_advice(h: MetricHistory) -> str:
     limit, wanted = h.setting("policy.max_total_sequence_length"), h.setting("policy.generation.max_new_tokens")
     return (
@@ -134,24 +130,24 @@ def _context_advice(h: MetricHistory) -> str:
     )
 
 
-def _masked_for_length(h: MetricHistory) -> str | None:
-    rate, name = h.recent(CUT), _loop(h)
-    if rate is None or rate < _NEARLY_ALL or not h.setting(f"{name}.overlong_filtering"):
+def _cut_off(h: MetricHistory) -> str | None:
+    rate, name, reward = h.recent(CUT), _loop(h), h.curve(REWARD).finite().values
+    if rate is None or rate < _NEARLY_ALL:
         return None
-    return (
-        f"{name}.overlong_filtering masks every response that was cut off, and nearly all were: raise "
-        "policy.generation.max_new_tokens, or set it to false."
-    )
-
-
-def _answers_cut(h: MetricHistory) -> str | None:
-    rate, reward = h.recent(CUT), h.curve(REWARD).finite().values
-    if rate is None or rate < _NEARLY_ALL or not reward or max(reward) > 0:
-        return None
-    return (
-        "Nearly all responses were cut off before they ended, and none was rewarded: raise policy.generation.max_new_tokens, "
-        "or add stop strings. A tokenizer that is not the model's own gives such text too: look at the samples."
-    )
+    if _context_is_full(h):
+        return _context_advice(h)
+    if h.setting(f"{name}.overlong_filtering"):
+        return (
+            f"{name}.overlong_filtering masks every response that was cut off, and nearly all were: raise "
+            "policy.generation.max_new_tokens, or set it to false."
+        )
+    if reward and max(reward) <= 0:
+        return (
+            "Nearly all responses were cut off before they ended, and none was rewarded: raise "
+            "policy.generation.max_new_tokens, or add stop strings. A tokenizer that is not the model's own gives such text "
+            "too: look at the samples."
+        )
+    return None
 
 
 def _constant_reward(h: MetricHistory) -> str | None:

@@ -335,14 +335,11 @@ def panels_of(histories: Sequence[MetricHistory]) -> Panels:
         lines = [line for line in panel.lines if any(curves[line])]
         if not lines:
             continue
-        is_flat = all(_is_flat(curves[line]) for line in lines)
+        values = [{value for curve in curves[line] for value in curve} for line in lines]
+        is_flat = all(len(v) <= 1 < max(map(len, curves[line])) for v, line in zip(values, lines))
         if panel.title == "Validation":
             word = validation_word(*histories)
             lines = [line._replace(label=line.label or word) for line in lines]
             panel = panel._replace(title=f"Validation {word}")
         (result.flat if is_flat else result.moving).append(panel._replace(lines=lines))
     return result
-
-
-def _is_flat(curves: Sequence[Sequence[float]]) -> bool:
-    return len({value for curve in curves for value in curve}) <= 1 and max(map(len, curves)) > 1

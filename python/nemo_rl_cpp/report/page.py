@@ -192,7 +192,7 @@ def _memory_section(history: MetricHistory) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Everything that a page shows beside the metrics.
+    """Everything that a page shows except the metrics.
 
     Attributes:
         status: running, finished, stopped in time, interrupted or failed.

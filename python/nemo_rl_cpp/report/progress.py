@@ -51,7 +51,7 @@ class Progress:
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: "Console | None" = None
     ) -> None:
-        """`total_steps` None: unknown, no time left is shown. `console`: a rich Console, by default stdout."""
+        """Begin to show a run; without `total_steps` no time left is shown. `console`: a rich Console, by default stdout."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console

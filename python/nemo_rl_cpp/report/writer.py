@@ -40,7 +40,7 @@ class ReportWriter:
         min_interval: float = 5.0,
         token_bytes: TokenBytes | None = None,
     ) -> None:
-        """Without `config`, take the folder's hyperparams.json and the facts of an earlier report. `token_bytes`: see
+        """Read earlier files. Without `config`, take the folder's hyperparams.json and the facts of an earlier report. `token_bytes`: see
         `SampleBook`."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT

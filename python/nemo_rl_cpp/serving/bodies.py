@@ -91,7 +91,7 @@ class SamplingFields(_Body):
 
     @property
     def num_likeliest(self) -> int:
-        """The number of likeliest tokens to return beside each sampled one."""
+        """The number of likeliest tokens to return with each sampled one."""
         return 0
 
 

@@ -27,7 +27,7 @@ class ServingError(RuntimeError):
 class Sampling:
     """How a request is sampled and where it stops. Temperature 0 is greedy.
 
-    `num_likeliest`: tokens that are returned at each place beside the sampled one.
+    `num_likeliest`: likeliest tokens that are returned with each sampled one.
     """
 
     temperature: float = 1.0

@@ -81,7 +81,7 @@ class ServedModel:
         return name or self.names[0]
 
     def check_prompt(self, prompt_ids: list[int], param: str) -> None:
-        """RequestError for a prompt that cannot be answered."""
+        """Raise RequestError for a prompt that cannot be answered."""
         if not prompt_ids:
             raise RequestError("the prompt has no token: give at least one character", param=param)
         if len(prompt_ids) >= self.max_model_len:

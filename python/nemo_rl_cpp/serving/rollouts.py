@@ -103,7 +103,7 @@ class Rollouts:
             self._ended[key] = None
             while len(self._ended) > _MOST_ENDED:
                 self._ended.popitem(last=False)
-            return replace(rollout, calls=[*rollout.calls])  # what is answered from now on is too late
+            return replace(rollout, calls=[*rollout.calls])  # later answers are too late
 
     def find(self, key: str) -> Rollout:
         """Return the rollout of a request. RequestError (410) for one that has been taken."""

@@ -14,7 +14,6 @@ which counts where torch is not loaded yet.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 
 from nemo_rl_cpp.threads import bound_spinning
@@ -66,17 +65,7 @@ __all__ = ["__version__", *_EXPORTS]
 bound_spinning()
 
 
-_OF_TRL = {"GRPOTrainer": "train_grpo", "GRPOConfig": "train_grpo", "PPOTrainer": "train_ppo", "PPOConfig": "train_ppo"}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _OF_TRL:
-        # `from nemo_rl_cpp import name` would replace the text of an AttributeError; hasattr and getattr expect one
-        imported = sys._getframe(1).f_code.co_filename == "<frozen importlib._bootstrap>"
-        raise (ImportError if imported else AttributeError)(
-            f"nemo_rl_cpp has no {name}: call nemo_rl_cpp.{_OF_TRL[name]}(model, prompts, reward_funcs), with TRL's settings as keywords; "
-            "docs/coming-from-trl.md has a map of them"
-        )
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -59,7 +59,6 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
                 sys.argv[0] = f"nemo-rl-cpp {name}"  # argparse's name of the program
             place, _, function = COMMANDS[name][0].partition(":")
             run = getattr(import_module(f"nemo_rl_cpp.commands.{place}"), function)
-            outcome.rename = getattr(run, "rename", None)
             outcome.status = run(words if command else words[1:], **options)
     if argv is None and outcome.status >= 128:  # no thread of a library or of the user's code keeps the process alive
         end_within(GRACE_SECONDS, outcome.status)

@@ -31,10 +31,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class Outcome:
-    """How a command ended: its exit status, and a function that puts its own option names into an error's sentence."""
+    """How a command ended: its exit status."""
 
     status = 0
-    rename: Callable[[str], str] | None = None
 
 
 @contextmanager
@@ -68,7 +67,7 @@ def program(debug: bool = False) -> Iterator[Outcome]:
                 return
             from nemo_rl_cpp.errors import report
 
-            report(error, debug, outcome.rename)
+            report(error, debug)
             outcome.status = 1
 
 

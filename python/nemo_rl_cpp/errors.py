@@ -275,16 +275,10 @@ def save_traceback(error: BaseException) -> Path | None:
     return None
 
 
-def report(error: BaseException, debug: bool = False, rename: Callable[[str], str] | None = None) -> None:
-    """Print the sentence and the traceback's file to stderr; with `debug` the traceback before it. `rename` puts the names of
-    this command's options into the sentence."""
+def report(error: BaseException, debug: bool = False) -> None:
+    """Print the sentence and the traceback's file to stderr; with `debug` the traceback before it."""
     if debug:
         traceback.print_exception(error)
-    sentence = one_sentence(error)
-    path = save_traceback(error)
-    sentence = rename(sentence) if rename is not None else sentence
-    print(
-        f"error: {sentence}" + (f" (details: {short_path(path)})" if path is not None else ""),
-        file=sys.stderr,
-        flush=True,
-    )
+    sentence, path = one_sentence(error), save_traceback(error)
+    details = f" (details: {short_path(path)})" if path is not None else ""
+    print(f"error: {sentence}{details}", file=sys.stderr, flush=True)

@@ -37,18 +37,6 @@ def main(arguments: Sequence[str]) -> int:
     return _run(known)
 
 
-def _own_options(text: str) -> str:
-    """Put the options of this command into a sentence that names keys of a configuration."""
-    text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace(
-        "policy.model_name", "--model"
-    )
-    text = text.replace("the model is", "--model is")
-    return text.replace(", as configs/grpo_arithmetic_smollm2.yaml does,", "")
-
-
-main.rename = _own_options
-
-
 def _run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     first: list[float] = []

@@ -96,20 +96,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     return _run(arguments, "eval", "eval", work)
 
 
-def _words_of_eval(text: str) -> str:
-    """Put the keys of an evaluation into a sentence with those of a training run."""
-    for theirs, own in (
-        ("data.train.dataset_name", "data.dataset_name"),
-        ("policy.model_name", "generation.model_name"),
-        ("configs/grpo_arithmetic_smollm2.yaml", "configs/evals/arithmetic_smollm2.yaml"),
-    ):
-        text = text.replace(theirs, own)
-    return text
-
-
-evaluate.rename = _words_of_eval
-
-
 def check(arguments: Sequence[str]) -> int:
     """Report every mistake of a configuration, or that there is none."""
     parser = command_parser(
@@ -260,9 +246,10 @@ def _is_ready(config: WholeConfig) -> bool:
     stage("checking data, model and folders")
     if _print_findings(config):
         return False
-    name = (config.policy if isinstance(config, TrainMasterConfig) else config).tokenizer.name
-    if name != TINY_RANDOM:
-        resolve_tokenizer(name, ask_hub=False)  # the run looks for newer ones
+    trains = isinstance(config, TrainMasterConfig)
+    name = (config.policy if trains else config).tokenizer.name
+    if name != TINY_RANDOM:  # the run looks for newer ones
+        resolve_tokenizer(name, ask_hub=False, key=f"{'policy' if trains else 'generation'}.model_name")
     raise_if_interrupted()
     stage("loading torch")
     return True

@@ -243,9 +243,10 @@ def unreachable(repo: str, kind: str, key: str | None = None) -> HubUnreachableE
         "policy.model_name": "policy.model_name (and data.train.dataset_name)",
         "generation.model_name": "generation.model_name (and data.dataset_name)",
     }.get(key, key)
+    example = "evals/arithmetic_smollm2.yaml" if keys.startswith("generation") else "grpo_arithmetic_smollm2.yaml"
     return HubUnreachableError(
         f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {keys} to something "
-        "local, as configs/grpo_arithmetic_smollm2.yaml does, or try again with a network"
+        f"local, as configs/{example} does, or try again with a network"
     )
 
 

@@ -146,15 +146,6 @@ def test_a_wrong_call_of_train_ppo(tmp_path, monkeypatch, given, words):
     one_sentence(caught, words)
 
 
-@pytest.mark.parametrize(("name", "function"), [("GRPOTrainer", "train_grpo"), ("PPOConfig", "train_ppo")])
-def test_a_class_of_trl_names_the_function(name, function):
-    with pytest.raises(ImportError, match=f"nemo_rl_cpp has no {name}: call nemo_rl_cpp.{function}"):
-        exec(f"from nemo_rl_cpp import {name}")
-    with pytest.raises(AttributeError, match=f"nemo_rl_cpp has no {name}: call nemo_rl_cpp.{function}"):
-        getattr(nemo_rl_cpp, name)
-    assert not hasattr(nemo_rl_cpp, name)
-
-
 async def late(text):
     return float(len(text))
 

@@ -115,7 +115,7 @@ def test_generate_names_its_own_option(capsys, monkeypatch):
     monkeypatch.setenv("HF_HOME", "empty")
     assert cli.main(["generate", "--model", "./nowhere", "text"]) == 1
     shown = capsys.readouterr().err
-    assert "--model is './nowhere'" in shown and "policy." not in shown and shown.count("\n") == 1
+    assert "the model is './nowhere'" in shown and "policy." not in shown and shown.count("\n") == 1
     assert "(details: " in shown and "SourceError" in Path(re.search(r"\(details: (.*)\)", shown)[1]).read_text()
 
 

@@ -96,14 +96,6 @@ def test_what_steers_programs_is_an_error_of_the_function(raised):
     assert str(error).startswith(f"reward function reward failed with {type(raised).__name__}") and HERE in str(error)
 
 
-@pytest.mark.parametrize("text", ["done", None, 0])
-def test_leaving_is_an_error_however_it_is_written(text):
-    async def reward(completions):
-        raise SystemExit(text)
-
-    assert "called sys.exit" in str(caught(scored, reward))
-
-
 def test_ctrl_c_in_a_users_function_stays_what_it_is():
     def reward(completions):
         raise KeyboardInterrupt

@@ -3,7 +3,6 @@ import re
 from pathlib import Path
 
 import pytest
-import synthetic_run
 from nemo_rl_cpp.commands import reports as command
 from nemo_rl_cpp.report import compare
 from nemo_rl_cpp.report.compare import Validated, compare_runs, different_folders, newcombe, run_folder
@@ -100,15 +99,6 @@ def test_names_begin_where_the_folders_differ(tmp_path):
     assert different_folders([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
     assert different_folders([tmp_path / "a" / "exp_001", tmp_path / "b" / "exp_002"]) == ["a/exp_001", "b/exp_002"]
     assert different_folders([tmp_path / "exp_001", tmp_path / "exp_002"]) == ["exp_001", "exp_002"]
-
-
-def test_a_page_of_more_runs_of_different_lengths(tmp_path):
-    synthetic_run.write_run(tmp_path / "long", steps=30)
-    synthetic_run.write_run(tmp_path / "short", steps=12, seed=1)
-    write_log(tmp_path / "other", 0.4)
-    comparison = compare_runs([tmp_path / name for name in ("long", "short", "other")])
-    text = "".join(check(comparison.page()).text)
-    assert "3 runs" in text and "grpo.max_num_steps" in text
 
 
 def test_the_colours_of_many_runs_are_those_of_their_curves(tmp_path):

@@ -159,7 +159,6 @@ def test_a_checkpoint_of_a_run_is_found_by_its_folder(folder, tmp_path, capsys):
         (["--model", "{folder}", "--temperature", "nan", "1+1="], "temperature = nan"),
         (["--model", "{folder}", "--temperature", "1e39", "1+1="], "temperature = 1e+39"),
         (["--model", "{folder}", "--top-k", "-2", "1+1="], "top_k = -2: expected a whole number of at least -1"),
-        (["--model", "{folder}", "--threads", "0", "1+1="], "num_threads = 0: expected a whole number from 1"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, message, folder, tmp_path, capsys):

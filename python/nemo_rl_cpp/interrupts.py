@@ -13,8 +13,6 @@ from types import FrameType
 GRACE_SECONDS = 3.0
 """What a program that ends at once gets for its last words, before it is ended from outside."""
 
-_swallowed = False  # a Ctrl-C whose exception may have got lost: importing torch loses it
-
 
 class Ended(SystemExit):
     """A signal (but SIGINT) ended the program at once; `code` is 128 + the signal's number."""
@@ -46,12 +44,6 @@ def end_within(seconds: float, status: int, done: threading.Event | None = None)
     threading.Thread(target=watch, daemon=True, name="end_within").start()
 
 
-def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt if there was a Ctrl-C whose own KeyboardInterrupt was lost."""
-    if _swallowed:
-        raise KeyboardInterrupt
-
-
 def _in_an_import(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
@@ -60,31 +52,25 @@ def _in_an_import(frame: FrameType | None) -> bool:
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered; the next `raise_if_interrupted` raises one that got lost.
-    In the middle of an import, and at a second Ctrl-C, the process ends with status 130, since native modules lose the exception
-    or make a panic of it. Forked processes hear a terminal's Ctrl-C, too, and print nothing."""
-    global _swallowed
-    _swallowed = False
+    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered. In the middle of an import the process ends with status
+    130, since importing torch loses the exception. Forked processes hear a terminal's Ctrl-C, too, and print nothing."""
     if not _in_main_thread():
         yield
         return
     owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        global _swallowed
-        if _swallowed or _in_an_import(frame):
-            if os.getpid() == owner:
-                say("interrupted: stopped at once")
-            os._exit(130)
-        _swallowed = True
-        raise KeyboardInterrupt
+        if not _in_an_import(frame):
+            raise KeyboardInterrupt
+        if os.getpid() == owner:
+            say("interrupted: stopped at once")
+        os._exit(130)
 
     before = signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
-        _swallowed = False
 
 
 def nobody_reads() -> bool:
@@ -144,7 +130,6 @@ class GracefulStop:
             self._say(f"warning: code that the run called has changed what {names} does; it ends the run again")
 
     def __enter__(self) -> "GracefulStop":
-        raise_if_interrupted()
         if _in_main_thread():
             # a shell's background jobs ignore SIGINT without having been asked to
             asked = (signal.SIGINT, signal.SIGTERM)

@@ -185,17 +185,3 @@ def test_a_terminal_that_closes_may_say_so_twice():
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
         assert stop.reason == "terminated"
-
-
-def test_a_forked_worker_leaves_the_words_to_its_parent():
-    code = (
-        "import os, signal\nfrom nemo_rl_cpp import interrupts\n"
-        "with interrupts.startup():\n"
-        "    child = os.fork()\n"
-        "    if child:\n"
-        "        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130\n"
-        "    interrupts._swallowed = True\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "\ninterrupted: stopped at once\n")

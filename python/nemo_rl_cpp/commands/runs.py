@@ -21,7 +21,7 @@ from nemo_rl_cpp.distributed.launch import serving
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, resolve_tokenizer
-from nemo_rl_cpp.interrupts import nobody_reads, raise_if_interrupted, say
+from nemo_rl_cpp.interrupts import nobody_reads, say
 from nemo_rl_cpp.models.memory import forecast_text
 from nemo_rl_cpp.stages import stage, stages_shown
 
@@ -64,7 +64,6 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
     from nemo_rl_cpp.algorithms.build import build_run  # loads torch, after the configuration is known to be right
     from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 
-    raise_if_interrupted()
     run = None
     for restarts in count(1):
         try:
@@ -90,7 +89,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     def work(config: EvalMasterConfig) -> None:
         from nemo_rl_cpp.evals.eval import main  # loads torch, after the configuration is known to be right
 
-        raise_if_interrupted()
         main(config)
 
     return _run(arguments, "eval", "eval", work)
@@ -250,7 +248,6 @@ def _is_ready(config: WholeConfig) -> bool:
     name = (config.policy if trains else config).tokenizer.name
     if name != TINY_RANDOM:  # the run looks for newer ones
         resolve_tokenizer(name, ask_hub=False, key=f"{'policy' if trains else 'generation'}.model_name")
-    raise_if_interrupted()
     stage("loading torch")
     return True
 

@@ -208,30 +208,6 @@ def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
     assert run.returncode == 143 and "ended by SIGTERM: stopped at once" in err and "Traceback" not in err
 
 
-def test_ctrl_c_that_an_import_loses_ends_the_program_all_the_same():
-    code = (
-        "import signal\n"
-        "from nemo_rl_cpp.command_line import program\n"
-        "from nemo_rl_cpp.interrupts import GracefulStop, raise_if_interrupted\n"
-        "def work():\n"
-        "    try:\n"
-        "        signal.raise_signal(signal.SIGINT)\n"
-        "    except BaseException:\n"
-        "        pass\n"  # as importing torch does
-        "    print('lost')\n"
-        "    raise_if_interrupted()\n"
-        "with program() as outcome:\n"
-        "    work()\n"
-        "raise SystemExit(outcome.status)\n"
-    )
-    run = started("-c", code)
-    out, err = run.communicate(timeout=60)
-    assert (run.returncode, out) == (130, "lost\n") and "interrupted: stopped at once" in err
-    run = started("-c", code.replace("raise_if_interrupted()", "GracefulStop().__enter__()"))
-    run.communicate(timeout=60)
-    assert run.returncode == 130
-
-
 @pytest.mark.slow
 def test_ctrl_c_while_torch_loads(tmp_path):
     """Before the first step nothing is worth a graceful end: the program ends at once, without a traceback."""

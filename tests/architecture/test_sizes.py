@@ -17,9 +17,7 @@ MAX_RESULTS = 3
 # More parameters than MAX_PARAMETERS: what users call, with names that they know.
 FACADES = {
     "data/tokenizer.py:apply_chat_template": "as in transformers",
-    "api/result.py:generate": "texts from one call; keyword-only",
     "api/training.py:train_grpo": "a training run from one call; keyword-only",
-    "api/training.py:train_ppo": "as above",
     "generate.py:generate": "text from one call; keyword-only",
     "models/policy/lm_policy.py:__init__": "keyword-only but for three",
 }

@@ -30,7 +30,6 @@ SECONDS = {
     "tests/integration/test_dedicated_engines.py": 40,
     "tests/unit/config/test_effective_keys.py": 40,
     "tests/integration/test_guides.py": 40,
-    "tests/unit/test_drawn_values.py": 40,
     "tests/parity/test_model_folders.py": 40,
     "tests/unit/environments/test_end_with_the_trainer.py": 30,
     "tests/unit/models/test_hf_models.py": 30,

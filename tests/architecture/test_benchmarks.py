@@ -10,8 +10,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ON_A_GPU_ONLY = {"gpu_step"}
 
 
-def load(name, monkeypatch):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+def load(name, monkeypatch, folder=BENCHMARKS):
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)  # where its dataclasses look for it
     spec.loader.exec_module(module)
@@ -64,3 +64,34 @@ def test_every_layout_trains_each_token_once_behind_those_before_it(training, la
             positions = batch.options["position_ids"][0].tolist() if layout == "packed" else range(len(ids))
             found += [tuple(ids[t - positions[t] : t + 1]) for t in range(len(ids)) if trained[t]]
     assert sorted(found) == wanted
+
+
+@pytest.fixture
+def card(monkeypatch):
+    return load("card", monkeypatch, BENCHMARKS.parent / "tools")
+
+
+def test_every_script_of_the_card_exists(card):
+    words = [word for step in card.STEPS for word in f"{step.command} {step.tiny}".split() if word.endswith(".py")]
+    assert words and all((card.ROOT / word).is_file() for word in words)
+    assert len({step.name for step in card.STEPS}) == len(card.STEPS)
+
+
+@pytest.mark.slow
+def test_the_card_saves_each_step_and_goes_on_with_the_others(card, monkeypatch, tmp_path, capsys):
+    adamw = next(step for step in card.STEPS if step.name == "adamw")
+    broken = card.Step("broken", 1, "a step that fails", "", "python -c 'print(7); raise SystemExit(3)'")
+    endless = card.Step("endless", 0.01, "a step that does not end", "", "python -c 'import time; time.sleep(60)'")
+    monkeypatch.setattr(card, "STEPS", (broken, endless, adamw))
+    monkeypatch.setattr(sys, "argv", ["card.py", "--device", "cpu", "--out", str(tmp_path)])
+    assert card.main() == 1
+    assert "not done: broken, endless;" in capsys.readouterr().err
+    assert (tmp_path / "broken.txt").read_text() == "7\n"
+    written = (tmp_path / "tables.md").read_text()
+    assert "exit status 3" in written and "stopped after 1 s" in written
+    assert "| AdamW, 0.0 M parameters | ours |" in written
+    before = (tmp_path / "adamw.txt").stat().st_mtime_ns
+    monkeypatch.setattr(card, "STEPS", (card.Step("broken", 1, "mended", "", "python -c 'print(8)'"), adamw))
+    assert card.main() == 0
+    assert (tmp_path / "broken.txt").read_text() == "8\n"
+    assert (tmp_path / "adamw.txt").stat().st_mtime_ns == before

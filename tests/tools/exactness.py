@@ -1,0 +1,65 @@
+"""Whether generation and training agree to the bit: two GRPO steps of a tiny random model of every family, precision and kind of training.
+
+    python tests/tools/exactness.py [--device cuda] [--only gemma3_text llama] [--json FILE]
+
+A row says `token_mult_prob_error` (1: equal) and the largest gap of two log-probabilities over the steps; a run that cannot be made says why.
+Exit status 1 if one differs or fails.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+
+SMALL = (
+    "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "grpo.max_num_steps=2",
+    "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false", "logger.report=false", "logger.tensorboard_enabled=false",
+)  # fmt: skip
+WAYS = {"all weights": (), "LoRA": ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")}
+
+
+def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
+    """Return the largest token_mult_prob_error and the largest gap of log-probabilities of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_grpo_config(
+            "grpo_tiny.yaml",
+            [*SMALL, *WAYS[way], f"++policy.hf_config_overrides.model_type={family}", f"policy.precision={precision}",
+             f"cluster.device={device}", f"logger.log_dir={folder}/logs"],
+        )  # fmt: skip
+        with build_run(config) as run:
+            run.train()
+        return max(row["token_mult_prob_error"] for row in run.history), max(
+            row["max_logprob_gap"] for row in run.history
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", nargs="+", choices=SUPPORTED_ARCHITECTURES, default=list(SUPPORTED_ARCHITECTURES))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for family in arguments.only:
+        for precision in ("float32", "bfloat16"):
+            for way in WAYS:
+                try:
+                    error, largest = gap(family, precision, way, arguments.device)
+                    said = f"token_mult_prob_error {error:g}, gap {largest:g}"
+                    exact = error == 1 and largest == 0
+                except Exception as failure:  # noqa: BLE001 - the other rows are wanted, too
+                    said, exact = f"{type(failure).__name__}: {failure}", False
+                rows.append({"family": family, "precision": precision, "way": way, "result": said, "exact": exact})
+                print(f"| {family} | {precision} | {way} | {said} | {'exact' if exact else 'NOT EXACT'} |", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if all(row["exact"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "NEMO_RL_CPP_API_KEY"
 _EXAMPLES = """examples:
   nemo-rl-cpp serve --model smollm2-135m-instruct
-  nemo-rl-cpp serve --model results/grpo_arithmetic_smollm2 --port 8080 --api-key secret"""
+  nemo-rl-cpp serve --model results/grpo_arithmetic_smollm2 --port 8080 --api-key secret
+  nemo-rl-cpp serve --model smollm2-135m-instruct --tinker results/tinker"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +53,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--max-body-mb", type=positive, default=8.0, help="size of a request")
     parser.add_argument("--request-timeout", type=positive, default=600.0, metavar="S", help="seconds for an answer")
+    parser.add_argument(
+        "--tinker", metavar="FOLDER", help="serve Tinker's API, and keep its checkpoints in this folder"
+    )
     known = parser.parse_args(arguments)
+    if known.tinker is not None:
+        from nemo_rl_cpp.tinker.command import serve_tinker
+
+        return serve_tinker(known, known.api_key or os.environ.get(KEY_VARIABLE) or None)
     check_installed("nemo-rl-cpp serve")
     return _serve(known)
 

@@ -111,15 +111,21 @@ class Lora:
         if is_whole:  # every number of slices has another digest
             self.base_digest = f"{model.digest():016x}"
         model.adapt(self.dim, float(self.alpha), self.targets)
+        self.draw(model, seed)
+        if weights_path is not None:
+            self.load(Path(weights_path), model)
+
+    def draw(self, model: C.DecoderModel, seed: int) -> None:
+        """Give a model with adapters new ones: A drawn from the seed, B = 0."""
         generator = torch.Generator().manual_seed(_STREAM * (2 if self.value_head else 1) + seed)
         layout = model.trained_layout
         views = named_whole(layout, model.masters)
         for spec in layout.specs:
             if spec.name.endswith(_A):
                 views[spec.name].copy_(own_part(spec, self._drawn(spec.whole, generator)))
+            elif spec.name.endswith(_B):
+                views[spec.name].zero_()
         model.masters_changed()
-        if weights_path is not None:
-            self._load(Path(weights_path), model)
 
     def _drawn(self, shape: list[int], generator: torch.Generator) -> Tensor:
         rows, columns = shape
@@ -164,7 +170,7 @@ class Lora:
         short = [name for name in MATRICES if all(module_of(layer, name) in modules for layer in range(self.layers))]
         return short if len(short) * self.layers == len(modules) else list(self.modules)
 
-    def _load(self, weights: Path, model: C.DecoderModel) -> None:
+    def load(self, weights: Path, model: C.DecoderModel) -> None:
         """Read what `save` wrote. Raise ValueError if there is none, or another one, or one of another base model."""
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():

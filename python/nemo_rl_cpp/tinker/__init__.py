@@ -1,0 +1,1 @@
+"""Tinker's API over one base model: `nemo-rl-cpp serve --tinker` (docs/tinker.md)."""

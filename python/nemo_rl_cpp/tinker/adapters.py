@@ -1,0 +1,299 @@
+"""Many LoRA models over one base: a native model computes with the adapters of one of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.optimizer import LoraConfig, adapted_modules
+from nemo_rl_cpp.data.boundaries import end_token_ids
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.data.texts import token_bytes_table
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, findable_name
+from nemo_rl_cpp.models.generation.native import native_runner
+from nemo_rl_cpp.models.hf_config import max_positions
+from nemo_rl_cpp.models.lora import Lora
+from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
+from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
+from nemo_rl_cpp.serving.engine import longest_in_cache
+from nemo_rl_cpp.tinker.errors import UserError
+from nemo_rl_cpp.tinker.losses import Loss
+
+ALPHA = 32
+"""An adapter is multiplied by ALPHA / rank, as Tinker's."""
+_ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+_TOKENS_AT_ONCE = 16384  # of a forward whose activations are kept; a longer datum stands alone
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which matrices have adapters, and of which rank."""
+
+    rank: int
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+@dataclass
+class Base:
+    """The model that the server was started with.
+
+    Attributes:
+        names: by which clients call it; the first is shown.
+        cache_bytes: memory of keys and values of one sampler's requests.
+    """
+
+    names: tuple[str, ...]
+    folder: ModelFolder
+    tokenizer: TokenizerType
+    precision: str
+    max_batch_size: int
+    cache_bytes: int
+    max_length: int
+    _native: dict[Shape, AdaptedModel] = field(default_factory=dict)
+
+    @classmethod
+    def load(
+        cls, name: str, served_name: str | None, *, precision: str, max_batch_size: int, cache_bytes: int, max_length: int | None
+    ) -> Base:  # fmt: skip
+        """Open a Hugging Face folder, a model's name, a run's checkpoint, or "tiny-random"."""
+        place = name if name == TINY_RANDOM else find_policy_weights(name)
+        folder = open_model_folder(str(place), max_length=max_length, length_key="--max-model-len", key="--model")
+        folder.check_weights()
+        tokenizer = tiny_tokenizer() if folder.path is None else Tokenizer.from_pretrained(folder.path, section="")
+        names = tuple(dict.fromkeys(n for n in (served_name, name) if n))
+        longest = min(max_length or 1 << 60, max_positions(folder.config))
+        return cls(names, folder, tokenizer, precision, max_batch_size, cache_bytes, longest)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.folder.config["vocab_size"])
+
+    @cached_property
+    def end_token_ids(self) -> list[int]:
+        return list(end_token_ids(self.folder.path, self.folder.config, self.tokenizer))
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        return token_bytes_table(self.tokenizer, self.vocab_size)
+
+    def adapted(self, shape: Shape) -> AdaptedModel:
+        """Return the native model for adapters of this shape; each shape has one, with its own copy of the weights."""
+        if shape not in self._native:
+            self._native[shape] = AdaptedModel(self, shape)
+        return self._native[shape]
+
+    def any_adapted(self) -> AdaptedModel:
+        """Return a native model for sampling from the base itself."""
+        return next(iter(self._native.values()), None) or self.adapted(Shape(1))
+
+    def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
+        """Raise UserError for tokens that are no sequence of this model."""
+        if not tokens:
+            raise UserError(f"{what} has no token")
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            raise UserError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
+        if len(tokens) + room > self.max_length:
+            raise UserError(f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}")
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """What one model in training owns: its adapters (A and B), their gradient, AdamW's moments."""
+
+    adapter: Tensor
+    grads: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    optimizer_steps: int = 0
+
+    @classmethod
+    def beginning(cls, adapter: Tensor) -> TrainingState:
+        """Return the state before the first step."""
+        return cls(adapter, *(torch.zeros_like(adapter) for _ in range(3)))
+
+
+@dataclass
+class Datum:
+    """A sequence to learn from.
+
+    Attributes:
+        tokens: of the input, and the last target behind them, so [N + 1].
+        inputs: float32 [N] by name, beside the targets.
+    """
+
+    tokens: list[int]
+    inputs: dict[str, Tensor]
+
+
+class AdaptedModel:
+    """The base with adapters of one shape. `base` may have many models of it, each a `TrainingState`; their adapters take turns."""
+
+    def __init__(self, base: Base, shape: Shape) -> None:
+        self.base, self.shape = base, shape
+        native = base.folder.native()
+        targets = _ATTENTION * shape.train_attn + _MLP * shape.train_mlp
+        layers = len(native["layers"])
+        wanted = LoraConfig(match_all_linear=False, target_modules=targets)
+        modules = adapted_modules(wanted, layers, native["fused_tensors"]) if targets else []
+        if not modules:
+            raise UserError("no matrix of this model would be trained: set train_attn or train_mlp")
+        name = findable_name(base.names[-1])
+        self.lora = Lora("base", tuple(modules), layers, shape.rank, ALPHA, "xavier", name, value_head=False)
+        self.native = C.DecoderModel(native, _DTYPES[base.precision], False)
+        base.folder.fill(self.native)
+        self.lora.begin(self.native, 0, None, is_whole=True)
+        self.trainer = C.Trainer(self.native)
+        self.runner = native_runner(self.native, {})
+        self.nothing = torch.zeros_like(self.native.masters)  # the base itself
+        self._owner: TrainingState | None = None  # whose gradient and moments lie in the trainer
+
+    def new_adapter(self, seed: int) -> Tensor:
+        """Draw A from the seed; B is 0."""
+        self.lora.draw(self.native, seed)
+        return self.native.masters.clone()
+
+    def show(self, adapter: Tensor) -> None:
+        """Compute with these adapters from now on."""
+        if not torch.equal(self.native.masters, adapter):
+            self.native.masters.copy_(adapter)
+            self.native.masters_changed()
+
+    def _take_up(self, state: TrainingState) -> None:
+        self.show(state.adapter)
+        if self._owner is not state:
+            self.trainer.grads.copy_(state.grads)
+            self.trainer.exp_avg.copy_(state.exp_avg)
+            self.trainer.exp_avg_sq.copy_(state.exp_avg_sq)
+            self.trainer.optimizer_steps = state.optimizer_steps
+            self._owner = state
+
+    # ---- training
+
+    def forward(
+        self, state: TrainingState, data: Sequence[Datum], loss: Loss, config: dict[str, float], *, backward: bool
+    ) -> tuple[float, list[Tensor]]:
+        """Compute a loss, and with `backward` add its gradient to that of the next step.
+
+        Returns: the loss, and the log-probabilities of each datum's targets, float32 [N] each.
+
+        Raises UserError where the loss is not finite; nothing is added then.
+        """
+        self._take_up(state)
+        lengths = [len(datum.tokens) for datum in data]
+        tokens = torch.tensor([token for datum in data for token in datum.tokens])
+        batch = RaggedBatch(offsets_of(torch.tensor(lengths)), {"input_ids": tokens}, {})
+        wanted = wanted_tokens(batch)
+        rows, places = RowBatch(batch, wanted), batch.offsets.tolist()
+        logprobs = torch.zeros(batch.num_tokens, dtype=self.trainer.out_dtype)
+        total = 0.0
+        for begin, end in _micro_batches(lengths):
+            self.trainer.forward(rows, list(range(begin, end)), 1.0, True, backward, False, logprobs)
+            chosen = torch.arange(places[begin], places[end])[wanted[places[begin] : places[end]]]
+            given = _inputs_of(data[begin:end], config)
+            scored = logprobs[chosen].requires_grad_(backward)
+            value = loss(scored, given)
+            if not torch.isfinite(value):
+                self._owner = None  # parts may have been added
+                raise UserError(f"the loss is {value.item()}, expected a finite number: no gradient was added")
+            if backward:
+                gradient = torch.zeros_like(logprobs)
+                gradient[chosen] = torch.autograd.grad(value, scored)[0]
+                self.trainer.backward(gradient)
+            total += value.item()
+        if backward:
+            state.grads.copy_(self.trainer.grads)
+        return total, [row[1:].float() for row in batch.rows(logprobs)]
+
+    def step(
+        self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
+    ) -> float:  # fmt: skip
+        """Update the adapters by AdamW and set the gradient to zero. Return its norm before clipping.
+
+        Raises UserError where that is not finite; the adapters stay as they are then.
+        """
+        self._take_up(state)
+        done = self.trainer.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
+        self.trainer.zero_grad()
+        state.grads.zero_()
+        if not done.finite:
+            raise UserError(
+                f"the gradient's norm is {done.grad_norm}: the weights were not changed, the gradient is 0 now"
+            )
+        state.adapter.copy_(self.native.masters)
+        state.exp_avg.copy_(self.trainer.exp_avg)
+        state.exp_avg_sq.copy_(self.trainer.exp_avg_sq)
+        state.optimizer_steps = self.trainer.optimizer_steps
+        return done.grad_norm
+
+    # ---- files
+
+    def save(self, folder: Path, adapter: Tensor) -> None:
+        """Write adapters into `folder`/adapter, as PEFT does."""
+        self.lora.save(folder, self.native.trained_layout, adapter)
+
+    def load(self, folder: Path) -> Tensor:
+        """Read what `save` wrote. Raise ValueError for adapters of another base or shape."""
+        self.lora.load(folder, self.native)
+        return self.native.masters.clone()
+
+    # ---- sampling
+
+    def prompt_logprobs(self, adapter: Tensor, prompt: list[int]) -> Tensor:
+        """Return the log-probabilities of a prompt's tokens, float32 [P]; NaN for the first."""
+        self.show(adapter)
+        found = torch.full((len(prompt),), torch.nan)
+        if len(prompt) > 1:
+            batch = RaggedBatch(torch.tensor([0, len(prompt)]), {"input_ids": torch.tensor(prompt)}, {})
+            rows = RowBatch(batch, wanted_tokens(batch))
+            self.trainer.forward(rows, [0], 1.0, True, False, False, found)
+        return found
+
+    def likeliest_of_prompt(self, adapter: Tensor, prompt: list[int], k: int) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens at each place of a prompt but the first, [P - 1, k], and their log-probabilities."""
+        self.show(adapter)
+        logits = self.trainer.logits(torch.tensor(prompt))[:-1].float()
+        values, tokens = logits.log_softmax(-1).topk(min(k, logits.shape[-1]))
+        return tokens, values
+
+    def engine(self) -> C.ResidentEngine:
+        """Make an engine for the requests of one sampler."""
+        base = self.base
+        return C.ResidentEngine(
+            self.runner, max_batch_size=base.max_batch_size, prefill_chunk_tokens=512,
+            max_model_len=min(base.max_length, longest_in_cache(self.runner, base.cache_bytes)),
+            max_cache_bytes=base.cache_bytes, token_bytes=base.token_bytes,
+        )  # fmt: skip
+
+
+def _micro_batches(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Cut neighbouring rows by their tokens."""
+    begin, tokens = 0, 0
+    for row, length in enumerate(lengths):
+        if tokens and tokens + length > _TOKENS_AT_ONCE:
+            yield begin, row
+            begin, tokens = row, 0
+        tokens += length
+    yield begin, len(lengths)
+
+
+def _inputs_of(data: Sequence[Datum], config: dict[str, float]) -> dict[str, Tensor]:
+    """Put the inputs of a loss one after the other; a configured number stands where a datum carries none."""
+    names = {name for datum in data for name in datum.inputs} | set(config)
+    return {
+        name: torch.cat([
+            datum.inputs[name] if name in datum.inputs else torch.full((len(datum.tokens) - 1,), config[name])
+            for datum in data
+        ])
+        for name in names
+    }  # fmt: skip

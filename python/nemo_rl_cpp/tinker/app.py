@@ -1,0 +1,367 @@
+"""The routes that Tinker's SDK calls, as a Starlette application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+
+from nemo_rl_cpp.files.durable import MANIFEST
+from nemo_rl_cpp.tinker.errors import UserError
+from nemo_rl_cpp.tinker.service import NotFoundError, Service
+from nemo_rl_cpp.tinker.store import Place
+
+M = TypeVar("M", bound=BaseModel)
+_POLL_SECONDS = 20.0  # that a client waits for a result before it asks again
+_URL_LIFE = timedelta(days=1)
+_NO_CONTENT = 204
+
+
+class Routes:
+    """The handlers.
+
+    Args:
+        api_key: that requests must carry as `X-API-Key`; None: any.
+        max_body_bytes: of a request.
+    """
+
+    def __init__(self, service: Service, api_key: str | None, max_body_bytes: int) -> None:
+        self.service, self._api_key, self._most = service, api_key, max_body_bytes
+        self._secret = secrets.token_bytes(32)  # of the URLs of downloads, which carry no key
+
+    # ---- the service
+
+    async def health(self, request: Request) -> Response:
+        status = "ok" if self.service.worker.is_alive else "failed"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 500)
+
+    async def capabilities(self, request: Request) -> Response:
+        base = self.service.base
+        models = [
+            types.SupportedModel(model_name=name, max_context_length=base.max_length, trainable=True, sampleable=True)
+            for name in base.names
+        ]
+        return _json(types.GetServerCapabilitiesResponse(supported_models=models))
+
+    async def client_config(self, request: Request) -> Response:
+        return _json(types.ClientConfigResponse())
+
+    async def dynamic_config(self, request: Request) -> Response:
+        return _json(types.ClientDynamicConfigResponse(sample_cancel_enabled=True))
+
+    async def telemetry(self, request: Request) -> Response:
+        """Take events and drop them."""
+        await self._raw(request)
+        return _json(types.TelemetryResponse(status="accepted"))
+
+    async def create_session(self, request: Request) -> Response:
+        body = await self._body(request, types.CreateSessionRequest)
+        return _json(types.CreateSessionResponse(session_id=self.service.create_session(body.user_metadata)))
+
+    async def heartbeat(self, request: Request) -> Response:
+        self.service.heartbeat((await self._body(request, types.SessionHeartbeatRequest)).session_id)
+        return _json(types.SessionHeartbeatResponse())
+
+    async def finish_session(self, request: Request) -> Response:
+        await self.service_do(lambda: self.service.end_session(request.path_params["session"]))
+        return Response(status_code=_NO_CONTENT)
+
+    # ---- futures
+
+    async def retrieve_future(self, request: Request) -> Response:
+        """Wait for a result; `try_again` where it takes long."""
+        request_id = (await self._body(request, types.FutureRetrieveRequest)).request_id
+        future = self.service.worker.futures.get(request_id)
+        if future is None:
+            return _error(410, f"there is no request {request_id}: the server was started again, or its result is gone")
+        await asyncio.wait({asyncio.wrap_future(future)}, timeout=_POLL_SECONDS)
+        if not future.done():
+            return _json(types.TryAgainResponse(request_id=request_id, queue_state="active"))
+        error = future.exception()
+        if error is not None:
+            category = (
+                types.RequestErrorCategory.User if isinstance(error, ValueError) else types.RequestErrorCategory.Server
+            )
+            text = str(error) if str(error) else type(error).__name__
+            return _json(types.RequestFailedResponse(error=text, category=category))
+        result = future.result()
+        return (
+            Response(result, media_type="application/x-protobuf") if isinstance(result, bytes) else JSONResponse(result)
+        )
+
+    async def cancel_future(self, request: Request) -> Response:
+        body = await self._json_body(request)
+        self.service.cancel(str(body.get("request_id")))
+        return Response(status_code=_NO_CONTENT)
+
+    # ---- models
+
+    def in_turn(self, kind: type[M], ask: Callable[[M], str]) -> Callable[[Request], Awaitable[Response]]:
+        """Make the handler of a request of a model, whose result is a future."""
+
+        async def handle(request: Request) -> Response:
+            body = await self._body(request, kind)
+            return _json(types.UntypedAPIFuture(request_id=ask(body), model_id=getattr(body, "model_id", None)))
+
+        return handle
+
+    async def forward_backward(self, request: Request) -> Response:
+        message = pb.ForwardBackwardRequest()
+        if not request.headers.get("content-type", "").startswith("application/x-protobuf"):
+            raise UserError("forward_backward takes application/x-protobuf, as the SDK sends it since 0.38")
+        try:
+            message.ParseFromString(await self._raw(request))
+        except DecodeError as error:
+            raise UserError(f"the body is no ForwardBackwardRequest: {error}") from None
+        request_id = self.service.forward(message)
+        return _json(types.UntypedAPIFuture(request_id=request_id, model_id=message.model_id))
+
+    async def get_info(self, request: Request) -> Response:
+        return _json(self.service.info((await self._body(request, types.GetInfoRequest)).model_id))
+
+    async def unload(self, request: Request) -> Response:
+        body = await self._body(request, types.UnloadModelRequest)
+        self.service.unload(body.model_id)
+        answer = types.UnloadModelResponse(model_id=body.model_id, type="unload_model").model_dump()
+        self.service.worker.submit(f"{body.model_id}:unload", lambda: answer)
+        return _json(types.UntypedAPIFuture(request_id=f"{body.model_id}:unload", model_id=body.model_id))
+
+    # ---- sampling
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        body = await self._body(request, types.CreateSamplingSessionRequest)
+        name = await asyncio.wrap_future(self.service.create_sampling_session(body))
+        return _json(types.CreateSamplingSessionResponse(sampling_session_id=name))
+
+    async def get_sampler(self, request: Request) -> Response:
+        name = request.path_params["sampler"]
+        path = self.service.sampler(name).path
+        return _json(types.GetSamplerResponse(sampler_id=name, base_model=self.service.base.names[0], model_path=path))
+
+    async def sample(self, request: Request) -> Response:
+        request_id, samples = self.service.sample(await self._body(request, types.SampleRequest))
+        return _json(types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=samples))
+
+    # ---- checkpoints and runs
+
+    async def weights_info(self, request: Request) -> Response:
+        facts = self.service.store.facts(Place.of(str((await self._json_body(request)).get("tinker_path"))))
+        shape = facts.shape
+        return _json(types.WeightsInfoResponse(
+            base_model=facts.base_model, is_lora=True, lora_rank=shape.rank, train_unembed=False, train_mlp=shape.train_mlp,
+            train_attn=shape.train_attn,
+        ))  # fmt: skip
+
+    async def checkpoints(self, request: Request) -> Response:
+        """List the checkpoints of a run, or of all runs."""
+        store, run = self.service.store, request.path_params.get("run")
+        places = store.places(None if run is None else Place.of(f"tinker://{run}/weights/x").run)
+        part, cursor = _page(request, places)
+        return _json(types.CheckpointsListResponse(checkpoints=[store.checkpoint(p) for p in part], cursor=cursor))
+
+    def _place(self, request: Request) -> Place:
+        return Place.of("tinker://" + "/".join(request.path_params[name] for name in ("run", "kind", "name")))
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        await self.service_do(lambda: self.service.store.delete(self._place(request)))
+        return Response(status_code=_NO_CONTENT)
+
+    async def keep_checkpoint(self, request: Request) -> Response:
+        """Take a time to live: nothing expires here."""
+        self.service.store.facts(self._place(request))
+        return Response(status_code=_NO_CONTENT)
+
+    async def download_urls(self, request: Request) -> Response:
+        """Name a URL for each file of an adapter."""
+        place = self._place(request)
+        self.service.store.facts(place)
+        folder = self.service.store.folder(place)
+        names = [f.name for f in folder.iterdir() if f.is_file() and f.name != MANIFEST]
+        urls = {}
+        for name in names:
+            path = f"/api/v1/files/{place.run}/{place.kind}/{place.name}/{name}"
+            urls[name] = f"{str(request.base_url).rstrip('/')}{path}?signature={self._signature(path)}"
+        return _json(types.ExternalWeightsUrlsResponse(urls=urls, expires=datetime.now(UTC) + _URL_LIFE))
+
+    async def download(self, request: Request) -> Response:
+        given = request.query_params.get("signature", "")
+        if not hmac.compare_digest(given.encode(), self._signature(request.url.path).encode()):
+            return _error(403, "the signature of this URL is wrong, or the server was started again: ask for new URLs")
+        file = self.service.store.folder(self._place(request)) / request.path_params["file"]
+        return FileResponse(file) if file.is_file() else _error(404, f"{file.name} is not there any more")
+
+    def _signature(self, path: str) -> str:
+        return hmac.new(self._secret, path.encode(), "sha256").hexdigest()
+
+    async def training_runs(self, request: Request) -> Response:
+        runs = list(dict.fromkeys([*self.service.models, *(place.run for place in self.service.store.places())]))
+        part, cursor = _page(request, runs)
+        return _json(types.TrainingRunsResponse(training_runs=[self._run(run) for run in part], cursor=cursor))
+
+    async def training_run(self, request: Request) -> Response:
+        return _json(self._run(request.path_params["run"]))
+
+    def _run(self, run: str) -> types.TrainingRun:
+        store = self.service.store
+        places = store.places(Place.of(f"tinker://{run}/weights/x").run)
+        model = self.service.models.get(run)
+        if model is None and not places:
+            raise NotFoundError(f"there is no training run {run}")
+        facts = store.facts(places[-1]) if places else model.facts
+        last = {place.kind: store.checkpoint(place) for place in places}
+        return types.TrainingRun(
+            training_run_id=run, base_model=facts.base_model, model_owner="local", is_lora=True, lora_rank=facts.shape.rank,
+            last_request_time=datetime.fromtimestamp(facts.time, UTC), last_checkpoint=last.get("weights"),
+            last_sampler_checkpoint=last.get("sampler_weights"),
+        )  # fmt: skip
+
+    async def session(self, request: Request) -> Response:
+        name = request.path_params["session"]
+        if name not in self.service.sessions:
+            raise NotFoundError(f"there is no session {name}")
+        of_session = [
+            [i for i in kept if i.startswith(f"{name}:")] for kept in (self.service.models, self.service.samplers)
+        ]
+        metadata = self.service.sessions[name].metadata
+        return _json(
+            types.GetSessionResponse(training_run_ids=of_session[0], sampler_ids=of_session[1], user_metadata=metadata)
+        )
+
+    async def sessions(self, request: Request) -> Response:
+        return _json(types.ListSessionsResponse(sessions=_page(request, list(self.service.sessions))[0]))
+
+    # ---- bodies
+
+    async def service_do(self, run: Callable[[], object]) -> None:
+        """Run something in the thread that owns the models."""
+        await asyncio.wrap_future(self.service.worker.do(run))
+
+    async def _raw(self, request: Request) -> bytes:
+        pieces, size = [], 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > self._most:
+                raise UserError(f"the body has more than {self._most} bytes, this server's limit (--max-body-mb)")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    async def _json_body(self, request: Request) -> dict:
+        try:
+            body = json.loads(await self._raw(request))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"the body is no JSON: {str(error)[:200]}") from None
+        if not isinstance(body, dict):
+            raise UserError("the body is no JSON object")
+        return body
+
+    async def _body(self, request: Request, kind: type[M]) -> M:
+        try:
+            return kind.model_validate(await self._json_body(request))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            raise UserError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
+
+    def told(
+        self, handler: Callable[[Request], Awaitable[Response]], needs_key: bool = True
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler behind the key, whose exceptions become answers."""
+
+        async def handle(request: Request) -> Response:
+            given = request.headers.get("x-api-key", "")
+            if (
+                needs_key
+                and self._api_key is not None
+                and not hmac.compare_digest(given.encode(), self._api_key.encode())
+            ):
+                return _error(401, "the API key is missing or wrong")
+            try:
+                return await handler(request)
+            except NotFoundError as error:
+                return _error(404, str(error))
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except ValueError as error:
+                return _error(422, str(error))
+
+        return handle
+
+
+def _json(answer: BaseModel) -> JSONResponse:
+    return JSONResponse(answer.model_dump(mode="json"))
+
+
+def _error(status: int, text: str) -> JSONResponse:
+    return JSONResponse({"detail": text}, status)
+
+
+def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
+    """Cut a list by the query's limit and offset."""
+    query = request.query_params
+    try:
+        limit, offset = int(query.get("limit", 1000)), int(query.get("offset", 0))
+    except ValueError:
+        raise UserError("limit and offset are whole numbers") from None
+    if limit < 0 or offset < 0:
+        raise UserError("limit and offset are at least 0")
+    return found[offset : offset + limit], types.Cursor(offset=offset, limit=limit, total_count=len(found))
+
+
+def make_app(service: Service, api_key: str | None = None, max_body_bytes: int = 64 << 20) -> Starlette:
+    """Return the application."""
+    r = Routes(service, api_key, max_body_bytes)
+    checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
+    posts = {
+        "client/config": r.client_config,
+        "client/dynamic_config": r.dynamic_config,
+        "telemetry": r.telemetry,
+        "create_session": r.create_session,
+        "session_heartbeat": r.heartbeat,
+        "sessions/{session}/finish": r.finish_session,
+        "retrieve_future": r.retrieve_future,
+        "cancel_future": r.cancel_future,
+        "create_model": r.in_turn(types.CreateModelRequest, service.create_model),
+        "get_info": r.get_info,
+        "unload_model": r.unload,
+        "forward_backward": r.forward_backward,
+        "optim_step": r.in_turn(types.OptimStepRequest, service.optim_step),
+        "save_weights": r.in_turn(types.SaveWeightsRequest, service.save_weights),
+        "save_weights_for_sampler": r.in_turn(types.SaveWeightsForSamplerRequest, service.save_for_sampler),
+        "save_weights_external": r.in_turn(types.SaveWeightsExternalRequest, service.save_external),
+        "load_weights": r.in_turn(types.LoadWeightsRequest, service.load_weights),
+        "create_sampling_session": r.create_sampling_session,
+        "asample": r.sample,
+        "weights_info": r.weights_info,
+    }
+    gets = {
+        "get_server_capabilities": r.capabilities,
+        "samplers/{sampler}": r.get_sampler,
+        "checkpoints": r.checkpoints,
+        "training_runs": r.training_runs,
+        "training_runs/{run}": r.training_run,
+        "training_runs/{run}/checkpoints": r.checkpoints,
+        "sessions": r.sessions,
+        "sessions/{session}": r.session,
+    }
+    routes = [Route(f"/api/v1/{path}", r.told(handler), methods=["POST"]) for path, handler in posts.items()]
+    routes += [Route(f"/api/v1/{path}", r.told(handler), methods=["GET"]) for path, handler in gets.items()]
+    routes += [
+        Route("/api/v1/healthz", r.told(r.health, needs_key=False), methods=["GET"]),
+        Route("/api/v1/files/{run}/{kind}/{name}/{file}", r.told(r.download, needs_key=False), methods=["GET"]),
+        Route(f"/api/v1{checkpoint}", r.told(r.delete_checkpoint), methods=["DELETE"]),
+        Route(f"/api/v1{checkpoint}/ttl", r.told(r.keep_checkpoint), methods=["PUT"]),
+        Route(f"/api/v1{checkpoint}/external_weights_urls", r.told(r.download_urls), methods=["GET"]),
+    ]
+    return Starlette(routes=routes)

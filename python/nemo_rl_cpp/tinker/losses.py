@@ -1,0 +1,64 @@
+"""Tinker's built-in losses: sums over tokens of log-probabilities and what a datum carries beside them."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp.tinker.errors import UserError
+
+Inputs = Mapping[str, Tensor]
+"""Tensors [tokens] by name: a datum's `loss_fn_inputs`, and a loss's configuration as numbers."""
+Loss = Callable[[Tensor, Inputs], Tensor]
+
+
+def _cross_entropy(logprobs: Tensor, given: Inputs) -> Tensor:
+    return -(given["weights"] * logprobs).sum()
+
+
+def _importance_sampling(logprobs: Tensor, given: Inputs) -> Tensor:
+    return -(torch.exp(logprobs - given["logprobs"]) * given["advantages"]).sum()
+
+
+def _clipped(ratio: Tensor, given: Inputs) -> Tensor:
+    return torch.clamp(ratio, given["clip_low_threshold"], given["clip_high_threshold"])
+
+
+def _ppo(logprobs: Tensor, given: Inputs) -> Tensor:
+    ratio = torch.exp(logprobs - given["logprobs"])
+    advantages = given["advantages"]
+    return -torch.minimum(ratio * advantages, _clipped(ratio, given) * advantages).sum()
+
+
+def _cispo(logprobs: Tensor, given: Inputs) -> Tensor:
+    ratio = torch.exp(logprobs - given["logprobs"])
+    return -(_clipped(ratio, given).detach() * logprobs * given["advantages"]).sum()
+
+
+def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
+    distance = (logprobs - given["logprobs"]) ** 2
+    return -(logprobs * given["advantages"] - 0.5 * given["beta"] * distance).sum()
+
+
+_OF_SAMPLES = ("logprobs", "advantages")
+LOSSES: dict[str, tuple[Loss, tuple[str, ...], dict[str, float]]] = {
+    "cross_entropy": (_cross_entropy, ("weights",), {}),
+    "importance_sampling": (_importance_sampling, _OF_SAMPLES, {}),
+    "ppo": (_ppo, _OF_SAMPLES, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "cispo": (_cispo, _OF_SAMPLES, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "dro": (_dro, _OF_SAMPLES, {"beta": 0.05}),
+}
+"""name: (function, what every datum must carry, keys of `loss_fn_config` with their defaults; a datum may carry those too)."""
+
+
+def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:
+    """Return a loss, the inputs that it needs, and its configuration. Raise UserError for one that is not here."""
+    if name not in LOSSES:
+        raise UserError(f"the loss {name!r} is not here: take one of {', '.join(LOSSES)}, or forward_backward_custom")
+    loss, needed, defaults = LOSSES[name]
+    for key, value in config.items():
+        if key not in defaults:
+            raise UserError(f"{name} has no {key!r} in loss_fn_config: expected {', '.join(defaults) or 'nothing'}")
+        if not isinstance(value, float):
+            raise UserError(f"loss_fn_config[{key!r}] is {value!r}, expected a number")
+    return loss, needed, {**defaults, **config}

@@ -1,0 +1,139 @@
+"""Checkpoints on the disk: a folder for each tinker:// path, whole or not there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tinker import types
+
+from nemo_rl_cpp.files.durable import fsync_path, manifest_facts, seal_folder
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.tinker.adapters import Shape
+from nemo_rl_cpp.tinker.errors import UserError
+
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A checkpoint by its training run, kind and name."""
+
+    run: str
+    kind: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @classmethod
+    def of(cls, path: str) -> Place:
+        """Read a tinker:// path."""
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
+            raise UserError(
+                f"{path!r} is no checkpoint: expected tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+            )
+        for name in (parts[0], parts[2]):
+            if not _NAME.fullmatch(name):
+                raise UserError(f"{name!r} is no name of a checkpoint: expected letters, digits, and . _ - inside")
+        return cls(*parts)
+
+
+@dataclass
+class Facts:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        next_seq: number of the request that its model expected next.
+    """
+
+    base_model: str
+    shape: Shape
+    next_seq: int = 0
+    user_metadata: dict[str, str] | None = None
+    ttl_seconds: int | None = None
+    time: float = field(default_factory=time.time)
+
+    def plain(self) -> dict[str, Plain]:
+        return {**vars(self), "shape": vars(self.shape)}
+
+    @classmethod
+    def of(cls, plain: dict[str, Plain]) -> Facts:
+        known = {name: value for name, value in plain.items() if name != "format"}
+        return cls(**{**known, "shape": Shape(**plain["shape"])})
+
+
+class Store:
+    """All checkpoints of a server, in one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob("*/*/.*"):  # of a server that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
+
+    def folder(self, place: Place) -> Path:
+        return self.root / place.run / place.kind / place.name
+
+    def facts(self, place: Place) -> Facts:
+        """Return what a checkpoint says. Raise UserError if it is not there."""
+        found = manifest_facts(self.folder(place))
+        if not found:
+            raise UserError(f"there is no checkpoint {place.path}")
+        return Facts.of(found)
+
+    def save(self, place: Place, facts: Facts, write: Callable[[Path], None], overwrite: bool = False) -> None:
+        """Write a checkpoint: readers see all of it, or what was there before."""
+        Place.of(place.path)
+        folder = self.folder(place)
+        if folder.exists() and not overwrite:
+            raise UserError(f"{place.path} exists: choose another name, or set overwrite=True")
+        fresh, old = (folder.with_name(f".{what}-{place.name}") for what in ("new", "old"))
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        try:
+            write(fresh)
+            seal_folder(fresh, **facts.plain())
+            if folder.exists():
+                folder.rename(old)
+            fresh.rename(folder)
+            fsync_path(folder.parent)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def delete(self, place: Place) -> None:
+        """Remove a checkpoint. Raise UserError if it is not there."""
+        self.facts(place)
+        shutil.rmtree(self.folder(place))
+
+    def places(self, run: str | None = None) -> list[Place]:
+        """List the checkpoints of a run, or of all, oldest first."""
+        found = [
+            Place(*folder.relative_to(self.root).parts)
+            for folder in self.root.glob(f"{run or '*'}/*/*")
+            if folder.parent.name in KINDS and not folder.name.startswith(".")
+        ]
+        return sorted(found, key=lambda place: (self.facts(place).time, place.path))
+
+    def last_training(self, run: str) -> Place | None:
+        """Return the newest checkpoint of a run from which training can go on."""
+        return next((place for place in reversed(self.places(run)) if place.kind == "weights"), None)
+
+    def checkpoint(self, place: Place) -> types.Checkpoint:
+        """Describe a checkpoint as the SDK reads it."""
+        facts, files = self.facts(place), [file for file in self.folder(place).rglob("*") if file.is_file()]
+        made = datetime.fromtimestamp(facts.time, UTC)
+        expires = None if facts.ttl_seconds is None else datetime.fromtimestamp(facts.time + facts.ttl_seconds, UTC)
+        return types.Checkpoint(
+            checkpoint_id=f"{place.kind}/{place.name}", checkpoint_type=KINDS[place.kind], time=made, tinker_path=place.path,
+            size_bytes=sum(file.stat().st_size for file in files), user_metadata=facts.user_metadata, expires_at=expires,
+        )  # fmt: skip

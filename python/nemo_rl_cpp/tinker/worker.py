@@ -1,0 +1,258 @@
+"""The thread that owns all models: it runs the requests of each model in their order, and steps the samplers between them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.tinker.adapters import AdaptedModel, TrainingState
+from nemo_rl_cpp.tinker.errors import UserError
+from nemo_rl_cpp.tinker.store import Facts
+
+Result = bytes | dict
+"""An answer: a protobuf message, or JSON."""
+_SLICE_SECONDS = 0.25  # that a sampler computes while others wait
+_GAP_SECONDS = 60.0  # for a request whose predecessor has not come
+_MOST_RESULTS = 4096  # that are kept for a client that asks for them again
+
+
+@dataclass(eq=False)
+class Job:
+    """Something to do in the thread, and who hears of it. `is_short`: a sampler's turn ends for it."""
+
+    run: Callable[[], Result | None]
+    future: Future
+    is_short: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class TrainedModel:
+    """A model that a client trains.
+
+    Attributes:
+        adapted, state: None until it is made.
+        next_seq: number of the request that comes next; `waiting` came before their turn.
+    """
+
+    id: str
+    session: str
+    facts: Facts
+    adapted: AdaptedModel | None = None
+    state: TrainingState | None = None
+    next_seq: int = 0
+    waiting: dict[int, Job] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Answers:
+    """A request for samples under way. `finish` makes its result of (tokens, logprobs, reason, likeliest) of each sample."""
+
+    future: Future
+    finish: Callable[[list[Sampled]], Result]
+    samples: list[Sampled]
+
+
+@dataclass
+class Sampled:
+    """One answer so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: int = 0
+    likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+
+
+class Sampler:
+    """One set of weights that is sampled from, and its requests under way.
+
+    Args:
+        path: of its checkpoint; None for the base and for snapshots.
+        snapshot_of: the model whose weights it keeps in memory, without a checkpoint.
+    """
+
+    def __init__(
+        self, adapted: AdaptedModel, adapter: Tensor, path: str | None = None, snapshot_of: str | None = None
+    ) -> None:
+        self.adapted, self.adapter, self.path, self.snapshot_of = adapted, adapter, path, snapshot_of
+        self._engine: C.ResidentEngine | None = None
+        self._running: dict[int, tuple[Answers, int]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    def submit(self, answers: Answers, prompt: list[int], **how: object) -> None:
+        """Let a request join at the next step. Raise ValueError for one that cannot be answered."""
+        if self._engine is None:
+            self._engine = self.adapted.engine()
+        first = self._engine.submit(prompt, samples=len(answers.samples), **how)
+        self._running |= {first + k: (answers, k) for k in range(len(answers.samples))}
+
+    def cancel(self, future: Future) -> None:
+        """Take a request out."""
+        for number in [n for n, (answers, _) in self._running.items() if answers.future is future]:
+            self._engine.cancel(number)
+            del self._running[number]
+
+    def step(self) -> None:
+        """Draw a token for each request; the model must show this sampler's adapter."""
+        try:
+            drawn = zip(*self._engine.step())
+        except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up
+            failed = {id(answers): answers for answers, _ in self._running.values()}
+            self._running.clear()
+            for answers in failed.values():
+                answers.future.set_exception(error)
+            return
+        for number, token, logprob, reason, likeliest in drawn:
+            answers, k = self._running[number]
+            sample = answers.samples[k]
+            sample.tokens.append(token)
+            sample.logprobs.append(logprob)
+            sample.likeliest.append(likeliest)
+            sample.reason = reason
+            if reason:
+                del self._running[number]
+                if all(each.reason for each in answers.samples):
+                    answers.future.set_result(answers.finish(answers.samples))
+        if not self._running:
+            self._engine.release_cache()
+
+
+class Worker:
+    """Runs jobs one after the other in its thread, and samplers that are busy in turns between them."""
+
+    gap_seconds = _GAP_SECONDS
+
+    def __init__(self) -> None:
+        self.futures: OrderedDict[str, Future] = OrderedDict()
+        self._changed = threading.Condition()
+        self._ready: deque[Job] = deque()
+        self._busy: list[Sampler] = []
+        self._out_of_turn: set[TrainedModel] = set()
+        self._ends = False
+        self._thread = threading.Thread(target=self._work, name="models", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread
+
+    def submit(self, request_id: str, run: Callable[[], Result | None], *, is_short: bool = False) -> Future:
+        """Run something once. Its future is found by `request_id`; a request that comes again gets the same one."""
+        with self._changed:
+            known = self.futures.get(request_id)
+            return known or self._enqueue(Job(run, self._future(request_id), is_short))
+
+    def submit_in_turn(self, model: TrainedModel, seq: int, run: Callable[[], Result | None]) -> str:
+        """Run a model's request once, after all with a lower number. Return the request's id."""
+        request_id = f"{model.id}:{seq}"
+        with self._changed:
+            if request_id in self.futures:
+                return request_id
+            job = Job(run, self._future(request_id))
+            if seq < model.next_seq:
+                job.future.set_exception(UserError(f"request {seq} of {model.id} has run, and its result is gone"))
+                return request_id
+            model.waiting[seq] = job
+            while (following := model.waiting.pop(model.next_seq, None)) is not None:
+                model.next_seq += 1
+                self._enqueue(following)
+            if model.waiting:
+                self._out_of_turn.add(model)
+        return request_id
+
+    def do(self, run: Callable[[], object]) -> Future:
+        """Run something of which nobody asks again."""
+        with self._changed:
+            return self._enqueue(Job(run, Future()))
+
+    def join_in(self, sampler: Sampler) -> None:
+        """Let a sampler that has got a request take its turns. Called in the thread."""
+        if sampler not in self._busy:
+            self._busy.append(sampler)
+
+    def shut_down(self) -> None:
+        """End the thread after its present job."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._thread.join(10.0)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _future(self, request_id: str) -> Future:
+        future = self.futures[request_id] = Future()
+        for old in list(self.futures)[: max(len(self.futures) - _MOST_RESULTS, 0)]:
+            if self.futures[old].done():
+                del self.futures[old]
+        return future
+
+    def _enqueue(self, job: Job) -> Future:
+        self._ready.append(job)
+        self._changed.notify_all()
+        return job.future
+
+    # ---- in the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._busy:
+                    self._changed.wait_for(lambda: self._ready or self._ends, timeout=1.0)
+                if self._ends:
+                    return
+                self._give_up_gaps()
+                job = self._ready.popleft() if self._ready else None
+            if job is not None:
+                self._run(job)
+            if job is None or not job.is_short or not self._ready:  # requests that wait join the sampler together
+                self._let_sample()
+
+    def _run(self, job: Job) -> None:
+        if not job.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = job.run()
+        except Exception as error:  # noqa: BLE001 - the client's to hear
+            if not isinstance(error, ValueError):
+                traceback.print_exception(error)
+            job.future.set_exception(error)
+            return
+        if result is not None or not job.is_short:  # else the sampler gives it
+            job.future.set_result(result)
+
+    def _let_sample(self) -> None:
+        for sampler in list(self._busy):
+            sampler.adapted.show(sampler.adapter)
+            end = time.monotonic() + _SLICE_SECONDS
+            while sampler.is_busy:
+                sampler.step()
+                others = len(self._busy) > 1 or bool(self._ready)
+                is_awaited = bool(self._ready) and self._ready[0].is_short
+                if is_awaited or (others and time.monotonic() > end) or self._ends:
+                    break
+            if not sampler.is_busy:
+                self._busy.remove(sampler)
+
+    def _give_up_gaps(self) -> None:
+        """Fail requests whose predecessors do not come: of a client that lost some, or of a server that was started again."""
+        for model in list(self._out_of_turn):
+            if model.waiting and time.monotonic() - min(j.since for j in model.waiting.values()) > self.gap_seconds:
+                for seq, job in model.waiting.items():
+                    job.future.set_exception(UserError(
+                        f"request {seq} of {model.id} came, but {model.next_seq} did not. If the server was started again, what it did "
+                        "behind the last checkpoint is lost: make a new client by create_training_client_from_state_with_optimizer"
+                    ))  # fmt: skip
+                model.waiting.clear()
+            if not model.waiting:
+                self._out_of_turn.discard(model)

@@ -1,0 +1,210 @@
+"""Requests that come twice, out of order or broken, and a server that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import tinker
+from nemo_rl_cpp.tinker.service import Service
+from test_sdk import ADAM, datum
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker_server import KEY, make_model, serving
+
+PROTO = "application/x-protobuf"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Service]]:
+    with serving(tmp_path_factory.mktemp("tinker")) as found:
+        yield found
+
+
+def post(url: str, route: str, body: object, content_type: str = "application/json") -> tuple[int, dict]:
+    """A request without the SDK. Returns status and answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = Request(f"{url}/api/v1/{route}", data, {"content-type": content_type, "x-api-key": KEY})
+    try:
+        with urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read() or b"{}")
+    except HTTPError as error:
+        return error.code, json.loads(error.read() or b"{}")
+
+
+def result(url: str, request_id: str) -> dict:
+    return post(url, "retrieve_future", {"request_id": request_id})[1]
+
+
+def forward_backward(
+    model: str, seq: int, data: list[types.Datum], loss: str = "cross_entropy", **config: float
+) -> bytes:
+    inner = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config or None)
+    request = types.ForwardBackwardRequest(forward_backward_input=inner, model_id=model, seq_id=seq)
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def new_model(url: str, **lora: object) -> str:
+    session = post(url, "create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})[1]["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2, **lora}}
+    return post(url, "create_model", body)[1]["request_id"].removesuffix(":0")
+
+
+def test_a_request_that_comes_twice_runs_once_and_one_that_comes_early_waits(served: tuple[str, Service]) -> None:
+    url, service = served
+    model = new_model(url)
+    step = {"model_id": model, "adam_params": {"learning_rate": 0.1}}
+    early = post(url, "optim_step", step | {"seq_id": 2})[1]["request_id"]
+    body = forward_backward(model, 1, [datum([3, 4, 5], 1)])
+    assert post(url, "forward_backward", body, PROTO) == post(url, "forward_backward", body, PROTO)
+    assert result(url, early)["metrics"]["unclipped_grad_l2:mean"] > 0
+    assert post(url, "optim_step", step | {"seq_id": 2})[1]["request_id"] == early
+    result(url, post(url, "optim_step", step | {"seq_id": 3})[1]["request_id"])
+    assert service.models[model].state.optimizer_steps == 2
+
+
+def test_a_request_whose_predecessor_is_lost_is_refused(
+    served: tuple[str, Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, service = served
+    monkeypatch.setattr(service.worker, "gap_seconds", 0.1)
+    model = new_model(url)
+    body = {"model_id": model, "seq_id": 7, "adam_params": {}}
+    assert "request 7" in result(url, post(url, "optim_step", body)[1]["request_id"])["error"]
+
+
+GOOD = datum([3, 4, 5], 1)
+BAD_DATA = [
+    ([], "no datum"),
+    ([datum([3], 1)], "no token"),
+    ([datum([3, 99999], 1)], "vocabulary"),
+    ([datum([3] * 600, 1)], "at most"),
+    ([types.Datum(GOOD.model_input, {"weights": [1.0, 1.0]})], "no target_tokens"),
+    ([types.Datum(GOOD.model_input, {"target_tokens": [9, 9], "weights": [1.0, 1.0]})], "moved by one"),
+    ([types.Datum(GOOD.model_input, {"target_tokens": [4, 5], "weights": [1.0]})], "1 elements"),
+    ([types.Datum(GOOD.model_input, {"target_tokens": [4, 5], "weights": [float("nan")] * 2})], "finite"),
+    (
+        [types.Datum(GOOD.model_input, {"target_tokens": [4, 5], "weights": [1.0] * 2, "logprobs": [0.0] * 2})],
+        "does not read",
+    ),
+    (
+        [types.Datum(types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")]), {"target_tokens": [4]})],
+        "images",
+    ),
+]
+
+
+def test_broken_data_are_the_clients_mistake_and_change_nothing(served: tuple[str, Service]) -> None:
+    url, service = served
+    model = new_model(url)
+    bodies = [(forward_backward(model, 1 + i, data), why) for i, (data, why) in enumerate(BAD_DATA)]
+    bodies += [
+        (forward_backward(model, len(bodies) + 1, [GOOD], "gspo"), "gspo"),
+        (forward_backward(model, len(bodies) + 2, [GOOD], "ppo", beta=1.0), "beta"),
+    ]
+    for body, why in bodies:
+        failed = result(url, post(url, "forward_backward", body, PROTO)[1]["request_id"])
+        assert why in failed["error"] and failed["category"] == "user"
+    assert not service.models[model].state.grads.any()
+
+
+HOSTILE = [
+    ("create_session", b"{", 422),
+    ("create_session", b"[]", 422),
+    ("create_session", b"\xff" * 100, 422),
+    ("forward_backward", b"\xff\xff", 422),
+    ("optim_step", {"model_id": "nobody", "seq_id": 1, "adam_params": {}}, 404),
+    ("optim_step", {"model_id": "../../etc:train:0", "seq_id": 1, "adam_params": {}}, 404),
+    ("optim_step", {"model_id": "MODEL", "seq_id": -1, "adam_params": {}}, 422),
+    ("optim_step", {"model_id": "MODEL", "seq_id": 1, "adam_params": {"learning_rate": "much"}}, 422),
+    ("asample", {"prompt": {"chunks": []}, "sampling_params": {}, "sampling_session_id": "none", "seq_id": 0}, 404),
+    ("asample", {"prompt": {"chunks": []}, "sampling_params": {}, "num_samples": 10**9, "seq_id": 0}, 422),
+    ("retrieve_future", {"request_id": "none"}, 410),
+    ("weights_info", {"tinker_path": "tinker://../weights/x"}, 422),
+    ("weights_info", {"tinker_path": 3}, 422),
+    ("load_weights", {"model_id": "MODEL", "seq_id": 1, "path": "tinker://a/b/../../c", "optimizer": True}, 422),
+    ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": 0, "base_model": "other"}, 422),
+    ("create_model", {"session_id": "../s", "model_seq_id": 0, "base_model": "tiny"}, 422),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "status"), HOSTILE)
+def test_hostile_requests_are_refused(served: tuple[str, Service], route: str, body: object, status: int) -> None:
+    url = served[0]
+    if isinstance(body, dict) and body.get("model_id") == "MODEL":
+        body = body | {"model_id": new_model(url)}
+    answered, told = post(url, route, body, PROTO if route == "forward_backward" else "application/json")
+    assert answered == status and told["detail"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"base_model": "other"},
+        {"lora_config": {"rank": 0}},
+        {"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}},
+    ],
+)
+def test_a_model_that_cannot_be_made_is_the_clients_mistake(served: tuple[str, Service], body: dict) -> None:
+    url = served[0]
+    base = {"session_id": f"s{id(body)}", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+    failed = result(url, post(url, "create_model", base | body)[1]["request_id"])
+    assert failed["category"] == "user" and failed["error"]
+
+
+def test_samples_that_nobody_waits_for_are_ended(served: tuple[str, Service]) -> None:
+    url, service = served
+    sdk = tinker.ServiceClient(base_url=url, api_key=KEY)
+    sampler = sdk.create_sampling_client(base_model="tiny").result()
+    params = types.SamplingParams(max_tokens=500, stop=[])
+    sampler.sample(types.ModelInput.from_ints([3]), 16, params).future().cancel()
+    short = types.SamplingParams(max_tokens=2, stop=[])
+    assert sampler.sample(types.ModelInput.from_ints([3]), 1, short).result().sequences
+    with pytest.raises(tinker.RequestFailedError, match="prompt"):
+        sampler.sample(types.ModelInput.from_ints([3] * 600), 1, short).result()
+    with pytest.raises(tinker.RequestFailedError, match="temperature"):
+        sampler.sample(types.ModelInput.from_ints([3]), 1, types.SamplingParams(max_tokens=2, temperature=-1)).result()
+
+
+def start(folder: Path, port: int = 0) -> tuple[subprocess.Popen, str]:
+    command = "import sys; from nemo_rl_cpp.cli import main; sys.exit(main())"
+    words = ["serve", "--model", str(folder / "model"), "--served-model-name", "tiny", "--precision", "float32"]
+    words += ["--kv-cache-gb", "0.05", "--port", str(port), "--tinker", str(folder / "saved")]
+    server = subprocess.Popen([sys.executable, "-c", command, *words], stdout=subprocess.PIPE, text=True)
+    line = server.stdout.readline()
+    return server, line.split(" at ")[1].split(",")[0]
+
+
+def test_a_server_that_was_killed_takes_up_its_models(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    data = [datum([3, 4, 5, 6], 1)]
+
+    def train(client: tinker.TrainingClient) -> float:
+        loss = client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
+        client.optim_step(ADAM).result()
+        return loss
+
+    server, url = start(tmp_path)
+    try:
+        sdk = tinker.ServiceClient(base_url=url, api_key=KEY)
+        kept, undisturbed = (sdk.create_lora_training_client("tiny", rank=2, seed=1).result() for _ in range(2))
+        for client in (kept, undisturbed):
+            train(client)
+        kept.save_state("saved").result()
+        path = undisturbed.save_state("other").result().path
+        expected = [train(undisturbed) for _ in range(2)]  # lost by the kill
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        server, _ = start(tmp_path, int(url.rpartition(":")[2]))
+        assert [train(kept) for _ in range(2)] == expected  # the same client goes on
+        again = sdk.create_training_client_from_state_with_optimizer(path).result()
+        assert [train(again) for _ in range(2)] == expected
+    finally:
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait(20) == 0

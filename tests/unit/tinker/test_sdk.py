@@ -1,0 +1,265 @@
+"""Tinker's SDK from PyPI trains and samples against our server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from nemo_rl_cpp import Trainer
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.tinker.adapters import Shape
+from nemo_rl_cpp.tinker.losses import LOSSES
+from nemo_rl_cpp.tinker.service import Service
+from safetensors.torch import load, load_file
+from tinker import types
+from tinker_server import KEY, serving, tiny_base
+
+Client = tinker.TrainingClient
+ADAM = types.AdamParams(learning_rate=3e-3, grad_clip_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Service]]:
+    with serving(tmp_path_factory.mktemp("tinker")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def sdk(served: tuple[str, Service]) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=served[0], api_key=KEY)
+
+
+def new_client(sdk: tinker.ServiceClient, seed: int = 1, rank: int = 4) -> Client:
+    return sdk.create_lora_training_client("tiny", rank=rank, seed=seed).result()
+
+
+def datum(tokens: list[int], prompt: int, **inputs: list[float]) -> types.Datum:
+    """A sequence whose loss is on the tokens behind the prompt."""
+    weights = [0.0] * (prompt - 1) + [1.0] * (len(tokens) - prompt)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], **(inputs or {"weights": weights})},
+    )
+
+
+def of_samples(prompt: list[int], sequences: list, advantages: list[float]) -> list[types.Datum]:
+    """What an RL loop trains on."""
+    empty = [0.0] * (len(prompt) - 1)
+    return [
+        datum(
+            prompt + s.tokens, len(prompt), logprobs=empty + s.logprobs, advantages=empty + [a] * len(s.tokens)
+        )
+        for s, a in zip(sequences, advantages)
+    ]  # fmt: skip
+
+
+def adapter_of(served: tuple[str, Service], client: Client) -> torch.Tensor:
+    return served[1].models[client.model_id].state.adapter
+
+
+def test_a_supervised_loop_lowers_the_loss(sdk: tinker.ServiceClient) -> None:
+    client = new_client(sdk)
+    data = [datum([3, 4, 5, 3, 4, 5, 3], 2), datum([7, 8, 7, 8], 1)]
+    losses = []
+    for _ in range(30):
+        forward, step = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
+        losses.append(forward.result().metrics["loss:sum"])
+        assert step.result().metrics["unclipped_grad_l2:mean"] > 0
+    assert losses[-1] < 0.05 * losses[0]
+    assert client.forward(data, "cross_entropy").result().metrics["loss:sum"] < 0.05 * losses[0]
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 5}, {"temperature": 0.0}])
+def test_training_has_the_log_probabilities_that_the_sampler_told(sdk: tinker.ServiceClient, how: dict) -> None:
+    client = new_client(sdk, seed=2)
+    client.forward_backward([datum([3, 4, 5, 3], 1)], "cross_entropy").result()
+    client.optim_step(ADAM).result()
+    sampler, prompt = client.save_weights_and_get_sampling_client().result(), [3, 4, 5]
+    params = types.SamplingParams(max_tokens=12, stop=[], **how)
+    answer = sampler.sample(types.ModelInput.from_ints(prompt), 4, params).result()
+    data = of_samples(prompt, answer.sequences, [1.0] * 4)
+    outputs = client.forward(data, "importance_sampling").result().loss_fn_outputs
+    for sequence, output in zip(answer.sequences, outputs):
+        assert output["logprobs"].tolist()[len(prompt) - 1 :] == sequence.logprobs
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(prompt + sequence.tokens)).result()
+        assert scored[0] is None and scored[len(prompt) :] == sequence.logprobs
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
+def test_a_builtin_loss_is_the_custom_one_of_its_formula(
+    sdk: tinker.ServiceClient, served: tuple[str, Service], name: str
+) -> None:
+    builtin, custom = new_client(sdk, seed=3), new_client(sdk, seed=3)
+    logprobs, advantages = [-2.0, -3.1, -2.2, -4.0], [1.0, -0.5, 2.0, -1.0]
+    data = [datum([3, 4, 5, 6, 7], 1, logprobs=logprobs, advantages=advantages)]
+    config = {key: value * 0.9 for key, value in LOSSES[name][2].items()}
+    known = {"logprobs": torch.tensor(logprobs), "advantages": torch.tensor(advantages)} | {
+        key: torch.tensor(value) for key, value in config.items()
+    }
+    result = builtin.forward_backward(data, name, config).result()
+    theirs = custom.forward_backward_custom(data, lambda _, found: (LOSSES[name][0](found[0], known), {})).result()
+    assert result.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-6)
+    for client in (builtin, custom):
+        client.optim_step(ADAM).result()
+    torch.testing.assert_close(adapter_of(served, builtin), adapter_of(served, custom))
+
+
+def rl_loop(client: Client, steps: int) -> list[float]:
+    """Raise the share of tokens below 100 in answers. Return the mean reward of each step."""
+    prompt, rewards = [3, 4, 5], []
+    for step in range(steps):
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=4, seed=step, stop=[])
+        found = sampler.sample(types.ModelInput.from_ints(prompt), 16, params).result().sequences
+        scores = np.array([np.mean([token < 100 for token in s.tokens]) for s in found])
+        data = of_samples(prompt, found, (scores - scores.mean()).tolist())
+        client.forward_backward(data, "ppo")
+        client.optim_step(ADAM).result()
+        rewards.append(scores.mean())
+    return rewards
+
+
+def test_an_rl_loop_learns(sdk: tinker.ServiceClient) -> None:
+    rewards = rl_loop(new_client(sdk, seed=4), 25)
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
+
+
+def test_an_rl_loop_gives_the_weights_of_the_same_loop_in_this_process(
+    sdk: tinker.ServiceClient, served: tuple[str, Service]
+) -> None:
+    client = new_client(sdk, seed=5)
+    rl_loop(client, 4)
+    adapted = tiny_base(served[1].base.folder.path).adapted(Shape(4))
+    adapted.new_adapter(5)
+    trainer, prompt = Trainer(SimpleNamespace(native=adapted.native)), [3, 4, 5]
+    from nemo_rl_cpp._native import C
+
+    for step in range(4):
+        engine = adapted.engine()
+        engine.submit(
+            prompt, rule=C.SamplingRule(temperature=1.0, top_p=1.0, top_k=0, greedy=False), max_new_tokens=4, stop_token_ids=[],
+            stop_strings=[], samples=16, seed=step, stream=2, draw_id=0, first_sample=0,
+        )  # fmt: skip
+        answers, old = [[] for _ in range(16)], [[] for _ in range(16)]
+        while engine.has_work:
+            for number, token, logprob, *_ in zip(*engine.step()):
+                answers[number].append(token)
+                old[number].append(logprob)
+        scores = torch.tensor([np.mean([token < 100 for token in answer]) for answer in answers], dtype=torch.float64)
+        advantage = (scores - scores.mean()).float()
+        lengths = torch.tensor([len(prompt) + len(answer) for answer in answers])
+        tokens = {"input_ids": torch.tensor([token for answer in answers for token in prompt + answer])}
+        batch = RaggedBatch(offsets_of(lengths), tokens, {})
+        before = torch.tensor([x for row in old for x in [0.0] * len(prompt) + row])
+        of_token = batch.by_token(advantage) * (torch.arange(len(before)) % 7 >= len(prompt))
+
+        def loss(logprobs: torch.Tensor, before=before, of_token=of_token) -> torch.Tensor:
+            ratio = torch.exp(logprobs - before)
+            return -torch.minimum(ratio * of_token, ratio.clamp(0.8, 1.2) * of_token).sum()
+
+        trainer.forward_backward(batch, loss)
+        trainer.step(3e-3, betas=(0.9, 0.95), eps=1e-12, max_grad_norm=1.0)
+    assert torch.equal(adapted.native.masters, adapter_of(served, client))
+
+
+def test_tenants_in_turns_have_the_weights_that_each_has_alone(
+    sdk: tinker.ServiceClient, served: tuple[str, Service]
+) -> None:
+    def step(client: Client, number: int) -> list:
+        data = [datum([3 + number % 5, 4, 5, 6, 3], 1)]
+        return [client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)]
+
+    kinds = [(11, 4), (12, 4), (13, 2)]
+    alone = [new_client(sdk, *kind) for kind in kinds]
+    for client in alone:
+        for number in range(4):
+            [future.result() for future in step(client, number)]
+    together = [new_client(sdk, *kind) for kind in kinds]
+    futures = [f for number in range(4) for client in together for f in step(client, number)]
+    sampled = together[0].save_weights_and_get_sampling_client().result().sample(
+        types.ModelInput.from_ints([3]), 2, types.SamplingParams(max_tokens=20, stop=[], seed=1)
+    )  # fmt: skip
+    [future.result() for future in futures]
+    for one, other in zip(alone, together):
+        assert torch.equal(adapter_of(served, one), adapter_of(served, other))
+    expected = alone[0].save_weights_and_get_sampling_client().result().sample(
+        types.ModelInput.from_ints([3]), 2, types.SamplingParams(max_tokens=20, stop=[], seed=1)
+    )  # fmt: skip
+    assert [s.tokens for s in sampled.result().sequences] == [s.tokens for s in expected.result().sequences]
+
+
+def test_training_goes_on_from_a_saved_state(sdk: tinker.ServiceClient, served: tuple[str, Service]) -> None:
+    client = new_client(sdk, seed=6)
+    data = [datum([3, 4, 5, 6, 3], 1)]
+
+    def train(client: Client) -> None:
+        client.forward_backward(data, "cross_entropy")
+        client.optim_step(ADAM).result()
+
+    train(client)
+    path = client.save_state("first").result().path
+    train(client)
+    again = sdk.create_training_client_from_state_with_optimizer(path).result()
+    assert again.get_info().lora_rank == 4
+    train(again)
+    assert torch.equal(adapter_of(served, client), adapter_of(served, again))
+    fresh = sdk.create_training_client_from_state(path).result()  # without the moments
+    assert served[1].models[fresh.model_id].state.optimizer_steps == 0
+    train(fresh)
+    assert not torch.equal(adapter_of(served, client), adapter_of(served, fresh))
+    with pytest.raises(tinker.RequestFailedError, match="exists"):
+        client.save_state("first").result()
+    assert client.save_state("first", overwrite=True).result().path == path
+
+
+def test_checkpoints_are_listed_downloaded_as_peft_adapters_and_deleted(
+    sdk: tinker.ServiceClient, served: tuple[str, Service]
+) -> None:
+    client, rest = new_client(sdk, seed=7), tinker.RestClient(base_url=served[0], api_key=KEY)
+    for path in (
+        client.save_state("a").result().path,
+        client.save_weights_for_sampler("b").result().path,
+        client.save_weights_external("c").result().path,
+    ):
+        assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
+    listed = rest.list_checkpoints(client.model_id).result().checkpoints
+    assert [c.checkpoint_type for c in listed] == ["training", "sampler", "external"]
+    assert rest.get_training_run(client.model_id).result().last_checkpoint.tinker_path == listed[0].tinker_path
+    urls = rest.get_external_weights_urls(listed[2].tinker_path).result().urls
+    with urlopen(urls["adapter_model.safetensors"]) as answer:
+        downloaded = load(answer.read())
+    saved = load_file(
+        Path(served[1].store.root, client.model_id, "weights", "a", "adapter", "adapter_model.safetensors")
+    )
+    assert downloaded.keys() == saved.keys() and all(torch.equal(downloaded[name], saved[name]) for name in saved)
+    assert "adapter_config.json" in urls
+    sampler = sdk.create_sampling_client(model_path=listed[1].tinker_path).result()
+    assert sampler.get_base_model() == "tiny"
+    rest.delete_checkpoint_from_tinker_path(listed[0].tinker_path).result()
+    assert len(rest.list_user_checkpoints().result().checkpoints) >= 2
+    assert [c.checkpoint_type for c in rest.list_checkpoints(client.model_id).result().checkpoints] == [
+        "sampler",
+        "external",
+    ]
+
+
+def test_the_base_is_sampled_with_likeliest_tokens_and_stops(sdk: tinker.ServiceClient) -> None:
+    sampler = sdk.create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints([3, 4, 5])
+    answer = sampler.sample(
+        prompt, 2, types.SamplingParams(max_tokens=6, seed=3, stop=[]), include_prompt_logprobs=True,
+        topk_prompt_logprobs=3, topk_sample_logprobs=2, prompt_logprobs_last_n=1,
+    ).result()  # fmt: skip
+    assert answer.prompt_logprobs[:2] == [None, None] and answer.prompt_logprobs[2] < 0
+    assert answer.topk_prompt_logprobs[0] is None and len(answer.topk_prompt_logprobs[2]) == 3
+    assert [len(row) for row in answer.sequences[0].topk_logprobs] == [2] * 6
+    assert {s.stop_reason for s in answer.sequences} == {"length"} and len(
+        {s.sequence_id for s in answer.sequences}
+    ) == 2
+    token = answer.sequences[0].tokens[2]
+    stopped = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=6, seed=3, stop=[token])).result().sequences[0]
+    assert stopped.stop_reason == "stop" and stopped.tokens[-1] == token

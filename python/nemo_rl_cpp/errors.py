@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent
 ERROR_FILE = "error.txt"
@@ -45,6 +45,20 @@ class UserCodeError(Exception):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class Finding(NamedTuple):
+    """What a check found. An "error" ends the run before it starts, a "warning" is printed.
+
+    `key` is the dotted key to change ("" for none). `message` is one sentence: what is wrong, and what to do.
+    """
+
+    level: Literal["error", "warning"]
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.message}" if self.key else self.message
 
 
 class Place(NamedTuple):

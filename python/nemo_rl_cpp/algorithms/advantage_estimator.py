@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.custom_components import AdvantageEstimator, OwnEstimator
-from nemo_rl_cpp.checks.components import ESTIMATORS
 from nemo_rl_cpp.config.base import Section, Settings, as_model
 from nemo_rl_cpp.config.distillation import DistillationConfig, DistillationLossConfig
 from nemo_rl_cpp.config.loop import (
@@ -302,7 +301,7 @@ def make_estimator(
     if isinstance(name, PythonObjectRef):
         return OwnEstimator(name.component, algorithm, settings, loss)
     if is_dotted(name):
-        return OwnEstimator(import_object(name, ESTIMATORS[algorithm].what), algorithm, settings, loss, name)
+        return OwnEstimator(import_object(name, "advantage estimator"), algorithm, settings, loss, name)
     return ADVANTAGE_ESTIMATORS[checked_name(algorithm, settings.name)](settings, loss)
 
 

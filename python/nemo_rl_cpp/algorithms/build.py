@@ -261,7 +261,7 @@ def build_run(
         state = resume.state
         state.max_num_steps, state.max_num_epochs = loop.max_num_steps, loop.max_num_epochs
         loader = make_dataloader(config.data, made.train, loop.prompts_per_round, loop.seed, config.algorithm)
-        resume.load_data_position(loader, config.data)
+        resume.load_data_position(loader)
         if config.policy.generation.runs_vllm:
             check_vllm(config.policy, config.cluster.device)  # before a model is loaded
         check_trackers(config.logger)

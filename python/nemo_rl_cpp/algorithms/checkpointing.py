@@ -43,12 +43,16 @@ from nemo_rl_cpp.checks import resumed
 from nemo_rl_cpp.checks.resumed import IDENTITY
 from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
-from nemo_rl_cpp.config.data import DataConfig, environments_of_training
+from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.master import TrainMasterConfig
-from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+from nemo_rl_cpp.data.dataloader import (
+    MultipleDataloaderWrapper,
+    StatefulDataLoader,
+    load_dataloader_state,
+    save_dataloader_state,
+)
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.errors import short_path
 from nemo_rl_cpp.files.durable import disk_trouble
@@ -65,7 +69,7 @@ from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.step import Critic, NoCritic
-    from nemo_rl_cpp.data.utils import Datasets
+    from nemo_rl_cpp.environments.response_data import Datasets
 
 
 SAMPLER_STATE = Path("trainer_state") / "sampler"
@@ -87,11 +91,9 @@ class Resume(NamedTuple):
         """Return (weights folder, optimizer folder) of `policy` or `value`; None where there is none."""
         return CheckpointManager.get_resume_paths(self.path, model_component=component)
 
-    def load_data_position(
-        self, loader: StatefulDataLoader | MultipleDataloaderWrapper, data_config: DataConfig
-    ) -> None:
+    def load_data_position(self, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> None:
         if self.path is not None:
-            load_dataloader_state(loader, str(self.path), data_config)
+            load_dataloader_state(loader, self.path)
 
     def load_sampler(self, sampler: GroupSampler) -> None:
         """Load the prompt groups that the last step kept for the next one. Drop them, and print that, if the sampler now keeps none
@@ -403,7 +405,7 @@ def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, o
     if refused:
         raise ResumeError(resumed.refusal_text(saved, refused))
     print(resumed.headline(saved, [*resumed.changes(saved, config), *_said(saved, identity)]), flush=True)
-    if unknown := resumed.environment_keys(config):
+    if unknown := sorted(config.environment_values):
         print(f"Not compared, since their values come from environment variables: {', '.join(unknown)}", flush=True)
     if text := end_reached(resume.state, config):
         print(f"{resumed.short(resume.path)} {text}", flush=True)

@@ -6,10 +6,12 @@ tells its exceptions from ours.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +19,9 @@ from torch import Tensor
 from nemo_rl_cpp import dotted_names
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, LossFunction, LossInputType, LossType
 from nemo_rl_cpp.argument_checks import described
-from nemo_rl_cpp.checks.components import ESTIMATORS, LOSS, check_component, make_component
 from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GAEConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
-from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted, search_for_modules
+from nemo_rl_cpp.dotted_names import LoadingError, PythonObjectRef, import_object, is_dotted, search_for_modules
 from nemo_rl_cpp.errors import user_code
 from nemo_rl_cpp.user_code import call_user
 
@@ -62,6 +63,50 @@ def component_name(found: object) -> str:
     return str(getattr(found, "__qualname__", None) or type(found).__qualname__)
 
 
+class Made(NamedTuple):
+    """A component that is ready: the object, and a call of it that takes any inputs and hands on those that the component names."""
+
+    component: Any
+    call: Callable[..., Any]
+
+
+def make_component(
+    found: Any, what: str, base: str, method: str, kwargs: Mapping[str, object], sections: Mapping[str, object]
+) -> Made:
+    """Make a component of a class, an object with `method` or a function.
+
+    A class is constructed with `kwargs` and with the `sections` that its __init__ names; a function gets `kwargs` at each call.
+    Raise LoadingError, which names `what` and `base`, for anything that lacks the method.
+    """
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
+    with user_code(what):
+        if inspect.isclass(found):
+            written = getattr(found.__init__, "__module__", None) not in (None, "typing")  # by object, or by Protocol
+            given = _taken(found.__init__, sections) if written else {}
+            found = call_user(found, **{**kwargs, **given})
+            kwargs = {}
+    is_function = inspect.isroutine(found) or isinstance(found, functools.partial)
+    function = found if is_function or method == "__call__" else getattr(found, method, None)
+    if not callable(function):
+        raise LoadingError(
+            f"{what} is {described(found)} without {method}: derive its class from {base}, or give a function"
+        )
+    return Made(found, lambda **inputs: function(**_taken(function, inputs), **kwargs))
+
+
+def _taken(function: Callable[..., object], inputs: Mapping[str, object]) -> dict[str, object]:
+    """Return the inputs that a function takes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return dict(inputs)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(inputs)
+    names = {p.name for p in parameters}
+    return {key: value for key, value in inputs.items() if key in names}
+
+
 class OwnEstimator(AdvantageEstimator):
     """An advantage estimator of the user's: an object with `compute_advantage`, or a function of the same inputs.
 
@@ -72,12 +117,11 @@ class OwnEstimator(AdvantageEstimator):
     def __init__(
         self, found: object, algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig, name: str | None = None
     ) -> None:  # fmt: skip
-        interface = ESTIMATORS[algorithm]
         self.name = name or component_name(found)
-        check_component(found, self.name, settings.kwargs, interface)
-        sections = {"estimator_config": settings, "loss_config": loss}
-        with user_code(f"advantage estimator {self.name}"):
-            self._made = make_component(found, settings.kwargs, interface, sections)
+        self._made = make_component(
+            found, f"advantage estimator {self.name}", "nemo_rl_cpp.AdvantageEstimator", "compute_advantage", settings.kwargs,
+            {"estimator_config": settings, "loss_config": loss},
+        )  # fmt: skip
         self._gives_returns = algorithm == "ppo"
         self._needs_returns = algorithm == "ppo" and getattr(settings, "uses_critic", False)
 
@@ -131,9 +175,10 @@ class OwnLoss(LossFunction):
     def __init__(self, found: object, section: ClippedPGLossConfig, name: str | None = None) -> None:
         self.name = name or component_name(found)
         self._section, self._by_name = section, name is not None
-        check_component(found, self.name, section.kwargs, LOSS)
-        with user_code(f"loss {self.name}"):
-            self._made = make_component(found, section.kwargs, LOSS, {"cfg": section, "loss_config": section})
+        sections = {"cfg": section, "loss_config": section}
+        self._made = make_component(
+            found, f"loss {self.name}", "nemo_rl_cpp.LossFunction", "__call__", section.kwargs, sections
+        )
         self.loss_type = getattr(self._made.component, "loss_type", LossType.TOKEN_LEVEL)
         self.reference_policy_kl_penalty = 0 if section.use_kl_in_reward else section.reference_policy_kl_penalty
 
@@ -170,7 +215,7 @@ class OwnLoss(LossFunction):
 
 def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
     search_for_modules(*folders)
-    return OwnLoss(import_object(section.name, LOSS.what), section, section.name)
+    return OwnLoss(import_object(section.name, "loss"), section, section.name)
 
 
 def make_loss(section: ClippedPGLossConfig) -> LossFunction:
@@ -179,7 +224,7 @@ def make_loss(section: ClippedPGLossConfig) -> LossFunction:
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):
         return ClippedPGLossFn(section)
-    return OwnLoss(import_object(section.name, LOSS.what), section, section.name)
+    return OwnLoss(import_object(section.name, "loss"), section, section.name)
 
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:

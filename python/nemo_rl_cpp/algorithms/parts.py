@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -37,10 +36,10 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.texts import bytes_of_token
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
-from nemo_rl_cpp.data.utils import load_response_data
 from nemo_rl_cpp.distributed.cluster import Cluster, check_device, use_threads
 from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.environments.remote import ActorSettings
+from nemo_rl_cpp.environments.response_data import Datasets, load_response_data
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.loggers.folders import get_experiment_dir
@@ -58,9 +57,6 @@ from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.data.utils import Datasets
 
 
 @dataclass

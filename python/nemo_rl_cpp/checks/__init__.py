@@ -1,26 +1,21 @@
-"""Finds mistakes before a model is loaded that would end the run later: in model files, data, folders and environments.
+"""Find mistakes before a model is loaded that would end the run later: in model files, data, folders and environments.
 
-`nemo-rl-cpp check`, `--dry-run`, the run scripts and `train_grpo` all ask `preflight(config)`. A check is a function of the
-configuration that yields `Finding`s; each file of this package holds the checks of one subject. No check loads weights or torch.
+`nemo-rl-cpp check`, `--dry-run`, the run scripts and `train_grpo` all call `preflight(config)`. Each file of this package
+holds the checks of one subject, as functions of the configuration. No check loads weights or torch.
 """
 
-from collections.abc import Callable, Iterable
-
 from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.errors import Finding
 
-from . import components, data, environments, folders, model, sizes
+from . import data, folders, model
 from .banner import banner_lines
-from .finding import Finding
-
-CHECKS: tuple[Callable[[WholeConfig], Iterable[Finding]], ...] = (
-    sizes.check, folders.check, model.check, environments.check, components.check, data.check,
-)  # fmt: skip
 
 
 def preflight(config: WholeConfig) -> list[Finding]:
-    """All findings about a checked configuration (of GRPO, PPO or an evaluation), errors first."""
-    found = [finding for check in CHECKS for finding in check(config)]
+    """Return all findings about a configuration of GRPO, PPO or an evaluation, errors first."""
+    checks = (model.check_memory, folders.check, model.check, data.check_environments, data.check)
+    found = [finding for check in checks for finding in check(config)]
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
-__all__ = ["CHECKS", "Finding", "banner_lines", "preflight"]
+__all__ = ["Finding", "banner_lines", "preflight"]

@@ -1,15 +1,17 @@
-"""Checks of data sets, prompts and truths."""
+"""Check data sets, prompts, truths and the chat template, and import what the user has named: environments, functions, classes."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
+from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.config.policy import TokenizerConfig
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-
-from .finding import Finding
+from nemo_rl_cpp.dotted_names import LoadingError, import_object, is_dotted
+from nemo_rl_cpp.environments.loading import environment_class, environment_target, reward_function
+from nemo_rl_cpp.errors import Finding
+from nemo_rl_cpp.hub import sources
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
 _MOST_FILES = 1000
@@ -17,118 +19,87 @@ _QUICK = ("arithmetic", "reverse_digits", "guess_number", "python_functions")  #
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
-    """Findings about data sets, prompts and truths.
+    """Yield findings about the chat template, and about every row of local data sets.
 
-    The chat template is looked at, every row of local data sets is read, and their prompts and truths are counted against
-    lengths and verifiers. Data sets of the hub and classes of the user's are looked at by the run, when it loads them.
+    The run itself checks data sets of the hub and classes of the user, when it loads them.
     """
     evaluation = not isinstance(config, TrainMasterConfig)
-    tokenizer, findings = _tokenizer((config if evaluation else config.policy).tokenizer, config, evaluation)
+    tokenizer, findings = _tokenizer(config, evaluation)
     yield from findings
     for where, section in data_sections(config.data, evaluation):
         yield from _check_section(config, where, section, tokenizer, evaluation)
 
 
-# -- tokenizer and template -------------------------------------------------------------------------------------------
-
-
-def _tokenizer(
-    section: TokenizerConfig, config: WholeConfig, evaluation: bool
-) -> tuple[Tokenizer | None, list[Finding]]:
-    """(the tokenizer with the run's template, None if it is not on this machine or damaged; findings about the template)."""
+def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
+    """Return the tokenizer with the run's template (None if it is not on this machine) and findings about the template."""
     from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
+    from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
-    name = "tokenizer" if evaluation else "policy.tokenizer"
-    key = f"{name}.chat_template"
-    folder = _local_tokenizer(config, evaluation)
+    section, prefix = (config.tokenizer, "tokenizer") if evaluation else (config.policy.tokenizer, "policy.tokenizer")
     value = section.chat_template if "chat_template" in section.model_fields_set else "default"
+    key = f"{prefix}.chat_template"
+    model = config.generation.model_name if evaluation else config.policy.model_name
+    name = section.name or model
     try:
-        if folder == "tiny":
-            from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-
+        if name == model == sources.TINY_RANDOM:
             tokenizer = tiny_tokenizer()
             tokenizer.chat_template = choose_template(value, tokenizer.chat_template, key)
             return tokenizer, []
-        if folder is None:
-            # A name may be one of the templates of a tokenizer that is not here yet.
+        folder = sources.local_folder(sources.find_policy_weights(name) if evaluation else name)
+        if folder is None or not (folder / "tokenizer.json").is_file():
+            # a bare word may be the name of a template of the tokenizer that is not here yet
             if value is None or "{" in value or "/" in value or "." in value or not value.strip():
                 choose_template(value, None, key)
             return None, []
-        plain = {"name": str(folder), "chat_template_kwargs": section.chat_template_kwargs}
-        return get_tokenizer({**plain, "chat_template": value}, section=name), []
+        plain = {"name": str(folder), "chat_template_kwargs": section.chat_template_kwargs, "chat_template": value}
+        return get_tokenizer(plain, section=prefix), []
     except (ChatTemplateError, FileNotFoundError) as error:
         return None, [Finding("error", key, str(error).removeprefix(key).lstrip(": "))]
-    except Exception:  # noqa: BLE001 - damaged model files are found by the check of the model's files
+    except Exception:  # noqa: BLE001 - the check of the model's files finds damaged ones
         return None, []
 
 
-def _local_tokenizer(config: WholeConfig, evaluation: bool) -> Path | str | None:
-    """The folder of the tokenizer if it is on this machine, "tiny" for the one of tiny-random."""
-    from nemo_rl_cpp.hub import sources
-
-    if evaluation:
-        name = model = config.tokenizer.name or config.generation.model_name
-        if config.tokenizer.name in (None, config.generation.model_name):
-            try:
-                name = sources.find_policy_weights(name)
-            except (ValueError, OSError):
-                return None
-    else:
-        model, name = config.policy.model_name, config.policy.tokenizer.name
-        name = name or model
-    if name == sources.TINY_RANDOM:
-        return "tiny" if model == sources.TINY_RANDOM else None
-    folder = sources.local_folder(str(name))
-    return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
-
-
-# -- data sets --------------------------------------------------------------------------------------------------------
-
-
 def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """(dotted key, section with the defaults filled in) of every data set."""
+    """Yield the dotted key of every data set, and its section with the defaults filled in."""
     from nemo_rl_cpp.config.access import as_written
-    from nemo_rl_cpp.data.datasets.utils import update_single_dataset_config
+    from nemo_rl_cpp.data.datasets.utils import sections_of
 
     plain = as_written(data)
     if evaluation:
         yield "data", plain
         return
     for side in ("train", "validation"):
-        several = plain.get(side)
-        for i, section in enumerate(several if isinstance(several, list) else [several] if several else []):
-            update_single_dataset_config(section, plain.get("default") or {})
-            yield (f"data.{side}.{i}" if isinstance(several, list) else f"data.{side}"), section
+        for i, section in enumerate(sections_of(plain.get(side))):
+            where = f"data.{side}.{i}" if isinstance(plain[side], list) else f"data.{side}"
+            yield where, {**(plain.get("default") or {}), **section}
 
 
 def _check_section(
     config: WholeConfig, where: str, section: dict[str, object], tokenizer: Tokenizer | None, evaluation: bool
 ) -> Iterator[Finding]:
     from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
-    from nemo_rl_cpp.data.inspection import Limits, inspect_rows, note_as_said
+    from nemo_rl_cpp.environments.inspection import Limits, inspect_rows, note_as_said
 
-    if not _is_quick(section):
-        yield from _check_prompt_file(section, where)
-        return
     try:
+        if not _is_quick(section):
+            _check_prompt_file(section)
+            return
         raw = (load_eval_dataset if evaluation else load_response_dataset)(section)
     except (ValueError, OSError) as error:
         yield Finding("error", where, str(error).removeprefix("data: "))
         return
     if tokenizer is None:
         return
-    limits = (
-        Limits(section.get("max_input_seq_length"), context=config.generation.vllm_cfg.max_model_len,
-               context_key="generation.vllm_cfg.max_model_len")
-        if evaluation
-        else Limits(config.data.max_input_seq_length, context=config.policy.max_total_sequence_length)
-    )  # fmt: skip
+    if evaluation:
+        context = config.generation.vllm_cfg.max_model_len
+        limits = Limits(section.get("max_input_seq_length"), context, "generation.vllm_cfg.max_model_len")
+    else:
+        limits = Limits(config.data.max_input_seq_length, config.policy.max_total_sequence_length)
     environment = section.get("env_name"), (config.env or {}).get(section.get("env_name"))
-    sides = [(where, raw.dataset)] + ([(f"{where} (held out)", raw.val_dataset)] if raw.val_dataset is not None else [])
-    for place, rows in sides:
-        for remark in inspect_rows(raw, rows, tokenizer, limits, place, environment):
-            yield Finding(*note_as_said(remark))
+    for place, rows in ((where, raw.dataset), (f"{where} (held out)", raw.val_dataset)):
+        if rows is not None:
+            yield from map(note_as_said, inspect_rows(raw, rows, tokenizer, limits, place, environment))
 
 
 def made_up_quickly(section: Mapping[str, object]) -> bool:
@@ -137,7 +108,7 @@ def made_up_quickly(section: Mapping[str, object]) -> bool:
 
 
 def _is_quick(section: dict[str, object]) -> bool:
-    """Whether a data set can be read here and now: made up quickly, or a local file that is not too large."""
+    """Whether a data set can be read here and now: it is generated quickly, or a local file that is not too large."""
     from nemo_rl_cpp.data.datasets.utils import is_local
 
     name, path = section.get("dataset_name"), section.get("data_path")
@@ -150,20 +121,69 @@ def _is_quick(section: dict[str, object]) -> bool:
     return len(files) <= _MOST_FILES and sum(f.stat().st_size for f in files if f.is_file()) <= _MOST_BYTES
 
 
-def _check_prompt_file(section: dict[str, object], where: str) -> Iterator[Finding]:
-    """The prompt file of a data set that is not read here."""
+def _check_prompt_file(section: dict[str, object]) -> None:
+    """Raise ValueError for the prompt file of a data set that is not read here."""
     from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
     from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY
     from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY
 
     cls = DATASET_REGISTRY.get(section.get("dataset_name", ""))
     name = section.get("processor") or getattr(cls, "default_processor", None)
-    if cls is None or name not in PROCESSOR_REGISTRY:  # a name may be registered by the program that starts the run
-        return
-    raw = RawDataset()
-    raw.task_name = ""
-    try:
+    if cls is not None and name in PROCESSOR_REGISTRY:  # a name may be registered by the program that starts the run
+        raw = RawDataset()
+        raw.task_name = ""
         raw.set_task_spec({**section, "processor": name})
         raw.set_processor()
-    except (ValueError, OSError) as error:
-        yield Finding("error", where, str(error))
+
+
+# -- what the user has named ------------------------------------------------------------------------------------------
+
+
+def check_environments(config: WholeConfig) -> Iterator[Finding]:
+    """Import the user's environments, reward functions, data set classes, estimator and loss; yield what cannot be imported.
+
+    These modules may import torch, which takes its time. Environments of this package are not imported.
+    """
+    training = isinstance(config, TrainMasterConfig)
+    named: list[tuple[str, object, str]] = []
+    if training:
+        named.append((f"{config.algorithm}.adv_estimator.name", config.loop.adv_estimator.name, "advantage estimator"))
+        named.append(("loss_fn.name", config.loss_fn.name, "loss"))
+    sections = list(data_sections(config.data, not training))
+    named += [(f"{key}.dataset_name", section.get("dataset_name"), "data set class") for key, section in sections]
+    for key, name, what in named:
+        if is_dotted(name):
+            try:
+                import_object(name, what)
+            except LoadingError as error:
+                yield Finding("error", key, f"cannot be used: {error}")
+    for name in dict.fromkeys(section.get("env_name") for _, section in sections):
+        if name is None or name not in config.env:
+            continue
+        try:
+            if name == "reward_functions":
+                yield from _check_rewards(config, config.env[name])
+            elif name not in ENV_REGISTRY or not environment_target(name).startswith("nemo_rl_cpp."):
+                environment_class(name)
+        except LoadingError as error:
+            yield Finding("error", f"env.{name}", f"cannot be used: {error}")
+
+
+def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
+    """Import the reward functions. The estimator gdpo takes each function's reward as a part, and its weight once."""
+    functions, key = section.get("functions") or [], "env.reward_functions"
+    functions = [functions] if isinstance(functions, str) else functions
+    for name in functions if isinstance(functions, list) else []:
+        reward_function(name)
+    estimator = getattr(getattr(config, "grpo", None), "adv_estimator", None)
+    if estimator is None or estimator.name != "gdpo":
+        return
+    if len(functions) < 2:
+        needs = "names one function, but adv_estimator.name gdpo weighs the parts of a reward: name at least two, or take another estimator"
+        yield Finding("error", f"{key}.functions", needs)
+    elif not section.get("as_parts"):
+        needs = "must be true with adv_estimator.name gdpo, whose parts are the functions' own rewards"
+        yield Finding("error", f"{key}.as_parts", needs)
+    elif section.get("weights") is not None and estimator.reward_weights is not None:
+        needs = "and grpo.adv_estimator.reward_weights are the same thing: give one of them"
+        yield Finding("error", f"{key}.weights", needs)

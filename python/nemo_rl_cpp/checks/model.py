@@ -1,7 +1,7 @@
-"""Checks of the model's and tokenizer's files against what the native core computes.
+"""Check the files of models and tokenizers, and whether memory is enough.
 
-They read what the run will read (config.json, the headers of the weights, the tokenizer) as far as it is on this machine: a model
-that a hub has to send first is checked by the run itself.
+The checks read what the run will read (config.json, the headers of the weights, the tokenizer) as far as it is on this machine.
+The run itself checks a model that a hub has to send first.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_cpp.config.cluster import trainers_of
+from nemo_rl_cpp.config.fold import fold_text, note_as_said
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.optimizer import adapted_modules, experts_adapted, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
+from nemo_rl_cpp.errors import Finding
 from nemo_rl_cpp.hub.sources import (
     TINY_RANDOM,
     SourceError,
@@ -22,41 +24,39 @@ from nemo_rl_cpp.hub.sources import (
     local_folder,
     nearest_model,
 )
+from nemo_rl_cpp.models import memory, model_folder
 from nemo_rl_cpp.models.hf_config import check_length, read_config_file
-from nemo_rl_cpp.models.memory import model_sizes
-from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
+from nemo_rl_cpp.models.memory import size_text
+from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
 from nemo_rl_cpp.models.weight_files import weight_files
-
-from .finding import Finding
 
 _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent at most
 
 
 class _Use(NamedTuple):
-    """One model of a run: `key` names it in the configuration, `length` (of `length_key`) is its longest sequence, and it lies in so
-    many `slices` (of `slices_key`)."""
+    """One model of a run: `key` names it in the configuration, `length` (of `length_key`) is its longest sequence."""
 
     key: str
     name: str
-    overrides: dict[str, object] | None
+    tokenizer: str
+    tokenizer_key: str
+    backend: str | None
     length: int | None
     length_key: str
-    tokenizer: str | None
-    tokenizer_key: str
+    overrides: dict[str, object] | None = None
     value_head: bool = False
-    backend: str | None = "native"
     slices: int = 1
     slices_key: str = ""
     device: str = "cpu"
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
-    """Findings about the model's and tokenizer's files against what the native core computes."""
-    said = set()  # a critic has the policy's model, mostly
-    for finding in (finding for use in _uses(config) for finding in _check_use(use)):
-        if finding.message not in said:
-            said.add(finding.message)
-            yield finding
+    """Yield findings about the files of the run's models and tokenizers."""
+    said = set()  # a critic usually has the policy's model
+    for use in _uses(config):
+        folder = yield from _new((_check_hf if use.backend == "hf" else _check_model)(use), said)
+        if not use.value_head:  # a critic's tokenizer is never used
+            yield from _new(_check_tokenizer(use, folder), said)
     if isinstance(config, TrainMasterConfig):
         yield from _check_lora("policy", config.policy)
         if config.has_critic:
@@ -64,60 +64,52 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     yield from _check_new_tokens(config)
 
 
-def _check_use(use: _Use) -> Iterator[Finding]:
-    folder = yield from (_check_hf(use) if use.backend == "hf" else _check_model(use))
-    if not use.value_head:  # a critic's tokenizer is saved beside it, and not asked
-        yield from _check_tokenizer(use, folder)
+def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
+    """Yield the findings whose sentence is not in `said`, and return what the iterator returns."""
+    while True:
+        try:
+            finding = next(findings)
+        except StopIteration as end:
+            return end.value
+        if finding.message not in said:
+            said.add(finding.message)
+            yield finding
 
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
-    """The models that the run reads; the reference model is the policy's."""
+    """Yield the models that the run reads; the reference model is the policy's."""
     if not isinstance(config, TrainMasterConfig):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)
-        # else it follows the model
         length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
-        tokenizer = name if config.tokenizer.name == given else config.tokenizer.name
-        key = "generation.vllm_cfg.max_model_len"
-        yield _Use(
-            "generation.model_name", name, None, length, key, tokenizer, "tokenizer.name", backend=config.generation.backend,
-            device=config.cluster.device,
-        )  # fmt: skip
+        tokenizer = name if config.tokenizer.name in (None, given) else config.tokenizer.name
+        backend, length_key = config.generation.backend, "generation.vllm_cfg.max_model_len"
+        yield _Use("generation.model_name", name, tokenizer, "tokenizer.name", backend, length, length_key, device=config.cluster.device)
         return
     processes = max(trainers_of(config), 1)
-    yield _trained("policy", config.policy, processes, config.cluster.device)
-    if config.has_critic:
-        yield _trained("value", config.value, processes, config.cluster.device)
-    for key, name in config.teachers.items():
-        teacher = _trained("policy", config.policy, processes, config.cluster.device)
-        yield teacher._replace(key=key, name=name, overrides=None)
-
-
-def _trained(section: str, model: TrainedModelConfig, processes: int, device: str) -> _Use:
-    length = f"{section}.max_total_sequence_length"
-    return _Use(
-        f"{section}.model_name", model.model_name, model.hf_config_overrides, model.max_total_sequence_length, length,
-        model.tokenizer.name, f"{section}.tokenizer.name", section == "value",
-        model.backend, model.tensor_parallel(processes), model.tensor_parallel_key(section),
-        device,
-    )  # fmt: skip
-
-
-# -- the model ----------------------------------------------------------------------------------------------------------
+    for section in ("policy", "value") if config.has_critic else ("policy",):
+        model: TrainedModelConfig = getattr(config, section)
+        tokenizer = model.tokenizer.name or model.model_name
+        use = _Use(
+            f"{section}.model_name", model.model_name, tokenizer, f"{section}.tokenizer.name", model.backend,
+            model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
+            section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section), config.cluster.device,
+        )  # fmt: skip
+        yield use
+        if section == "policy":
+            for key, name in config.teachers.items():
+                yield use._replace(key=key, name=name, overrides=None)
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yields findings and returns the model, None where it is not here or cannot be used."""
+    """Yield findings and return the model, None where it is not on this machine or cannot be used."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     try:
         if use.name == TINY_RANDOM:
             folder = tiny_random(use.overrides, **fields)
         else:
-            path = local_folder(use.name)
+            path = yield from _whole_folder(use)
             if path is None:
-                yield from _check_name(use)
-                return None
-            if is_cached(path) and not _is_complete(path):  # the run fetches the rest
                 return None
             folder = read_model_folder(path, use.overrides, **fields)
         if use.length is not None:
@@ -129,42 +121,44 @@ def _check_model(use: _Use) -> Iterator[Finding]:
         yield Finding("error", use.key, f"is {use.name}: {error}")
         return None
     for remark in folder.remarks:
-        yield Finding("warning", use.key, f"is {use.name}: {note_as_said(remark)}")
+        yield Finding("warning", use.key, f"is {use.name}: {model_folder.note_as_said(remark)}")
     return folder
 
 
 def _check_hf(use: _Use) -> Iterator[Finding]:
-    """What of a model for transformers can be seen without it: its files, and how long its sequences may be."""
-    path = None if use.name == TINY_RANDOM else local_folder(use.name)
+    """Yield what the files tell of a model for transformers: damage, and how long its sequences may be."""
+    path = None if use.name == TINY_RANDOM else (yield from _whole_folder(use))
     if path is None:
-        if use.name != TINY_RANDOM:
-            yield from _check_name(use)
-        return None
-    if is_cached(path) and not _is_complete(path):
-        return None
+        return
     try:
         config = {**read_config_file(path), **(use.overrides or {})}
         weight_files(path)
     except (SourceError, OSError) as error:
         yield Finding("error", use.key, f"is {use.name}: {error}")
-        return None
+        return
     limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and use.length is not None and use.length > limit:
-        yield Finding(
-            "error", use.length_key, f"is {use.length}, but {use.name} has positions for {limit} tokens (max_position_embeddings): lower it"
-        )  # fmt: skip
-    return None
+        text = f"is {use.length}, but {use.name} has positions for {limit} tokens (max_position_embeddings): lower it"
+        yield Finding("error", use.length_key, text)
 
 
-def _is_complete(path: Path) -> bool:
-    try:
-        return (path / "config.json").is_file() and bool(weight_files(path))
-    except SourceError:
-        return False
+def _whole_folder(use: _Use) -> Iterator[Finding]:
+    """Return the model's folder; None where a hub has to send it or the rest of it. Yield what is wrong with its name."""
+    path = local_folder(use.name)
+    if path is None:
+        yield from _check_name(use)
+        return None
+    if is_cached(path):
+        try:
+            if not (path / "config.json").is_file() or not weight_files(path):
+                return None
+        except SourceError:
+            return None
+    return path
 
 
 def _check_name(use: _Use) -> Iterator[Finding]:
-    """A name that is no folder here is the hub's, unless it can be none there, or is nearly that of a model that is here."""
+    """Yield a finding for a name that no hub can have, or that is nearly the name of a model on this machine."""
     try:
         check_is_no_file(use.name, use.key)
     except SourceError as error:
@@ -177,13 +171,14 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Whether the model has the layers that `lora_cfg` names, and whether PEFT will find it for the saved adapter."""
+    """Check that the model has the layers that `lora_cfg` names, and that PEFT will find the base of the saved adapter."""
+    key = f"{section}.dtensor_cfg.lora_cfg"
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(
-            "warning", f"{section}.dtensor_cfg.lora_cfg.enabled", f"is true, and {TINY_RANDOM} is in no folder that PEFT could load: the saved "
+            "warning", f"{key}.enabled", f"is true, and {TINY_RANDOM} is in no folder that PEFT could load: the saved "
             "adapter names no base, so use the merged model, in whose folder it lies"
         )  # fmt: skip
-    sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
+    sizes = None if model.lora is None else memory.model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return
     modules = adapted_modules(model.lora, sizes.num_hidden_layers, sizes.fused_tensors)
@@ -191,18 +186,13 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     if not modules:
         fault = nothing_adapted(model.lora, model.model_name, sizes.num_hidden_layers)
     if fault is not None:
-        key, _, why = fault.partition(" ")
-        yield Finding("error", f"{section}.dtensor_cfg.lora_cfg.{key}", why)
-
-
-# -- the tokenizer ------------------------------------------------------------------------------------------------------
+        name, _, why = fault.partition(" ")
+        yield Finding("error", f"{key}.{name}", why)
 
 
 def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]:
-    name = use.tokenizer or use.name
+    name = use.tokenizer
     if name == TINY_RANDOM:
-        if use.name == TINY_RANDOM:
-            return
         largest, count = len(TINY_TOKENS) - 1, len(TINY_TOKENS)
     else:
         path = folder.path if folder is not None and name == use.name else local_folder(name)
@@ -211,9 +201,10 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
         try:
             largest, count = _vocabulary(path)
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exceptions
-            yield Finding("error", use.tokenizer_key, f"is {name}: {_one_sentence(path, error)}")
+            text = str(error) if str(path) in str(error) else f"the tokenizer in {path} cannot be read ({error})"
+            yield Finding("error", use.tokenizer_key, f"is {name}: {text}")
             return
-    if folder is None:
+    if folder is None or use.name == TINY_RANDOM == name:
         return
     size = folder.config["vocab_size"]
     if largest >= size:
@@ -229,42 +220,23 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
 
 
 def _vocabulary(folder: Path) -> tuple[int, int]:
-    """(largest id, number of tokens) of a folder's tokenizer."""
+    """Return the largest token id of a folder's tokenizer, and the number of its tokens."""
     from nemo_rl_cpp.data.tokenizer import Tokenizer
 
+    file = folder / "tokenizer.json"
+    if file.is_file() and file.open("rb").read(23) == b"version https://git-lfs":
+        raise ValueError(f"{file} is a git-lfs pointer: fetch the file itself with `git lfs pull`")
     ids = Tokenizer.from_pretrained(folder).get_vocab().values()
     return max(ids, default=-1), len(ids)
 
 
-def _one_sentence(folder: Path, error: Exception) -> str:
-    file = folder / "tokenizer.json"
-    if file.is_file() and file.open("rb").read(23) == b"version https://git-lfs":
-        return f"{file} is a git-lfs pointer: fetch the file itself with `git lfs pull`"
-    return (
-        str(error)
-        if isinstance(error, SourceError) or str(folder) in str(error)
-        else f"the tokenizer in {folder} cannot be read ({error})"
-    )
-
-
-# -- lengths ------------------------------------------------------------------------------------------------------------
-
-
 def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
-    """Responses that could never become as long as is allowed."""
-    if isinstance(config, TrainMasterConfig):
-        generation, limit, key, limit_key = (
-            config.policy.generation,
-            config.policy.max_total_sequence_length,
-            "policy.generation",
-            _LIMIT,
-        )
-        shorter = generation.vllm_cfg.max_model_len
-        if shorter is not None and shorter < limit:
-            limit, limit_key = shorter, f"{key}.vllm_cfg.max_model_len"
-    else:
-        generation, key, limit_key = config.generation, "generation", "generation.vllm_cfg.max_model_len"
-        limit = generation.vllm_cfg.max_model_len
+    """Warn where `max_new_tokens` is more than a sequence may have."""
+    training = isinstance(config, TrainMasterConfig)
+    generation, key = (config.policy.generation, "policy.generation") if training else (config.generation, "generation")
+    limit, limit_key = generation.vllm_cfg.max_model_len, f"{key}.vllm_cfg.max_model_len"
+    if training and (limit is None or config.policy.max_total_sequence_length <= limit):
+        limit, limit_key = config.policy.max_total_sequence_length, "policy.max_total_sequence_length"
     tokens = generation.max_new_tokens
     if tokens is not None and limit is not None and tokens > limit:
         yield Finding(
@@ -273,4 +245,23 @@ def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-_LIMIT = "policy.max_total_sequence_length"
+def check_memory(config: WholeConfig) -> Iterator[Finding]:
+    """Report the sizes and engines that a file was written for, and too little memory for weights and optimizer."""
+    text = fold_text(config, memory.forecast_summary(config))
+    if text is not None:
+        yield Finding("warning", "", note_as_said(text))
+    if not isinstance(config, TrainMasterConfig) or config.cluster.device != "cpu":
+        return
+    needed, machine = memory.certain_bytes(config), memory.machine_memory()
+    if needed is not None and machine is not None and needed > (machine := machine + memory.swap_memory()):
+        native = config.policy.backend == "native"  # else the sizes are those of a native model with this configuration
+        yield Finding(
+            "error" if native else "warning", "policy.model_name",
+            f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}, but this machine "
+            f"has {size_text(machine)} of memory and swap; take a smaller model or a larger machine (--dry-run shows the forecast)",
+        )  # fmt: skip
+    elif memory.fits(config := memory.with_known_sizes(config)) is False:
+        peak = max(phase.total for phase in memory.forecast(config) or ())
+        yield Finding(
+            "warning", "", f"the forecast of memory, {size_text(peak)} at the peak, {memory.fit_text(config)}"
+        )

@@ -1,7 +1,7 @@
-"""Compares a configuration with the run of its checkpoint. A resumed run reports some differences and refuses others.
+"""Compare a configuration with the run of its checkpoint. A resumed run reports some differences and refuses others.
 
-No torch and no weights: `checks` asks before the start, and the run itself again, when tokenizer and rows are loaded too
-(`algorithms/checkpointing.py`).
+This needs no torch and no weights. `checks` compares before the start; the run compares again, when tokenizer and rows are
+loaded too (`algorithms/checkpointing.py`).
 """
 
 import hashlib
@@ -15,27 +15,21 @@ from typing import NamedTuple
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import SCRIPTS, shown
-from nemo_rl_cpp.config.master import WholeConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, read_text
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.models.hf_config import native_config, read_config, read_config_file
-from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
+from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 
 IDENTITY = Path("trainer_state") / "identity.json"
-_OWN_LINE = re.compile(
-    r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII
-)  # what `dump_yaml` writes of a configuration
+# what `dump_yaml` writes of a configuration
+_OWN_LINE = re.compile(r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII)
 _HF_NAMES = {
     "layers": (
-        "num_hidden_layers",
-        "sliding_window",
-        "use_sliding_window",
-        "layer_types",
-        "max_window_layers",
-        "no_rope_layers",
+        "num_hidden_layers", "sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "no_rope_layers",
     ),
     "num_heads": ("num_attention_heads",),
     "num_kv_heads": ("num_key_value_heads",),
@@ -43,16 +37,15 @@ _HF_NAMES = {
     "qkv_bias": ("attention_bias", "model_type"),
     "output_bias": ("attention_bias",),
     "qk_norm": ("model_type",),
-}
+}  # fmt: skip
 WHAT_TO_DO = (
     "set it back, or give the new run a checkpointing.checkpoint_dir of its own (to start from the checkpoint's weights set "
     "policy.model_name to its policy/weights)"
 )
-_NOT_OF_THE_RUN = {"checkpointing.resume"}
 
 
 class Saved(NamedTuple):
-    """A checkpoint: its folder, when it was saved, its configuration (None: not readable) and `identity.json`."""
+    """A checkpoint: its folder, when it was saved, its configuration (None: cannot be read) and its `identity.json`."""
 
     path: Path
     time: str
@@ -61,7 +54,7 @@ class Saved(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A key of the configuration that is not what it was; both values as YAML would show them."""
+    """A key of the configuration with another value than before, both values in YAML."""
 
     key: str
     before: str
@@ -72,11 +65,10 @@ class Change(NamedTuple):
 
 
 def read_saved(folder: Path) -> Saved:
-    """What a checkpoint says of the run that wrote it."""
+    """Read what a checkpoint tells of the run that wrote it."""
     try:
-        when = manifest_facts(folder).get("saved") or time.strftime(
-            "%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST).stat().st_mtime)
-        )
+        written_at = time.localtime((folder / MANIFEST).stat().st_mtime)
+        when = manifest_facts(folder).get("saved") or time.strftime("%Y-%m-%d %H:%M:%S", written_at)
     except OSError:
         when = "at a time that is not known"
     try:
@@ -93,35 +85,33 @@ def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
     another program's file may include further files."""
     try:
         if all(_OWN_LINE.fullmatch(line) for line in read_text(file).splitlines()):
-            return {
-                name: section for name, section in _config.load_file(str(file)).items() if isinstance(section, dict)
-            }
+            tree = _config.load_file(str(file))
+            return {name: section for name, section in tree.items() if isinstance(section, dict)}
     except (OSError, ValueError):
         pass
     return None
 
 
 def changes(saved: Saved, config: WholeConfig) -> list[Change]:
-    """Every key whose value is another one than in the checkpoint. A key that the checkpoint's schema did not have yet
-    counts only where somebody wrote it."""
+    """Return every key with another value than in the checkpoint. A key that the checkpoint's schema did not have yet counts
+    only if a file or the command line sets it."""
     if saved.config is None:
         return []
     before = flatten_dict(saved.config, expand_lists=False)
     now = flatten_dict(written(config), expand_lists=False)
-    positions = getattr(config, "positions", {}) or {}
-    found = []
-    for key in [*before, *(key for key in now if key not in before)]:
-        old, new = before.get(key), now.get(key)
-        if old == new or key in _NOT_OF_THE_RUN or (key not in before and key not in positions):
-            continue
-        found.append(
-            Change(key, shown(old) if key in before else "(not set)", shown(new) if key in now else "(not set)")
+    return [
+        Change(
+            key, shown(before[key]) if key in before else "(not set)", shown(now[key]) if key in now else "(not set)"
         )
-    return found
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+        and key != "checkpointing.resume"
+        and (key in before or key in config.positions)
+    ]
 
 
 def headline(saved: Saved, changed: list[Change]) -> str:
-    """The first line of a resumed run."""
+    """Return the first line of a resumed run."""
     begin = f"Resuming {short(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
@@ -130,69 +120,50 @@ def headline(saved: Saved, changed: list[Change]) -> str:
     )
 
 
-def environment_keys(config: WholeConfig) -> list[str]:
-    """Keys whose values come from environment variables: they are not written down, so they cannot be compared."""
-    return sorted(getattr(config, "environment_values", {}) or {})
-
-
 # ---- what is refused
 
 
-def refusals(saved: Saved, config: WholeConfig) -> Iterator[tuple[str, str]]:
-    """(key, why) for everything in the configuration that makes it another run than the checkpoint's."""
-    before = saved.config or {}
-    sections = [name for name in SCRIPTS if hasattr(config, name)]
-    if saved.config is not None and sections and not isinstance(before.get(sections[0]), Mapping):
+def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, why) for everything in the configuration that makes it another run than the checkpoint's."""
+    before, loop = saved.config or {}, config.algorithm
+    if saved.config is not None and not isinstance(before.get(loop), Mapping):
         other = next((name for name in SCRIPTS if name in before), "grpo").upper()
-        yield sections[0], f"the checkpoint is of a {other} run, this one is {sections[0].upper()}"
+        yield loop, f"the checkpoint is of a {other} run, this one is {loop.upper()}"
         return
-    loop = sections[0] if sections else "grpo"
     fixed = {
         f"{loop}.seed": "the order of the data and every random draw follow from it",
         "data.shuffle": "the position in the data is of another order",
         "data.use_multiple_dataloader": "the position in the data is of other loaders",
-        "policy.precision": "weights and optimizer state are kept in it",
-        "value.precision": "weights and optimizer state are kept in it",
-        "policy.backend": "the optimizer's state lies in its order",
-        "value.backend": "the optimizer's state lies in its order",
     }
     for section in ("policy", "value"):
-        if hasattr(config, section):
-            fixed |= _fixed_adapters(section, getattr(config, section))
-    masked = set(environment_keys(config))
-    now = flatten_dict(written(config), expand_lists=False)
-    old = flatten_dict(before, expand_lists=False)
+        fixed[f"{section}.precision"] = "weights and optimizer state are kept in it"
+        fixed[f"{section}.backend"] = "the optimizer's state lies in its order"
+        model = getattr(config, section, None)
+        adapters = ["enabled"]
+        if model is not None and model.lora is not None:
+            adapters += ["dim", "alpha", "target_modules", "exclude_modules", "match_all_linear"]
+        for key in adapters:
+            fixed[f"{section}.dtensor_cfg.lora_cfg.{key}"] = "adapters and optimizer state are those of it"
+    now, old = flatten_dict(written(config), expand_lists=False), flatten_dict(before, expand_lists=False)
     for key, why in fixed.items():
-        if key in old and key in now and old[key] != now[key] and key not in masked:
+        # a value from an environment variable is not written down, so it cannot be compared
+        if key in old and key in now and old[key] != now[key] and key not in config.environment_values:
             yield key, f"{shown(old[key])} -> {shown(now[key])}: {why}"
-    names = [[row.get("dataset_name") for row in _sections(tree)] for tree in (before, written(config))]
+    names = [_data_sets(tree) for tree in (before, written(config))]
     if saved.config is not None and names[0] != names[1]:
-        yield "data.train.dataset_name", f"{_list(names[0])} -> {_list(names[1])} is another data set"
-    for section in ("policy", "value"):
-        if section == "policy" or config.has_critic:
-            yield from _model_refusals(saved, section, getattr(config, section))
+        yield "data.train.dataset_name", f"{names[0]} -> {names[1]} is another data set"
+    for section in ("policy", "value") if config.has_critic else ("policy",):
+        yield from _model_refusals(saved, section, getattr(config, section))
 
 
-def _fixed_adapters(section: str, config: TrainedModelConfig) -> dict[str, str]:
-    """Keys of `lora_cfg` that say what is trained -> why they stay."""
-    keys = ["enabled"]
-    if config.lora is not None:
-        keys += ["dim", "alpha", "target_modules", "exclude_modules", "match_all_linear"]
-    return {f"{section}.dtensor_cfg.lora_cfg.{key}": "adapters and optimizer state are those of it" for key in keys}
-
-
-def _sections(tree: Mapping[str, Mapping[str, object]]) -> list[Mapping[str, object]]:
+def _data_sets(tree: Mapping[str, Mapping[str, object]]) -> str:
     train = (tree.get("data") or {}).get("train")
-    return [row for row in (train if isinstance(train, list) else [train]) if isinstance(row, Mapping)]
+    rows = [row for row in (train if isinstance(train, list) else [train]) if isinstance(row, Mapping)]
+    return ", ".join(shown(row.get("dataset_name")) for row in rows) or "none"
 
 
-def _list(names: list[object]) -> str:
-    return ", ".join(map(shown, names)) or "none"
-
-
-def _model_refusals(saved: Saved, section: str, config: WholeConfig) -> Iterator[tuple[str, str]]:
-    folder = saved.path / section / "weights"
-    if not folder.is_dir():
+def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
+    if not (saved.path / section / "weights").is_dir():
         yield section, f"the checkpoint holds no {section} model"
         return
     key, before = f"{section}.model_name", ((saved.config or {}).get(section) or {}).get("model_name")
@@ -205,28 +176,24 @@ def _model_refusals(saved: Saved, section: str, config: WholeConfig) -> Iterator
     if config.backend == "hf":
         yield from hf_architecture_refusals(saved, section, config)
         return
+    value_head, overrides = section == "value", config.hf_config_overrides
     try:
-        model = _model_here(config, value_head=section == "value")
-    except (OSError, ValueError, RecursionError):  # no model folder: said elsewhere
-        return
-    if model is None:  # a name of which nothing is on this machine: the run compares them when it has the model
+        if config.model_name == TINY_RANDOM:
+            model = tiny_random(overrides, value_head=value_head)
+        elif (here := local_folder(config.model_name)) is not None:
+            model = read_model_folder(here, overrides, value_head=value_head)
+        else:  # nothing of the model is on this machine: the run compares when it has it
+            return
+    except (OSError, ValueError, RecursionError):  # no model folder: the check of the model says so
         return
     yield from architecture_refusals(saved, section, config, model.config)
 
 
-def _model_here(config: WholeConfig, value_head: bool) -> ModelFolder | None:
-    """The model of a section as far as it is on this machine, in a folder, packaged, from the hub or random; None where it is not."""
-    if config.model_name == TINY_RANDOM:
-        return tiny_random(config.hf_config_overrides, value_head=value_head)
-    here = local_folder(config.model_name)
-    return None if here is None else read_model_folder(here, config.hf_config_overrides, value_head=value_head)
-
-
 def architecture_refusals(
-    saved: Saved, section: str, config: WholeConfig, model_config: Mapping[str, object]
+    saved: Saved, section: str, config: TrainedModelConfig, model_config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """(key, why) where the native decoder would compute something else: `model_config` is the model's config.json with
-    the overrides laid over it."""
+    """Yield (key, why) where the native decoder would compute something else. `model_config` is the model's config.json under
+    the overrides."""
     value_head = section == "value"
     try:
         saved_config = read_config(saved.path / section / "weights")
@@ -242,8 +209,8 @@ def architecture_refusals(
             yield key, f"{k} {shown(saved_config.get(k))} -> {shown(model_config.get(k))} is another architecture"
 
 
-def hf_architecture_refusals(saved: Saved, section: str, config: WholeConfig) -> Iterator[tuple[str, str]]:
-    """(key, why) where the overrides make another model for transformers than the checkpoint's config.json does."""
+def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, why) where the overrides make another model for transformers than the checkpoint's config.json does."""
     try:
         saved_config = read_config_file(saved.path / section / "weights")
     except (OSError, ValueError):
@@ -252,15 +219,13 @@ def hf_architecture_refusals(saved: Saved, section: str, config: WholeConfig) ->
         if isinstance(value, (dict, list)):  # transformers completes and moves these when it saves
             continue
         if k in saved_config and saved_config[k] != value:
-            yield (
-                f"{section}.hf_config_overrides.{k}",
-                f"{k} {shown(saved_config[k])} -> {shown(value)} is another architecture",
-            )
+            why = f"{k} {shown(saved_config[k])} -> {shown(value)} is another architecture"
+            yield f"{section}.hf_config_overrides.{k}", why
 
 
 def weights_identity(folder: str | Path) -> str | None:
-    """A number of a model folder's weights: over every tensor's name, dtype, shape and 192 of its bytes, whatever the
-    files are called. None where there are none to be read."""
+    """Return a digest of a model folder's weights: of every tensor's name, dtype, shape and 192 of its bytes, whatever the files
+    are called. Return None where no weights can be read."""
     if not Path(folder).is_dir():
         return None
     lines = []
@@ -275,11 +240,11 @@ def weights_identity(folder: str | Path) -> str | None:
 
 
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
-    """One sentence for all that is refused, and what to do."""
+    """Return one sentence for all that is refused, and what to do."""
     listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
     return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 
 
 def short(path: Path) -> str:
-    """A path relative to the working directory where it lies below it."""
+    """Return a path relative to the working directory if it lies below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

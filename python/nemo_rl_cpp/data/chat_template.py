@@ -71,7 +71,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _guarded(what: str, action: Callable[[], T]) -> T:
-    """`action()`; whatever goes wrong inside is a ChatTemplateError that begins with `what`."""
+    """Return `action()`. Raise ChatTemplateError, which begins with `what`, for whatever goes wrong inside."""
     try:
         return action()
     except ChatTemplateError:
@@ -88,7 +88,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def uses_messages(template: str) -> bool:
-    """Whether a template reads `messages` at all; ChatTemplateError when it does not compile."""
+    """Whether a template reads `messages`. Raise ChatTemplateError when it does not compile."""
     _compile(template)
     return "messages" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
 
@@ -98,23 +98,15 @@ def render_chat_template(
     messages: Sequence[Mapping[str, object]],
     *,
     add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, object]] | None = None,
-    documents: Sequence[Mapping[str, object]] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> str:
-    """The text of one conversation, as transformers makes it.
+    """Return the text of one conversation, as transformers makes it.
 
-    Keys of a message whose value is None (`content: null` beside tool calls) are as if they were not there.
-    `variables` are further names the template may read (special tokens, `chat_template_kwargs`).
-    `continue_final_message` cuts the text right after the last message's content, so that the model goes on with it.
-    Raises ChatTemplateError (a ValueError) when the template is wrong or refuses the messages.
+    Keys of a message whose value is None (`content: null` with tool calls) are left out. `variables` are further names that the
+    template may read (special tokens, `chat_template_kwargs`). Raise ChatTemplateError (a ValueError) when the template is wrong
+    or refuses the messages.
     """
-    if continue_final_message and add_generation_prompt:
-        raise ChatTemplateError(
-            "add_generation_prompt and continue_final_message exclude each other: a text cannot both begin "
-            "a new turn and go on with the last one"
-        )
     for tool in tools or ():
         if not isinstance(tool, Mapping):
             raise ChatTemplateError(
@@ -123,37 +115,17 @@ def render_chat_template(
             )
     seen = _as_templates_see_them(messages)
     compiled = _compile(template)
-    text = _guarded(
+    further = {"documents": None, **{name: _plain(value) for name, value in (variables or {}).items()}}
+    return _guarded(
         "the chat template failed on these messages",
         lambda: compiled.render(
-            messages=seen,
-            tools=_plain(tools),
-            documents=_plain(documents),
-            add_generation_prompt=add_generation_prompt,
-            **{name: _plain(value) for name, value in (variables or {}).items()},
+            messages=seen, tools=_plain(tools), add_generation_prompt=add_generation_prompt, **further
         ),
     )
-    return _up_to_the_last_content(text, seen) if continue_final_message else text
-
-
-def _up_to_the_last_content(text: str, messages: list[dict[str, object]]) -> str:
-    content = messages[-1].get("content") if messages else None
-    if isinstance(content, list):
-        content = next((part["text"] for part in reversed(content) if isinstance(part, dict) and "text" in part), None)
-    if content is None:
-        raise ChatTemplateError("continue_final_message: the last message has no content to go on with")
-    last = str(content).strip()
-    at = text.rfind(last)
-    if at < 0:
-        raise ChatTemplateError(
-            "continue_final_message: the template changes the last message's content, so the place "
-            "to go on from cannot be found"
-        )
-    return text[: at + len(last)]
 
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
-    """Copies of plain values, without keys that are None, reasoning under the names that templates read."""
+    """Return copies with plain values, without keys that are None, and with reasoning under the names that templates read."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(
             f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
@@ -194,11 +166,11 @@ _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt", ".json", ".tpl", ".tmpl")
 
 
 def choose_template(value: object, own: str | Mapping[str, str] | None, key: str) -> str | dict[str, str] | None:
-    """The template that `value`, given under `key`, stands for; `own` are those of the tokenizer.
+    """Return the template that the key `key` asks for by `value`; `own` are the tokenizer's.
 
-    None passes contents through, "default" keeps the tokenizer's own. A text with jinja's marks is a template, a path is
-    read (a .json file for its entry `chat_template`), a name is one of the tokenizer's named templates. Whatever it is, it
-    must read `messages`: ChatTemplateError otherwise, FileNotFoundError for a path that is not there.
+    null passes contents through, "default" is the tokenizer's own. A text with jinja's marks is a template, a path is read (a
+    .json file for its entry `chat_template`), a name is one of the tokenizer's named templates. Raise ChatTemplateError for a
+    template that does not read `messages`, and FileNotFoundError for a path that is not there.
     """
     if value is None:
         return PASSTHROUGH

@@ -1,7 +1,7 @@
-"""Prompts and rows to conversations: what a caller or a data set gives, in one form, or one sentence why not.
+"""Turn prompts and rows into conversations, or say in one sentence what is wrong with them.
 
-A conversation is a list of messages {"role", "content"}. One rule for data sets, `train_grpo` and `generate`. Functions
-without an argument for the place raise ValueError without one; whoever knows the file and the row puts them before it.
+A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` follow one rule. A ValueError
+does not name the file and the row: the caller puts them before it.
 """
 
 import json
@@ -17,7 +17,7 @@ _ARROW = ("datasets", "pandas", "polars", "pyarrow")
 
 
 def plain(value: object) -> object:
-    """Turns arrays, Series and tuples into lists, other mappings into dictionaries and scalars of numpy into Python's, at any depth.
+    """Turn arrays, Series and tuples into lists, other mappings into dictionaries and scalars of numpy into Python's, at any depth.
 
     Values of other types stay. Mappings inside an array of objects lose their null keys: pandas makes such arrays of Arrow's lists.
     """
@@ -48,7 +48,7 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Removes null keys from the mappings inside columns; columns that are null stay.
+    """Remove null keys from the mappings inside columns; columns that are null stay.
 
     All structs of an Arrow column have the same keys, so that each gets a null under every key that only others were given.
     """
@@ -62,7 +62,7 @@ def _unpadded(value: object) -> object:
 
 
 def row_at(rows: Indexed[Row], index: int) -> Row:
-    """Row `index` of a data set as it was written."""
+    """Return row `index` of a data set as it was written."""
     return without_padding(rows[index]) if comes_from_arrow(rows) else rows[index]
 
 
@@ -79,27 +79,23 @@ ChatMessage = dict[str, object]
 
 
 def look_up(row: Mapping[str, object], key: str) -> object:
-    """The value of a column, or inside columns that are mappings by a dotted key (`reward_model.ground_truth`).
-
-    ValueError with the keys that are there when it is missing.
-    """
+    """Return the value of a column, or by a dotted key (`reward_model.ground_truth`) a value inside a column. Raise ValueError with
+    the keys that are there when it is missing."""
     if key in row:
         return row[key]
     value: object = row
-    walked: list[str] = []
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            where = f"{'.'.join(walked)!r} " if walked else "the row "
             there = f"the keys {list(value)}" if isinstance(value, Mapping) else f"no keys: it is {_kind(value)}"
-            raise ValueError(f"the key {key!r} is missing; {where}has {there}")
-        walked.append(part)
+            where = "the row" if value is row else repr(key[: key.index(part)].rstrip("."))
+            raise ValueError(f"the key {key!r} is missing; {where} has {there}")
         value = value[part]
     return value
 
 
 def conversation_of(value: object, key: str) -> list[ChatMessage]:
-    """The messages of a question: a text or a number is a user's message; lists of {"role", "content"} or of {"from",
-    "value"} (sharegpt) are conversations."""
+    """Return the messages of a question: a text or a number is a user's message, a list of {"role", "content"} or of {"from",
+    "value"} (sharegpt) is a conversation."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         value = str(value)
     if isinstance(value, str):
@@ -117,12 +113,12 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
 
 
 def text_of(value: T) -> T | str:
-    """Turns a number into text, since it stands in a message; everything else stays."""
+    """Turn a number into text, for a message; everything else stays."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether a value is a list of some kind (no text)."""
+    """Whether a value is a list or another sequence, and no text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -142,8 +138,8 @@ def _message(message: object, key: str) -> ChatMessage:
 
 
 def split_conversation(messages: object, key: str = "messages") -> tuple[list[ChatMessage], object]:
-    """(prompt, truth): the prompt ends with the user (or a tool's result), the truth is what the last assistant message
-    says, and None where nothing follows the prompt. Contents in parts of text become texts."""
+    """Return (prompt, truth): the prompt ends with the user (or a tool's result), the truth is the content of the last assistant
+    message, None without one. Contents in parts of text become texts."""
     checked = conversation_of(messages, key) if is_list(messages) else None
     if checked is None:
         raise ValueError(f"{key!r} must be a list of messages, not {_kind(messages)}")
@@ -163,7 +159,7 @@ def split_conversation(messages: object, key: str = "messages") -> tuple[list[Ch
 
 
 def check_characters(text: str, where: str) -> None:
-    """ValueError for a text with half a character, which no tokenizer takes and no file can hold."""
+    """Raise ValueError for a text with half a character, which no tokenizer takes and no file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -173,7 +169,7 @@ def check_characters(text: str, where: str) -> None:
 
 
 def is_conversation(items: object) -> bool:
-    """Whether it is a list of messages, in either spelling, and not one of rows."""
+    """Whether it is a list of messages, in either spelling, and not a list of rows."""
     return (
         isinstance(items, (list, tuple))
         and len(items) > 0
@@ -183,8 +179,8 @@ def is_conversation(items: object) -> bool:
 
 
 def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
-    """A prompt as the model gets it: a text, or the messages of a conversation that the model can answer. ValueError, which
-    begins with `where`, for all else."""
+    """Return a prompt as the model gets it: a text, or the messages of a conversation that the model can answer. Raise ValueError,
+    which begins with `where`, for everything else."""
     if isinstance(value, str):
         if not value and not may_be_empty:
             raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
@@ -208,8 +204,8 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
 
 
 def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
-    """One or several prompts to answer, each as `prompt_of` gives it; a text or a conversation is one. ValueError for all
-    else."""
+    """Return one or several prompts, each as `prompt_of` returns it; a text or a conversation is one. Raise ValueError for
+    everything else."""
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
@@ -241,7 +237,7 @@ def is_parts(content: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
 
 
 def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> str:
-    """The texts of all parts, one after another; images, sound and video are refused."""
+    """Join the texts of all parts. Raise ValueError for images, sound and video."""
     for part in parts:
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"{key} has a part of type {in_a_line(part['type'])}: only text is supported")
@@ -249,7 +245,7 @@ def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> 
 
 
 def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
-    """The column `tools` of a row: a list of JSON schemas, or its JSON text."""
+    """Return the column `tools` of a row: a list of JSON schemas, or its JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.config.base import as_model
@@ -210,6 +212,25 @@ class MultipleDataloaderWrapper:
             self.data_iterators[name] = iter(loader)
         self._turn = int(state["turn"])
         self.records = dict(state.get("records", {}))
+
+
+def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
+    """Write the loader's position into a checkpoint."""
+    file = checkpoint / "train_dataloader.json"
+    file.write_text(json.dumps(dataloader.state_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
+    """Take the loader to the position in a checkpoint.
+
+    Raise FileNotFoundError if the checkpoint has none, and ValueError if it is of other rows, another seed or another order.
+    """
+    file = checkpoint / "train_dataloader.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"the checkpoint {checkpoint} holds no position in the data ({file.name}): it cannot be resumed"
+        )
+    dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _import(path: str) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
-"""A tokenizer over Hugging Face tokenizer folders, with the surface that data processors call on `AutoTokenizer`.
+"""A tokenizer for Hugging Face tokenizer folders: encode, decode, chat template, special tokens, as `AutoTokenizer` has them.
 
-It needs the `tokenizers` library and jinja2 only; a transformers tokenizer is accepted wherever this one is.
+It needs the `tokenizers` library and jinja2 only. A transformers tokenizer is accepted wherever this one is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Templates = str | dict[str, str] | None
 
 
 class Encoding(dict[str, TokenIds]):
-    """What calling a tokenizer gives: `input_ids` and `attention_mask`, by key or by attribute."""
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, by key or by attribute."""
 
     def __getattr__(self, name: str) -> TokenIds:
         try:
@@ -52,8 +52,8 @@ class Tokenizer(SpecialTokens):
     """Text to token ids and back.
 
     `tokenizer` is a `tokenizers.Tokenizer`; `config` holds the keys of tokenizer_config.json; `eos_token_ids` are the ids at
-    which the model beside it ends its texts, where it names any (`data.boundaries`).
-    Use `from_pretrained` for a folder or a model name.
+    which the model of the folder ends its texts, if it names any (`data.boundaries`). Use `from_pretrained` for a folder or a
+    model name.
     """
 
     is_fast = True
@@ -75,7 +75,7 @@ class Tokenizer(SpecialTokens):
         self._model_template = self._templates(self.init_kwargs.pop("chat_template", None))
         self._run_template: tuple[Templates] | None = None
         self.model_max_length = int(self.init_kwargs.get("model_max_length") or 10**30)
-        # Padding and truncation of a tokenizer.json are leftovers of somebody's training script.
+        # padding and truncation in a tokenizer.json are leftovers of a training script
         tokenizer.no_padding()
         tokenizer.no_truncation()
         obey_settings(tokenizer, self.init_kwargs)
@@ -85,10 +85,8 @@ class Tokenizer(SpecialTokens):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
-        """Reads tokenizer.json and the files beside it from a folder, or from the folder that a model name means.
-
-        Raises ValueError when there is no tokenizer.json, saying how to make one.
-        """
+        """Read tokenizer.json and the files beside it from a folder, or from the folder of a model's name. Raise ValueError without
+        a tokenizer.json."""
         from nemo_rl_cpp.hub.sources import resolve_tokenizer
 
         folder = resolve_tokenizer(
@@ -113,7 +111,7 @@ class Tokenizer(SpecialTokens):
         return tokenizer
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json (the model's chat template inside) and special_tokens_map.json."""
+        """Write tokenizer.json, tokenizer_config.json (the model's chat template inside) and special_tokens_map.json."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         self.backend_tokenizer.save(str(target / "tokenizer.json"))
@@ -135,7 +133,7 @@ class Tokenizer(SpecialTokens):
 
     @property
     def chat_template(self) -> Templates:
-        """The template in use, or templates by name: the run's where `use_chat_template` gave one, else the model's."""
+        """The template in use, or templates by name: the run's (`use_chat_template`), else the model's."""
         return self._model_template if self._run_template is None else self._run_template[0]
 
     @chat_template.setter
@@ -143,14 +141,14 @@ class Tokenizer(SpecialTokens):
         self._model_template, self._run_template = template, None
 
     def use_chat_template(self, template: Templates) -> None:
-        """Uses `template` from here on. It is the run's and not the model's: `save_pretrained` does not write it."""
+        """Use `template` from here on. It is the run's and not the model's: `save_pretrained` does not write it."""
         self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the model's own vocabulary, without those added later; `len()` counts them too."""
+        """Tokens of the vocabulary without added ones; `len()` counts these too."""
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
@@ -165,7 +163,7 @@ class Tokenizer(SpecialTokens):
     def convert_ids_to_tokens(
         self, ids: int | Iterable[int], skip_special_tokens: bool = False
     ) -> str | list[str | None] | None:
-        """The vocabulary's own spelling of tokens (a leading space may be written as another character)."""
+        """Return the vocabulary's spelling of tokens (a leading space may be written as another character)."""
         if isinstance(ids, int):
             return self.backend_tokenizer.id_to_token(ids)
         skip = set(self.all_special_ids) if skip_special_tokens else set()
@@ -181,137 +179,59 @@ class Tokenizer(SpecialTokens):
     # -- text to ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True, return_tensors: str | None = None) -> TokenIds:
-        """Token ids of one text: a list, or an int64 tensor [1, S] with `return_tensors="pt"`."""
-        ids = self(text, add_special_tokens=add_special_tokens, return_tensors=return_tensors)
-        return ids["input_ids"]
-
-    def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
-        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).tokens
+        """Return the token ids of one text: a list, or an int64 tensor [1, S] with `return_tensors="pt"`."""
+        return self(text, add_special_tokens=add_special_tokens, return_tensors=return_tensors)["input_ids"]
 
     def __call__(
-        self,
-        text: str | Sequence[str],
-        *,
-        add_special_tokens: bool = True,
-        return_tensors: str | None = None,
-        padding: bool | str = False,
-        truncation: bool = False,
-        max_length: int | None = None,
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Encoding:
-        """Token ids of a text or of several.
-
-        Lists of int, or int64 tensors [B, S] with `return_tensors="pt"` (B is 1 for one text). Texts of different
-        length need `padding=True` (to the longest) or `padding="max_length"` then; padding goes to the right with
-        `attention_mask` 0. `truncation=True` keeps the first `max_length` ids.
-        """
+        """Return the token ids of a text or of several, as lists or with `return_tensors="pt"` as int64 tensors [B, S], where B is
+        1 for one text. Texts of different lengths fit no tensor: there is no padding."""
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be None or 'pt', got {return_tensors!r}")
-        if truncation and max_length is None:
-            raise ValueError("truncation=True needs max_length")
-        single = isinstance(text, str)
-        texts = [text] if single else list(text)
-        if not all(isinstance(t, str) for t in texts):
-            raise ValueError(
-                "a tokenizer takes a text or a list of texts, got "
-                + ", ".join(sorted({type(t).__name__ for t in texts}))
-            )
+        texts = [text] if isinstance(text, str) else list(text)
+        if wrong := sorted({type(t).__name__ for t in texts if not isinstance(t, str)}):
+            raise ValueError(f"a tokenizer takes a text or a list of texts, got {', '.join(wrong)}")
         rows = [e.ids for e in self.backend_tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
-        if truncation:
-            rows = [row[:max_length] for row in rows]
-        masks = [[1] * len(row) for row in rows]
-        if padding:
-            rows, masks = self._pad(rows, masks, padding, max_length)
         if return_tensors == "pt":
-            return Encoding(input_ids=self._tensor(rows), attention_mask=self._tensor(masks))
-        if single:
+            import torch
+
+            ids = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), len(rows[0]) if rows else 0)
+            return Encoding(input_ids=ids, attention_mask=torch.ones_like(ids))
+        masks = [[1] * len(row) for row in rows]
+        if isinstance(text, str):
             return Encoding(input_ids=rows[0], attention_mask=masks[0])
         return Encoding(input_ids=rows, attention_mask=masks)
 
-    def _pad(
-        self, rows: list[list[int]], masks: list[list[int]], padding: bool | str, max_length: int | None
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        if self.pad_token_id is None:
-            raise ValueError("padding needs a padding token: set tokenizer.pad_token")
-        if padding not in (True, "longest", "max_length"):
-            raise ValueError(f"padding must be True, 'longest' or 'max_length', got {padding!r}")
-        if padding == "max_length" and max_length is None:
-            raise ValueError("padding='max_length' needs max_length")
-        width = max_length if padding == "max_length" else max(map(len, rows), default=0)
-        gaps = [max(width - len(row), 0) for row in rows]
-        if self.padding_side == "left":
-            return (
-                [[self.pad_token_id] * g + r for r, g in zip(rows, gaps, strict=True)],
-                [[0] * g + m for m, g in zip(masks, gaps)],
-            )
-        return (
-            [r + [self.pad_token_id] * g for r, g in zip(rows, gaps, strict=True)],
-            [m + [0] * g for m, g in zip(masks, gaps)],
-        )
-
-    @staticmethod
-    def _tensor(rows: list[list[int]]) -> torch.Tensor:
-        import torch
-
-        lengths = {len(row) for row in rows}
-        if len(lengths) > 1:
-            raise ValueError(
-                f"texts of {min(lengths)} to {max(lengths)} tokens do not fit one tensor: pass padding=True"
-            )
-        return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), lengths.pop() if lengths else 0)
-
     def apply_chat_template(
         self,
-        conversation: Sequence[Mapping[str, object]] | Sequence[Sequence[Mapping[str, object]]],
+        conversation: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] | None = None,
-        documents: Sequence[Mapping[str, object]] | None = None,
         chat_template: str | None = None,
         *,
         add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
         tokenize: bool = True,
         return_tensors: str | None = None,
         return_dict: bool = False,
-        padding: bool | str = False,
-        truncation: bool = False,
-        max_length: int | None = None,
         add_special_tokens: bool = False,
         **kwargs: object,
     ) -> Any:
-        """A conversation (a list of {"role", "content"} messages), or several, as the model's prompt text or ids.
+        """Return a conversation (a list of {"role", "content"} messages) as the model's prompt: text or ids.
 
-        `add_generation_prompt` ends the text where the assistant begins. With `tokenize=False` the text is returned;
-        otherwise the ids: a list, or with `return_tensors="pt"` a tensor [B, S], or with `return_dict` an Encoding.
-        Special tokens are the template's business, so none are added unless `add_special_tokens` asks for them.
-        Everything in `kwargs` is a variable for the template (`enable_thinking=False`, say).
-        Raises ValueError when there is no template or it refuses the messages.
+        `add_generation_prompt` ends the text where the assistant begins. With `tokenize=False` the text is returned; else the ids:
+        a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with `return_dict`. The template writes special tokens,
+        so none are added unless `add_special_tokens` asks for them. `kwargs` are variables for the template
+        (`enable_thinking=False`, for instance). Raise ValueError when there is no template or it refuses the messages.
         """
         from nemo_rl_cpp.data.chat_template import render_chat_template  # jinja2 takes a fifth of a second to load
 
-        template = self._select_template(chat_template, tools)
-        variables = {**self.special_tokens_map, **self.chat_template_kwargs, **kwargs}
-        several = bool(conversation) and isinstance(conversation[0], (list, tuple))
-        texts = [
-            render_chat_template(
-                template,
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                documents=documents,
-                variables=variables,
-            )
-            for messages in (conversation if several else [conversation])
-        ]
+        text = render_chat_template(
+            self._select_template(chat_template, tools), conversation, add_generation_prompt=add_generation_prompt, tools=tools,
+            variables={**self.special_tokens_map, **self.chat_template_kwargs, **kwargs},
+        )  # fmt: skip
         if not tokenize:
-            return texts if several else texts[0]
-        encoded = self(
-            texts if several else texts[0],
-            add_special_tokens=add_special_tokens,
-            padding=padding,
-            return_tensors=return_tensors,
-            truncation=truncation,
-            max_length=max_length,
-        )
+            return text
+        encoded = self(text, add_special_tokens=add_special_tokens, return_tensors=return_tensors)
         return encoded if return_dict else encoded["input_ids"]
 
     def _select_template(self, given: str | None, tools: object) -> str:
@@ -340,30 +260,23 @@ class Tokenizer(SpecialTokens):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Makes the text of a list or 1-D tensor of ids; bytes that form no character come out as U+FFFD.
+        """Return the text of a list or 1-D tensor of ids; bytes that form no character come out as U+FFFD.
 
         No spaces are cleaned up, whatever the argument or the folder's key says: transformers ignores both for BPE.
         """
         return self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def batch_decode(
-        self,
-        sequences: Iterable[Iterable[int]],
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool | None = None,
-    ) -> list[str]:
+    def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(row, skip_special_tokens) for row in sequences]
 
 
 def get_tokenizer(
     tokenizer_config: TokenizerConfig | Mapping[str, object], *, section: str = "policy.tokenizer"
 ) -> Tokenizer:
-    """The tokenizer of a `policy.tokenizer` section (a dictionary or an object with the same names); messages name `section`.
+    """Return the tokenizer of a section `policy.tokenizer`; messages name `section`.
 
-    `name`: folder or model name. `chat_template`: absent or "default" keeps the folder's own; null passes contents
-    through unchanged; a path is read, a name is one of the tokenizer's templates, a text with jinja's marks is a template
-    (see `choose_template`); it must use `messages`.
-    `chat_template_kwargs` are variables that every `apply_chat_template` call gets. The pad token is eos where missing.
+    `name`: a folder or model name. `chat_template`: see `choose_template`; the folder's template where it is absent.
+    `chat_template_kwargs` are variables that every `apply_chat_template` call gets.
     """
     # `nemo-rl-cpp generate` has no configuration: it starts without pydantic
     from nemo_rl_cpp.config.base import as_model

@@ -1,4 +1,4 @@
-"""The files beside tokenizer.json: the special tokens and the class that they name, read with the precedence of transformers 5, and written."""
+"""Read and write the files next to tokenizer.json: special tokens and tokenizer class, with the precedence of transformers 5."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file. ValueError names a file that holds something else."""
+    """Return the object in a JSON file; nothing where there is no file. Raise ValueError for a file that holds something else."""
     if not path.is_file():
         return {}
     try:
@@ -30,12 +30,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_text(token: str | Mapping[str, Any] | None) -> str | None:
-    """A special token is written as a text or as a dictionary with its flags."""
+    """Return the text of a special token, which files write as a text or as a dictionary with its flags."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
-    """The keys of tokenizer_config.json, with what the older files beside it add.
+    """Return the keys of tokenizer_config.json, with those that older files of the folder add.
 
     Where tokenizer_config.json has `added_tokens_decoder`, it alone counts. Else special_tokens_map.json wins over it, and
     the tokens of added_tokens.json become `added_tokens_decoder`, those excepted whose id is one of `own_ids` (the added
@@ -61,7 +61,7 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
 def write_settings(
     folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
 ) -> None:
-    """Writes tokenizer_config.json (`settings`, the chat template among them) and special_tokens_map.json (the special tokens by
+    """Write tokenizer_config.json (`settings`, the chat template among them) and special_tokens_map.json (the special tokens by
     role, and those without one) into an existing folder."""
     special: dict[str, str | list[str]] = dict(named)
     if additional:
@@ -80,22 +80,11 @@ def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any
 
 
 def extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Texts of the special tokens without a role: under keys of their own (`image_token`), and under the common new or old key."""
+    """Return the special tokens without a role: those under separate keys (`image_token`), and those under the common new or old key."""
     own = [token_text(token) for key, token in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     common = [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
     return list(dict.fromkeys(text for text in [*own, *common] if isinstance(text, str)))
-
-
-_LLAMA = "LlamaTokenizer"
-_BYTE_LEVEL = (
-    "GPT2Tokenizer",
-    "Qwen2Tokenizer",
-    "Qwen3_5Tokenizer",
-    "GPTNeoXTokenizer",
-    "CohereTokenizer",
-    "CodeGenTokenizer",
-)
 
 
 _OF_MODELS = {
@@ -105,6 +94,7 @@ _OF_MODELS = {
     "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
     "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
 }
+_BYTE_LEVEL = (*_OF_MODELS, "CodeGenTokenizer")
 _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whose folders often name a wrong class
 
 
@@ -118,7 +108,7 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
 
 
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
-    """Changes how `backend` splits a text: `split_special_tokens`, and what `tokenizer_class` makes of `add_prefix_space` and `legacy`.
+    """Change how `backend` splits a text: by `split_special_tokens`, and by what `tokenizer_class` makes of `add_prefix_space` and `legacy`.
 
     Other classes take the pipeline of tokenizer.json and read neither.
     """
@@ -131,7 +121,7 @@ def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
     if name in _BYTE_LEVEL:
         for part in byte_level:
             part.add_prefix_space = bool(prefix)
-    if name == _LLAMA and isinstance(backend.model, models.BPE) and not byte_level:
+    if name == "LlamaTokenizer" and isinstance(backend.model, models.BPE) and not byte_level:
         prefix = prefix is None or bool(prefix)
         scheme = "never" if not prefix else "always" if settings.get("legacy") else "first"
         backend.normalizer = None
@@ -143,7 +133,7 @@ def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
 
 
 def _parts(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
-    """Yields the steps of a pre-tokenizer, sequences flattened."""
+    """Yield the steps of a pre-tokenizer, sequences flattened."""
     from tokenizers import pre_tokenizers
 
     if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
@@ -157,7 +147,7 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> AddedToken:
-    """A `tokenizers.AddedToken` of a text, or of a dictionary with its flags."""
+    """Make a `tokenizers.AddedToken` of a text, or of a dictionary with its flags."""
     from tokenizers import AddedToken
 
     if isinstance(token, Mapping):
@@ -178,7 +168,7 @@ class SpecialTokens:
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
-        """Adds the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with other flags."""
+        """Add the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with other flags."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
@@ -191,7 +181,7 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Makes the named and the additional special tokens special; `named` may give them with flags."""
+        """Make the named and the additional special tokens special; `named` may give them with flags."""
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
@@ -209,25 +199,9 @@ class SpecialTokens:
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self.backend_tokenizer.token_to_id(text)
 
-    @property
-    def bos_token(self) -> str | None:
-        return self._named["bos_token"]
-
-    @bos_token.setter
-    def bos_token(self, text: str | None) -> None:
-        self._set_named("bos_token", text)
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._named["eos_token"]
-
-    @eos_token.setter
-    def eos_token(self, text: str | None) -> None:
-        self._set_named("eos_token", text)
-
-    @property
-    def unk_token(self) -> str | None:
-        return self._named["unk_token"]
+    unk_token = property(lambda self: self._named["unk_token"])
+    bos_token = property(lambda self: self._named["bos_token"], lambda self, text: self._set_named("bos_token", text))
+    eos_token = property(lambda self: self._named["eos_token"], lambda self, text: self._set_named("eos_token", text))
 
     @property
     def pad_token(self) -> str | None:
@@ -239,21 +213,10 @@ class SpecialTokens:
     def pad_token(self, text: str | None) -> None:
         self._set_named("pad_token", text)
 
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id(self.bos_token)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id(self.eos_token)
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._id(self.unk_token)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id(self.pad_token)
+    bos_token_id = property(lambda self: self._id(self.bos_token))
+    eos_token_id = property(lambda self: self._id(self.eos_token))
+    unk_token_id = property(lambda self: self._id(self.unk_token))
+    pad_token_id = property(lambda self: self._id(self.pad_token))
 
     @property
     def eos_token_ids(self) -> list[int]:

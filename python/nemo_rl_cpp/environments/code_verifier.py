@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from nemo_rl_cpp.environments.sandbox import Limits, Outcome, run_program
-from nemo_rl_cpp.environments.sandbox.files import BOX
+from nemo_rl_cpp.environments.sandbox.inside import BOX
 from nemo_rl_cpp.environments.verifiers import Verdict, VerifierBase, VerifierUseError
 
 _LONGEST_VALUE = (
@@ -289,11 +289,10 @@ def reason_of(result: TestResult, limits: Limits) -> str:
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")
     refused = _NO_PROCESS.search(errors) or _NO_PROCESS.search(result.detail)
-    crowded = outcome.stopped == "time_limit" and outcome.most_threads >= limits.threads
-    if crowded or (refused and outcome.stopped in (None, "time_limit")):
+    if refused and outcome.stopped in (None, "time_limit"):
         return f"process_limit: one process, {limits.threads} threads"
     if outcome.stopped is not None:
-        return f"{outcome.stopped}: {outcome.detail}"
+        return f"{outcome.stopped}: {outcome.detail}" if outcome.detail else outcome.stopped
     last = result.detail or errors.rstrip().rpartition("\n")[2]
     if last.startswith("MemoryError") or "No space left on device" in last:
         return f"memory_limit: {limits.memory_mb} MB"

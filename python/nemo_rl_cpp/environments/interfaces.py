@@ -117,9 +117,6 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     runs_rollouts: bool = False
     can_be_asked_again: bool = False
     """Whether an answer follows from `step`'s arguments alone, so that a lost Ray actor is started again and asked again."""
-    metrics_add_up: bool = False
-    """Whether a batch may be dealt to several actors, too: each row is answered by itself, and the sums of the metrics of
-    parts of a batch are the metrics of the batch."""
 
     @abc.abstractmethod
     def step(

@@ -1,13 +1,13 @@
 """`Class.remote(...)`: an object whose methods can also be called as `method.remote(...)`.
 
-Where this program has started or joined Ray, the object lives in Ray actors (`RayEnvironment`), and `ray.get` waits for a
+Where this program has started or joined Ray, the object lives in a Ray actor (`RayEnvironment`), and `ray.get` waits for a
 result. Else it lives in this process: the calls of one object run one after another, as an actor's do. Those of the user's class
 run where the user's code runs (`user_code.py`). An environment of this package has a thread, so that several work at the same
 time. `nemo_rl_cpp.distributed.get` waits for either.
 
 An actor runs its calls in the main thread of its process, one after another, since a user's code may set signals there. So it has
-neither concurrency groups nor async methods, with which Ray would run them in other threads. An environment whose answers follow
-from the conversation alone (`can_be_asked_again`) is started again when an actor is lost, by Ray, which then asks it again.
+neither concurrency groups nor async methods, with which Ray would run them in other threads. Where an answer follows from the
+conversation alone (`can_be_asked_again`), Ray starts a lost actor again and asks it again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ import queue
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.futures import Future, as_raised, get, picklable
 from nemo_rl_cpp.distributed.ray_workers import enter, hold_ray, let_ray_go, ray_in_use, surroundings
@@ -33,11 +30,12 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.errors import in_user_code
 from nemo_rl_cpp.user_code import call_any, call_user, is_users, runs_here
 
-if TYPE_CHECKING:
-    from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-
 START_SECONDS = 300.0  # until an actor has made its environment
+DEADLINE_S = 1800.0  # of an answer of an actor that somebody else has made
 _END_SECONDS = 10.0  # for an environment to end its own processes
+
+
+# ---- in a Ray actor
 
 
 @dataclass(frozen=True)
@@ -56,41 +54,31 @@ class ActorSettings:
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> ActorSettings:
-        """From the section `cluster`."""
+        """Read the section `cluster`."""
         cpus = cluster.processes * (cluster.cpus_per_worker or 1)
         return cls(cluster.communication_timeout_s, cluster.environment_restarts, cpus)
 
 
 class EnvironmentActor:
-    """What runs in an actor: one environment, made when it is first asked for, so that what its constructor raises is an answer.
-    `make` is what makes it, pickled: the modules of the environment are imported then, too."""
+    """Runs in an actor: one environment, made at the first call, so that what its constructor raises is an answer."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
+        """`make` is pickled, since unpickling it imports the modules of the environment."""
         enter(folder, variables)
         self._make, self._environment = make, None
 
     def start(self) -> None:
-        """Makes the environment, if it has not been made; raises what its constructor raises."""
+        """Make the environment, if it has not been made; raise what its constructor raises."""
         if self._environment is None:
             self._environment = _told(lambda: pickle.loads(self._make)())
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, object]) -> object:
-        """Any method of the environment."""
+        """Call any method of the environment."""
         self.start()
         return _told(lambda: getattr(self._environment, method)(*args, **kwargs))
 
-    def joined(self, *parts: EnvironmentReturn) -> EnvironmentReturn:
-        """The answers to consecutive parts of a batch as one."""
-        return joined(parts)
-
-    def added(self, *metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of several actors as one environment's."""
-        return {
-            name: sum(each.get(name, 0) for each in metrics) for name in dict.fromkeys(k for m in metrics for k in m)
-        }
-
     def end(self) -> None:
-        """Ends the environment's own processes."""
+        """End the environment's own processes."""
         environment, self._environment = self._environment, None
         if environment is not None and hasattr(environment, "shutdown"):
             _told(environment.shutdown)
@@ -110,33 +98,6 @@ def _told(call: Callable[[], Any]) -> Any:
         raise sent from None
 
 
-def joined(parts: Sequence[EnvironmentReturn]) -> EnvironmentReturn:
-    """The answers to consecutive parts of a batch as one; a part without rows says nothing."""
-    import torch
-
-    parts = [part for part in parts if len(part.metadata)] or list(parts[:1])
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-
-    def listed(name: str) -> list:
-        return [value for part in parts for value in getattr(part, name)]
-
-    if isinstance(first.rewards, dict):
-        rewards = copy(first.rewards)  # with its weights, where it is `WeightedParts`
-        rewards.update({name: torch.cat([part.rewards[name] for part in parts]) for name in first.rewards})
-    else:
-        rewards = torch.cat([part.rewards for part in parts])
-    return first._replace(
-        observations=listed("observations"),
-        metadata=listed("metadata"),
-        next_stop_strings=listed("next_stop_strings"),
-        rewards=rewards,
-        terminateds=torch.cat([part.terminateds for part in parts]),
-        answers=None if first.answers is None else listed("answers"),
-    )
-
-
 class RayMethod:
     """A method of a `RayEnvironment`: start it with `.remote(...)`, or call it and wait."""
 
@@ -144,8 +105,9 @@ class RayMethod:
         self._environment, self._name = environment, name
 
     def remote(self, *args: object, **kwargs: object) -> object:
-        """A reference of Ray's to the result."""
-        return self._environment._start(self._name, args, kwargs)
+        """Return a reference of Ray's to the result."""
+        actor = self._environment._actor
+        return actor.end.remote() if self._name == "shutdown" else actor.call.remote(self._name, args, kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         import ray
@@ -154,19 +116,16 @@ class RayMethod:
 
 
 class RayEnvironment:
-    """A handle on an environment in actors. It can be sent to other actors; the one who made it ends them by `close`.
+    """A handle on an environment in an actor. It can be sent to other actors; the one who made it ends the actor by `close`."""
 
-    Rows of a batch are dealt to several actors in consecutive parts, as NeMo RL's environments deal them to their workers.
-    """
-
-    def __init__(self, cls: type, actors: list, settings: ActorSettings, held: bool = False) -> None:
-        self._cls, self._actors, self._settings, self._held = cls, actors, settings, held
+    def __init__(self, cls: type, actor: Any, deadline: float, held: bool = False) -> None:
+        self._cls, self._actor, self.deadline, self._held = cls, actor, deadline, held
 
     def __reduce__(self) -> tuple:
-        return RayEnvironment, (self._cls, self._actors, self._settings)
+        return RayEnvironment, (self._cls, self._actor, self.deadline)
 
     def __repr__(self) -> str:
-        return f"RayEnvironment({self._cls.__name__}, {len(self._actors)} actors)"
+        return f"RayEnvironment({self._cls.__name__})"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -174,132 +133,57 @@ class RayEnvironment:
         value = getattr(self._cls, name)
         return RayMethod(self, name) if callable(value) else value
 
-    @property
-    def deadline(self) -> float:
-        """Seconds that one answer may take."""
-        return self._settings.deadline
-
-    def _start(self, name: str, args: tuple, kwargs: dict[str, object]) -> object:
-        if name == "step":
-            return self._step(args, kwargs)
-        if name == "pop_metrics":
-            popped = [actor.call.remote(name, args, kwargs) for actor in self._actors]
-            return popped[0] if len(popped) == 1 else self._actors[0].added.remote(*popped)
-        if name == "shutdown":
-            ends = [actor.end.remote() for actor in self._actors]
-            return ends[0] if len(ends) == 1 else self._actors[0].added.remote(*({} for _ in ends))
-        return self._actors[0].call.remote(name, args, kwargs)
-
-    def _step(self, args: tuple, kwargs: dict[str, object]) -> object:
-        if len(self._actors) == 1:
-            return self._actors[0].call.remote("step", args, kwargs)
-        (logs, infos), rest = args[:2], args[2:]
-        size = max(1, -(-len(logs) // len(self._actors)))
-        parts = [
-            actor.call.remote("step", (logs[begin : begin + size], infos[begin : begin + size], *rest), kwargs)
-            for actor, begin in zip(self._actors, range(0, max(1, len(logs)), size))
-        ]
-        return parts[0] if len(parts) == 1 else self._actors[0].joined.remote(*parts)
-
     def close(self, patience: float | None = None) -> None:
-        """Ends the environment's processes and its actors, and Ray where nobody else holds it. May be called again."""
+        """End the environment's processes and its actor, and Ray where nobody else holds it. May be called again."""
         if not self._held:
             return
         self._held = False
         ray = ray_in_use()
         try:
             if ray is not None:
-                ends = [actor.end.remote() for actor in self._actors]
-                ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS if patience is None else patience)
+                ray.wait([self._actor.end.remote()], timeout=_END_SECONDS if patience is None else patience)
         finally:
             if ray is not None:
-                _end_all(ray, self._actors)
+                ray.kill(self._actor)
             let_ray_go()
 
 
-def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings: ActorSettings | None = None, options: dict[str, object] | None = None) -> RayEnvironment:  # fmt: skip
-    """An environment of this class in actors: as many as `num_workers` of its section says, where its answers and metrics can be put
-    together again (`can_be_asked_again`, `metrics_add_up`), else one.
-
-    `options` are Ray's own for its actors. Raises what the constructor raises.
-    """
+def ray_environment(
+    cls: type, args: tuple, kwargs: dict[str, object], settings: ActorSettings | None = None, options: dict[str, Any] | None = None
+) -> RayEnvironment:  # fmt: skip
+    """Make an environment of this class in an actor; `options` are Ray's own for it. Raise what the constructor raises."""
     settings = ActorSettings.of(ClusterConfig()) if settings is None else settings
     ray = hold_ray(settings.cpus)
-    actors: list = []
+    actor = None
     try:
-        again = bool(cls.can_be_asked_again)
-        count, args = _dealt(cls, args, int(ray.cluster_resources().get("CPU", 1)))
+        given = (options or {}).get("runtime_env") or {}
+        variables = {**(given.get("env_vars") or {}), **worker_environment(1)}
         made = {
             "num_cpus": 0,
-            "max_restarts": settings.restarts if again else 0,
+            "max_restarts": settings.restarts if cls.can_be_asked_again else 0,
             # restarts are what is counted: of a node that dies, Ray tries a call several times before it starts the actor elsewhere
-            "max_task_retries": -1 if again else 0,
-            "runtime_env": {"env_vars": worker_environment(1)},
-            "scheduling_strategy": "SPREAD" if count > 1 else "DEFAULT",
+            "max_task_retries": -1 if cls.can_be_asked_again else 0,
+            **(options or {}),
+            "runtime_env": {**given, "env_vars": variables},
         }
-        kind = ray.remote(EnvironmentActor)
-        make = ray.cloudpickle.dumps(_Maker(cls, args, kwargs))
-        for i in range(count):
-            actors.append(kind.options(**_with(made, options or {}, i, count)).remote(make, *surroundings()))
-        _await_start(ray, actors, cls)
-        return RayEnvironment(cls, actors, settings, held=True)
+        make = ray.cloudpickle.dumps(partial(cls, *args, **kwargs))
+        actor = ray.remote(EnvironmentActor).options(**made).remote(make, *surroundings())
+        try:
+            ray.get(actor.start.remote(), timeout=START_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(
+                f"no answer from an actor of {cls.__name__} within {START_SECONDS:.0f} s of its start: its constructor hangs, or it found no "
+                "place in the cluster. Look for ray::EnvironmentActor among the processes, or set cluster.executor=processes, which needs no actor"
+            ) from None
+        return RayEnvironment(cls, actor, settings.deadline, held=True)
     except BaseException as error:
-        _end_all(ray, actors)
+        if actor is not None:
+            ray.kill(actor)
         let_ray_go()
         raise as_raised(error) from None
 
 
-def _end_all(ray: ModuleType, actors: list) -> None:
-    for actor in actors:
-        ray.kill(actor)
-
-
-def _await_start(ray: ModuleType, actors: list, cls: type) -> None:
-    try:
-        ray.get([actor.start.remote() for actor in actors], timeout=START_SECONDS)
-    except ray.exceptions.GetTimeoutError:
-        raise TimeoutError(
-            f"no answer from an actor of {cls.__name__} within {START_SECONDS:.0f} s of its start: its constructor hangs, or it found no "
-            "place in the cluster. Look for ray::EnvironmentActor among the processes, or set cluster.executor=processes, which needs no actor"
-        ) from None
-
-
-def _with(made: dict[str, Any], options: dict[str, Any], i: int, count: int) -> dict[str, Any]:
-    """The options of actor i of `count`: the caller's before ours, both of environment variables, names that differ."""
-    both = {**made, **options}
-    given = options.get("runtime_env") or {}
-    variables = {**(given.get("env_vars") or {}), **made["runtime_env"]["env_vars"]}
-    both["runtime_env"] = {**given, "env_vars": variables}
-    if "name" in options and i:
-        both["name"] = f"{options['name']}_{i}"
-    return both
-
-
-@dataclass(frozen=True)
-class _Maker:
-    cls: type
-    args: tuple
-    kwargs: dict[str, object]
-
-    def __call__(self) -> Any:
-        return self.cls(*self.args, **self.kwargs)
-
-
-def _dealt(cls: type, args: tuple, cpus: int) -> tuple[int, tuple]:
-    """How many actors, and the arguments of each: its `num_workers` is 1 where there are several."""
-    section = args[0] if args else None
-    wanted = section["num_workers"] if isinstance(section, (Mapping, Section)) and "num_workers" in section else 1
-    if not (cls.can_be_asked_again and cls.metrics_add_up) or not isinstance(wanted, int) or wanted < 2:
-        return 1, args
-    one = {"num_workers": 1}
-    alone = section.model_copy(update=one) if isinstance(section, Section) else {**section, **one}
-    return min(wanted, max(2, cpus)), (alone, *args[1:])
-
-
-__all__ = ["ActorSettings", "EnvironmentActor", "RayEnvironment", "RayMethod", "joined", "ray_environment"]
-
-
-DEADLINE_S = 1800.0  # of an answer of an actor that somebody else has made
+# ---- in this process
 
 
 class RemoteMethod:
@@ -313,7 +197,7 @@ class RemoteMethod:
         return self.remote(*args, **kwargs).result()
 
     def remote(self, *args: object, **kwargs: object) -> Future:
-        """Starts the call and returns at once."""
+        """Start the call and return at once."""
         return self._actor._submit(partial(self._method, *args, **kwargs))
 
 
@@ -368,15 +252,12 @@ class Remotable:
 
     @classmethod
     def remote(cls, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
-        """Constructs an object behind a handle whose methods have `.remote(...)`: in Ray actors where Ray is in use, else here."""
+        """Make an object behind a handle whose methods have `.remote(...)`: in a Ray actor where Ray is in use, else here."""
         return _Options(cls, {}).remote(*args, **kwargs)
 
     @classmethod
     def options(cls, **options: object) -> _Options:
-        """The class with Ray's options for its actors. Without Ray there is one process, and nothing to place.
-
-        Raises ValueError for an option that asks for GPUs without Ray: this process cannot set them aside.
-        """
+        """Return the class with Ray's options for its actor. Raise ValueError for GPUs without Ray."""
         if options.get("num_gpus") and ray_in_use() is None:
             raise ValueError(
                 f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments of this process run without GPUs; start Ray "
@@ -392,10 +273,12 @@ class _Options:
         self._cls, self._options = cls, options
 
     def remote(self, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
-        """See `Remotable.remote`."""
         if ray_in_use() is None:
             return LocalActor(self._cls(*args, **kwargs))
         return ray_environment(self._cls, args, kwargs, options=self._options)
+
+
+# ---- calls of either
 
 
 class EnvironmentLostError(WorkerLostError):
@@ -411,9 +294,9 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
 
 
 def answer_of(handle: object, result: object, name: str) -> Any:
-    """Waits for what `call_remote` gave. `name` is that of the environment, for messages.
+    """Wait for what `call_remote` returned. Messages name the environment by `name`.
 
-    Raises what the method raised, and EnvironmentLostError where an actor is gone or does not answer within its deadline
+    Raise what the method raised, and EnvironmentLostError where an actor is gone or does not answer within its deadline
     (`cluster.communication_timeout_s`). A call in this process has no deadline: it is the user's own code, at work.
     """
     ray = ray_in_use()
@@ -439,8 +322,8 @@ def _why_for_good(handle: object) -> str:
 
 
 def shut_down(handle: object, patience: float | None = None) -> None:
-    """Ends an environment's processes, and its actors. Raises TimeoutError where it does not answer for `patience` seconds; in this
-    process None waits for as long as it takes."""
+    """End an environment's processes and its actor. Raise TimeoutError if it does not answer for `patience` seconds; None waits
+    for an environment in this process for as long as it takes."""
     if isinstance(handle, RayEnvironment):
         handle.close(patience)
         return

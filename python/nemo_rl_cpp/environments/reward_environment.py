@@ -19,14 +19,14 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """The name of a function; for a partial the name of what it calls; for another object the name of its class."""
+    """Return the name of a function or of a partial's function; for another object the name of its class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
-    """A name for each: those that several share are numbered (`<lambda>_1`, `<lambda>_2`)."""
+    """Return a name for each; names that several share are numbered (`<lambda>_1`, `<lambda>_2`)."""
     names = [function_name(function) for function in functions]
     taken = {name for name in names if names.count(name) == 1}
     distinct = []
@@ -41,39 +41,18 @@ def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
     return distinct
 
 
-def check_signature(function: Callable[..., object]) -> None:
-    """ValueError for a function that cannot be called with keywords."""
-    name = function_name(function)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):
-        raise ValueError(
-            f"reward function {name} has no signature that Python knows: wrap it in a function of (completions)"
-        ) from None
-    unnamed = next((p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty), None)
-    if unnamed is not None:
-        raise ValueError(
-            f"reward function {name} takes {unnamed!r} by position only: it is called with keywords (completions=...)"
-        )
-
-
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
-    """What a reward function returned as numbers (None: no say); ValueError unless it is one a completion, each finite."""
+    """Return a reward function's result as finite numbers (None: no say). Raise ValueError unless it is one a completion."""
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
-    if (
-        getattr(returned, "ndim", 1) == 0
-        or isinstance(returned, (str, bytes, Mapping, set, frozenset))
-        or not isinstance(returned, Iterable)
-    ):
+    no_list = isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not isinstance(returned, Iterable)
+    if no_list or getattr(returned, "ndim", 1) == 0:
         raise ValueError(f"{wanted}, but returned {_described(returned)}")
-    # no more is asked of an iterator than shows that it is too long
-    values = (
-        returned.tolist()
-        if hasattr(returned, "tolist")
-        else list(returned if hasattr(returned, "__len__") else islice(returned, rows + 1))
-    )
+    if hasattr(returned, "tolist"):
+        values = returned.tolist()
+    else:  # an iterator may have no end
+        values = list(returned if hasattr(returned, "__len__") else islice(returned, rows + 1))
     if len(values) != rows:
         raise ValueError(f"reward function {name} returned {len(values)} rewards for {rows} completions")
     return [_number(name, value, row) for row, value in enumerate(values)]
@@ -97,7 +76,7 @@ def _number(name: str, value: object, row: int) -> float | None:
 
 
 def finite_number(value: object, what: str) -> float:
-    """`value` as a number; ValueError, which names `what`, unless it is a finite one."""
+    """Return `value` as a number. Raise ValueError, which names `what`, unless it is finite."""
     number = _as_number(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} is {_described(value)}; it must be a finite number")
@@ -105,7 +84,7 @@ def finite_number(value: object, what: str) -> float:
 
 
 def _as_number(value: object) -> float:
-    """NaN for what is none."""
+    """Return NaN for anything that is no number."""
     try:
         return math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -114,13 +93,9 @@ def _as_number(value: object) -> float:
 
 def _described(value: object) -> str:
     kind = type(value).__name__
-    return (
-        f"{value}"
-        if value is None or isinstance(value, float)
-        else f"{kind} {in_a_line(value, 40)}"
-        if isinstance(value, (bool, int, str, bytes))
-        else f"a {kind}"
-    )
+    if value is None or isinstance(value, float):
+        return str(value)
+    return f"{kind} {in_a_line(value, 40)}" if isinstance(value, (bool, int, str, bytes)) else f"a {kind}"
 
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -163,23 +138,18 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         names: Sequence[str] | None = None,
     ) -> None:
         if isinstance(reward_funcs, Mapping):
-            unknown = set(reward_funcs) - {"functions", "weights", "as_parts", "names"}
-            if unknown or "functions" not in reward_funcs:
+            if not {"functions"} <= set(reward_funcs) <= {"functions", "weights", "as_parts", "names"}:
                 raise ValueError(
                     f"env.reward_functions takes functions, weights, names and as_parts, but got {sorted(map(str, reward_funcs))}"
                 )
-            weights = reward_funcs.get("weights") if weights is None else weights
-            names = reward_funcs.get("names") if names is None else names
-            as_parts = as_parts or bool(reward_funcs.get("as_parts", False))
-            reward_funcs = reward_funcs["functions"]
+            weights, names = reward_funcs.get("weights"), reward_funcs.get("names")
+            as_parts, reward_funcs = bool(reward_funcs.get("as_parts", False)), reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
         if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not is_iterable(reward_funcs)):
             raise ValueError(
                 f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these"
             )
         self._functions = [reward_function(item) for item in ([reward_funcs] if single else reward_funcs)]
-        for function in self._functions:
-            check_signature(function)
         self._names = distinct_names(self._functions) if names is None else _checked_names(names, len(self._functions))
         self._weights = [1.0] * len(self._functions) if weights is None else _numbers(weights)
         if not self._functions or len(self._weights) != len(self._functions):
@@ -285,8 +255,13 @@ def _call(function: RewardFunction, name: str, columns: Columns, rows: int) -> l
 
 
 def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:
-    """The columns that a function takes; ValueError where it asks for one that is not there."""
-    parameters = inspect.signature(function).parameters.values()
+    """Return the columns that a function takes. Raise ValueError where it asks for one that is not there."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"reward function {name} has no signature that Python knows: wrap it in a function of (completions)"
+        ) from None
     missing = [
         p.name
         for p in parameters
@@ -294,7 +269,7 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
     ]
     if missing:
         raise ValueError(
-            f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}{_elsewhere(missing)}"
+            f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}; every function may ask for prompts and completions, lists of texts"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return columns
@@ -302,20 +277,8 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
     return {key: value for key, value in columns.items() if key in names}
 
 
-_ELSEWHERE = {
-    "solution_str": "completions", "response": "completions", "responses": "completions", "outputs": "completions", "samples": "completions",
-    "completion": "completions", "prompt": "prompts", "queries": "prompts", "question": "prompts",
-}  # fmt: skip
-"""What verl and others call the columns that every reward function may ask for."""
-
-
-def _elsewhere(missing: Sequence[str]) -> str:
-    told = [f"{name} is called {_ELSEWHERE[name]} here" for name in missing if name in _ELSEWHERE]
-    return f"; {' and '.join(told)}, a list with one text a response" if told else ""
-
-
 def _missing_column(columns: Columns, error: BaseException) -> str:
-    """What to add to a KeyError for a column that the samples do not have."""
+    """Return what to add to a KeyError for a column that the samples do not have."""
     if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
         return ""
     return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

@@ -99,7 +99,7 @@ class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
     `verifier_unmatchable_truths`, when there are any: responses scored 0 because no response could match their truth.
     """
 
-    can_be_asked_again = metrics_add_up = True
+    can_be_asked_again = True
 
     def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
         self._pool = VerifierPool(verifier, options, warm_up)

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypedDict
 
-from nemo_rl_cpp.environments.remote import LocalActor
-
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 INVALID = "[INVALID]"
 LOOKED_AT = 300  # characters at the end of a response; an answer further up does not count
@@ -109,13 +107,6 @@ class VerifierBase:
     # What may surface besides Exception: a library's own timeout, say.
     caught: tuple[type[BaseException], ...] = (Exception,)
 
-    @classmethod
-    def remote(cls, **pool_options: float | None) -> LocalActor:
-        """A handle on this verifier in a worker process that is killed when it misses its deadline."""
-        from nemo_rl_cpp.environments.verifier_pool import RemoteVerifier
-
-        return LocalActor(RemoteVerifier(cls, **pool_options))
-
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
         """(score, answer found or None) of one response."""
         raise NotImplementedError
@@ -144,7 +135,7 @@ class HFVerifyWorker(VerifierBase):
 
     hf_math_verify is the math-verify package: the truth, wrapped in `\boxed{}`, is read as LaTeX; the response as
     LaTeX or plain expression; equal values are right. With several boxes in the response all of them count as a set.
-    Its own time limits need the main thread: elsewhere use `HFVerifyWorker.remote()` or MathEnvironment.
+    Its own time limits need the main thread: elsewhere use MathEnvironment, which judges in processes.
     """
 
     def __init__(self) -> None:
@@ -168,7 +159,7 @@ class HFVerifyWorker(VerifierBase):
     def _hf_verdict(self, response: str, ground_truth: str) -> Verdict:
         if threading.current_thread() is not threading.main_thread():
             # math-verify limits its time by signals; on a thread it would find every answer wrong, silently
-            raise VerifierUseError("hf_math_verify runs in the main thread only: use HFVerifyWorker.remote()")
+            raise VerifierUseError("hf_math_verify runs in the main thread only: use MathEnvironment")
         if self._metric is None:
             self._load()
         try:

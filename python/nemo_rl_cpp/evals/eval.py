@@ -19,11 +19,11 @@ from nemo_rl_cpp.data.checkpoint_template import differences_from_run
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
-from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import check_device, use_threads
+from nemo_rl_cpp.environments.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down

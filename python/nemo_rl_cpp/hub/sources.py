@@ -12,9 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,26 +28,16 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 _PREPARING_SECONDS = 3600.0  # that another process may take to convert a model
 _HUB_DEADLINE = 8.0  # seconds until a hub that does not answer counts as unreachable
 _MODEL_FILES = [
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-]
+    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
+]  # fmt: skip
 _TOKENIZER_FILES = [
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab.*",
-    "merges.txt",
-    "config.json",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt", "config.json",
     "generation_config.json",
-]
+]  # fmt: skip
 
 
 class SourceError(ValueError):
-    """A model or data set that cannot be had; the message is one sentence that says what to do."""
+    """A model or data set that cannot be loaded; the message is one sentence that says what to do."""
 
 
 class HubUnreachableError(SourceError):
@@ -56,7 +45,7 @@ class HubUnreachableError(SourceError):
 
 
 class UnknownOnHubError(SourceError):
-    """The hub answers that it has no such repository, or that the name is none."""
+    """The hub answers that it has no such repository, or that no repository can have that name."""
 
 
 class ModelFolderError(SourceError):
@@ -156,7 +145,6 @@ def is_cached(folder: Path) -> bool:
 
 
 def did_you_mean(name: str) -> str:
-    """Return "; did you mean ...?" if a packaged model, or a model folder next to the one that is named, has nearly that name."""
     near = nearest_model(name)
     return "" if near is None else f"; did you mean {near}?"
 
@@ -259,8 +247,7 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
         return folder
     if check_on_hub(repo, "model", key):
         try:
-            with _telling_what_is_fetched(repo, files):
-                return Path(snapshot_download(repo, allow_patterns=files))
+            return Path(snapshot_download(repo, allow_patterns=files))
         except GatedRepoError as error:  # whose description is there for everybody
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
@@ -272,25 +259,6 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
     if folder is None:
         raise unreachable(repo, "model", key)
     return folder
-
-
-@contextmanager
-def _telling_what_is_fetched(repo: str, files: list[str]) -> Iterator[None]:
-    """Tell around a download how many files and bytes are not here yet, and how long it took."""
-    from huggingface_hub import snapshot_download
-
-    missing = []
-    with suppress(Exception):  # the download itself tells what is wrong
-        found = snapshot_download(repo, allow_patterns=files, dry_run=True)
-        missing = [file.file_size or 0 for file in found if file.will_download]
-    if not missing:
-        yield
-        return
-    begin = time.monotonic()
-    what = f"{len(missing)} file{'s' if len(missing) > 1 else ''}, {sum(missing) / 1e6:,.0f} MB"
-    print(f"Fetching {repo} from {hub_endpoint()}: {what} ...", file=sys.stderr, flush=True)
-    yield
-    print(f"Fetching {repo}: done in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def _cached_folder(repo: str, files: list[str]) -> Path | None:

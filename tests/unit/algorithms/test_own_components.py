@@ -7,10 +7,11 @@ import nemo_rl_cpp
 import pytest
 import tiny
 import torch
+from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss, make_loss, own_loss
-from nemo_rl_cpp.checks.components import check
+from nemo_rl_cpp.checks.data import check_environments
 from nemo_rl_cpp.config import ConfigError, load_grpo_config, load_ppo_config
-from recipes.own_loss import Reinforce
+from recipes.own_loss import Reinforce, to_go
 
 OWN = "recipes.own_loss."
 REWARDS, MASK = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([[0.0, 1, 1], [0, 1, 0], [0, 1, 1]])
@@ -122,18 +123,34 @@ def test_a_class_of_ours_is_taken_as_it_is():
     ("overrides", "words"),
     [
         ([f"grpo.adv_estimator.name={OWN}Centerd"], "recipes.own_loss has no Centerd; did you mean Centred?"),
-        ([f"grpo.adv_estimator.name={OWN}Centred", "grpo.adv_estimator.kwargs={powr:2}"], "its __init__ takes no powr, which kwargs has"),
-        ([f"grpo.adv_estimator.name={OWN}to_go"], "to_go asks for values, but it can be given rewards, mask, group_id, prompt_ids"),
-        (["grpo.adv_estimator.name=math.pi"], "is 3.14159.* without compute_advantage: derive its class from nemo_rl_cpp.AdvantageEstimator"),
-        ([f"loss_fn.name={OWN}Centred"], "Centred' is a .* without __call__: derive its class from nemo_rl_cpp.LossFunction, or give a function"),
         (["loss_fn.name=nowhere.Loss"], "there is no module nowhere"),
     ],
 )  # fmt: skip
-def test_mistakes_are_found_before_the_start(overrides, words):
-    (finding,) = check(grpo(*overrides))
+def test_names_that_cannot_be_imported_are_found_before_the_start(overrides, words):
+    (finding,) = check_environments(grpo(*overrides))
     assert finding.level == "error" and finding.key in ("grpo.adv_estimator.name", "loss_fn.name")
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(finding.message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([f"grpo.adv_estimator.name={OWN}Centred", "grpo.adv_estimator.kwargs={powr:2}"], "Centred.* unexpected keyword argument 'powr'"),
+        (["grpo.adv_estimator.name=math.pi"], "is 3.14159.* without compute_advantage: derive its class from nemo_rl_cpp.AdvantageEstimator"),
+        ([f"loss_fn.name={OWN}Centred"], "Centred is a .* without __call__: derive its class from nemo_rl_cpp.LossFunction, or give a function"),
+    ],
+)  # fmt: skip
+def test_components_that_cannot_be_made_are_named(overrides, words):
+    config = grpo(*overrides)
+    with pytest.raises((ValueError, TypeError), match=words):
+        make_loss(config.loss_fn)
+        make_estimator("grpo", config.loop.adv_estimator, config.loss_fn)
+
+
+def test_an_estimator_that_asks_for_what_there_is_not_is_named():
+    with pytest.raises(TypeError, match=r"to_go\(\) missing 1 required positional argument: 'values'"):
+        advantages(estimator(to_go))
 
 
 @pytest.mark.parametrize(

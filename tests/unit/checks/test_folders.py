@@ -84,12 +84,6 @@ def test_a_folder_in_use_is_an_error(tmp_path):
     assert errors(config_of(tmp_path)) == []
 
 
-def test_a_lock_that_is_no_file_is_an_error(tmp_path):
-    (tmp_path / "ck" / ".lock").mkdir(parents=True)
-    (found,) = errors(config_of(tmp_path))
-    assert ".lock is not a file" in found
-
-
 def test_bytes_of_a_checkpoint_by_hand(tmp_path):
     """Of the tiny model: 16 x 64 twice (embedding, head), a last norm of 64, and two layers of 4 x 64 x 64 (attention, as many
     heads for keys and values), 3 x 64 x 128 (MLP) and two norms of 64."""
@@ -129,11 +123,6 @@ def test_resume_modes(tmp_path, mode, steps, words):
         (tmp_path / "ck" / f"step_{step}" / "policy" / "weights").mkdir(parents=True)
     found = errors(config_of(tmp_path, f"checkpointing.resume={mode}"))
     assert ([words in text for text in found] == [True]) if words else found == []
-
-
-def test_a_mode_that_there_is_not_is_a_mistake_of_the_file(tmp_path):
-    with pytest.raises(ValueError, match="checkpointing.resume"):
-        config_of(tmp_path, "checkpointing.resume=maybe")
 
 
 def test_the_checks_load_no_torch():

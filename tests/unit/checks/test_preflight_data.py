@@ -6,10 +6,11 @@ import sys
 import pytest
 from nemo_rl_cpp.checks import data
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
-from nemo_rl_cpp.data import inspection
-from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-from nemo_rl_cpp.data.utils import load_response_data
+from nemo_rl_cpp.environments import inspection
+from nemo_rl_cpp.environments.inspection import Limits, inspect_rows, say
+from nemo_rl_cpp.environments.response_data import load_response_data
+from nemo_rl_cpp.errors import Finding
 
 
 @pytest.fixture
@@ -384,4 +385,4 @@ def test_options_that_no_prompt_shows_are_said(tiny):
 
 def test_say_raises_the_first_error(capsys):
     with pytest.raises(ValueError, match="^a b$"):
-        say(iter([inspection.Remark("error", "a", "b")]))
+        say(iter([Finding("error", "a", "b")]))

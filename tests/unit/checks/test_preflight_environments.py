@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp import cli, dotted_names
-from nemo_rl_cpp.checks.environments import check
+from nemo_rl_cpp.checks.data import check_environments
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.dotted_names import LoadingError, import_object
-from nemo_rl_cpp.environments import loading
 from nemo_rl_cpp.environments.loading import environment_class
 
 MODULE = """\
@@ -37,7 +36,7 @@ def with_a_module(tmp_path, monkeypatch):
 
 
 def found(*overrides, load=load_grpo_config, config="grpo_tiny.yaml"):
-    return [str(finding) for finding in check(load(config, list(overrides)))]
+    return [str(finding) for finding in check_environments(load(config, list(overrides)))]
 
 
 def rewards(names):
@@ -79,13 +78,6 @@ def test_each_environment_of_each_data_set_is_looked_at():
     first, second = found(*given, "+env={preflight_module.Odd: {}, nowhere.Env: {}}")
     assert first.startswith("env.preflight_module.Odd cannot be used: ") and "EnvironmentInterface" in first
     assert second.startswith("env.nowhere.Env cannot be used: ") and "no module nowhere" in second
-
-
-def test_an_environment_of_ours_that_needs_a_package(monkeypatch):
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    assert found("data.default.env_name=reasoning_gym", "+env={reasoning_gym: {}}") == [
-        "env.reasoning_gym needs the package reasoning_gym, which is not installed: run `pip install reasoning-gym`"
-    ]
 
 
 def test_check_reports_it(capsys):

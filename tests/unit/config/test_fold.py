@@ -5,7 +5,7 @@ import re
 
 import pytest
 from nemo_rl_cpp import cli, run_grpo_math
-from nemo_rl_cpp.checks import preflight, sizes
+from nemo_rl_cpp.checks import model, preflight
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.fold import devices_of, fold_text, keys_without_effect, sizes_of
 from nemo_rl_cpp.models.memory import certain_bytes, forecast, forecast_summary
@@ -154,7 +154,7 @@ def large_model(tmp_path, layers):
 
 def test_what_this_machine_cannot_hold_is_refused_by_its_figure(tmp_path):
     config = large_model(tmp_path, 4000)
-    [finding] = list(sizes.check(config))
+    [finding] = list(model.check_memory(config))
     assert (finding.level, finding.key) == ("error", "policy.model_name")
     assert re.search(r"take [\d.]+ [GT]B, but this machine has [\d.]+ GB", finding.message)
     assert finding in preflight(config)
@@ -167,17 +167,8 @@ def test_the_certain_part_is_weights_masters_gradients_and_moments(tmp_path, mon
     kept = parameters * (2 + 4 + 8 + 4) + parameters * 2  # policy, gradients, and the reference weights of the KL term
     assert certain_bytes(config) == kept
     for memory, refused in ((kept, False), (kept - 1, True)):
-        monkeypatch.setattr(sizes, "machine_memory", lambda memory=memory: memory)
-        assert any(finding.level == "error" for finding in sizes.check(config)) == refused
-
-
-@pytest.mark.parametrize(
-    "name, said",
-    [("Qwen/Qwen3-30B-A3B", False), ("moonshotai/Moonlight-16B-A3B-Instruct", True), ("Qwen/Qwen3-4B", False)],
-)
-def test_a_mixture_of_experts_is_named_by_its_name(name, said):
-    config = load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={name}"])
-    assert any("mixture of experts" in finding.message for finding in sizes.check(config)) == said
+        monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda memory=memory: memory)
+        assert any(finding.level == "error" for finding in model.check_memory(config)) == refused
 
 
 def test_the_newest_keys_of_the_base_files_load():
@@ -192,7 +183,7 @@ def test_the_newest_keys_of_the_base_files_load():
 def test_an_unknown_size_is_said_not_refused():
     config = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=owner/nameless", "cluster.gpus_per_node=8"])
     assert forecast_summary(config) == "not known, the sizes of owner/nameless are not on this machine"
-    assert [finding.level for finding in sizes.check(config)] == ["warning"]
+    assert [finding.level for finding in model.check_memory(config)] == ["warning"]
 
 
 @pytest.mark.parametrize("override, expected", [

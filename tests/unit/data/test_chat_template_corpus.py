@@ -288,13 +288,6 @@ def test_what_is_no_conversation_is_refused_in_words(messages):
         render_chat_template(PASSTHROUGH, messages)
 
 
-def test_going_on_with_a_message_needs_its_content():
-    call = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    for messages in (call, [], [{"role": "assistant", "content": [{"type": "image"}]}]):
-        with pytest.raises(ChatTemplateError, match="no content to go on with"):
-            render_chat_template("{{ messages | length }}", messages, continue_final_message=True)
-
-
 def test_objects_reach_a_template_as_plain_values():
     class Secret:
         def content(self):

@@ -14,7 +14,6 @@ from nemo_rl_cpp.data.datasets import (
     load_eval_dataset,
     load_response_dataset,
     merge_datasets,
-    update_single_dataset_config,
 )
 from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset, task_name_of
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
@@ -284,10 +283,7 @@ def test_merge_datasets_of_all_kinds():
         mixed[3]
 
 
-def test_configuration_helpers():
-    section = {"env_name": None, "seed": 1}
-    update_single_dataset_config(section, {"env_name": "math", "processor": "p"})
-    assert section == {"env_name": None, "seed": 1, "processor": "p"}
+def test_names_of_the_environments_that_are_needed():
     config = {
         "train": [{"env_name": "a"}, {"env_name": "b"}],
         "validation": {"env_name": "a"},

@@ -5,7 +5,6 @@ from nemo_rl_cpp.config.data import defaults_for, is_class_name
 from nemo_rl_cpp.data.datasets import ListDataset, load_eval_dataset
 from nemo_rl_cpp.data.datasets.response_datasets import dataset_class, hub_math
 from nemo_rl_cpp.data.datasets.response_datasets.hub_math import last_boxed
-from nemo_rl_cpp.data.utils import get_train_dataset_name
 
 GPQA = {"Question": "Q", "Correct Answer": "yes", **{f"Incorrect Answer {i}": f"no{i}" for i in (1, 2, 3)}}
 TABLES = {
@@ -74,4 +73,3 @@ def test_defaults_reach_the_data_sets_that_take_them():
         "dataset_name": "ResponseDataset",
         "prompt_file": "p.txt",
     }
-    assert get_train_dataset_name({"train": {}, "default": default}) == "ResponseDataset"

@@ -85,10 +85,6 @@ def test_a_token_over_the_border_keeps_the_ids_of_the_whole(chat, spec):
     chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     spec.system_prompt = "The count"
     log = math_data_processor({"problem": "ing?", "expected_answer": ""}, spec, chat, None, 0)["message_log"]
-    assert [chat.tokenize(text) for text in ("The counting?", "The count")] == [
-        ["The", "Ġcounting", "?"],
-        ["The", "Ġcount"],
-    ]
     assert [m["token_ids"].tolist() for m in log] == [
         chat.convert_tokens_to_ids(["The"]),
         chat.convert_tokens_to_ids(["Ġcounting", "?"]),

@@ -1,19 +1,9 @@
 """From the data and env sections to data sets and environments."""
 
-import sys
-import types
-
 import pytest
-import torch
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader, load_dataloader_state, save_dataloader_state
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, extract_necessary_env_names
-from nemo_rl_cpp.data.utils import (
-    get_train_dataset_name,
-    load_dataloader_state,
-    load_response_data,
-    save_dataloader_state,
-)
-from nemo_rl_cpp.environments.remote import shut_down
+from nemo_rl_cpp.environments.response_data import load_response_data
 
 ARITHMETIC = {"dataset_name": "arithmetic", "num_samples": 12, "env_name": "math"}
 REVERSE = {"dataset_name": "reverse_digits", "num_samples": 8, "env_name": "digits"}
@@ -31,14 +21,11 @@ def environments(monkeypatch):
         def shutdown(self):
             log.append(f"shutdown {self.name}")
 
-    def create_env(env_name, env_config):
+    def create_env(env_name, env_config, actors):
         log.append(f"create {env_name}")
         return Environment(env_name, env_config)
 
-    monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments", types.ModuleType("nemo_rl_cpp.environments"))
-    module = types.ModuleType("nemo_rl_cpp.environments.loading")
-    module.create_env, module.shut_down = create_env, shut_down
-    monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments.loading", module)
+    monkeypatch.setattr("nemo_rl_cpp.environments.response_data.create_env", create_env)
     return log
 
 
@@ -123,7 +110,6 @@ def test_typed_configurations(smollm2):
     )
     train = load_response_data(smollm2, config).train
     assert train.max_seq_length == 99 and "<|im_start|>" in train[0]["message_log"][0]["content"]
-    assert get_train_dataset_name(config) == "arithmetic"
 
 
 @pytest.mark.parametrize(
@@ -156,11 +142,6 @@ def test_two_sections_of_one_task_must_agree(smollm2):
         load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
 
 
-def test_train_dataset_name():
-    assert get_train_dataset_name(data(train=[ARITHMETIC, REVERSE])) == "arithmetic"
-    assert get_train_dataset_name({}) is None
-
-
 def test_batches_of_a_real_run(smollm2, tmp_path):
     train = load_response_data(smollm2, data(train=ARITHMETIC)).train
     batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)
@@ -170,45 +151,13 @@ def test_batches_of_a_real_run(smollm2, tmp_path):
     save_dataloader_state(batches, tmp_path)
     expected = next(iterator)["idx"]
     again = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42)
-    load_dataloader_state(again, str(tmp_path), data(train=ARITHMETIC))
+    load_dataloader_state(again, tmp_path)
     assert next(iter(again))["idx"] == expected
-    with pytest.raises(FileNotFoundError, match="run on arithmetic cannot be resumed"):
-        load_dataloader_state(again, str(tmp_path / "none"), data(train=ARITHMETIC))
+    with pytest.raises(FileNotFoundError, match="holds no position in the data"):
+        load_dataloader_state(again, tmp_path / "none")
     batches.close()
 
 
-class Rows:
-    """A loader that only notes what it is told."""
-
-    state = None
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-def test_a_position_of_other_data_is_not_taken(tmp_path, capsys):
-    (tmp_path / "train_dataloader_math.json").write_text('{"cursor": 5}')
-    for saved, now, taken in (("A", "A", True), ("A", "B", False), (None, "B", True), ("A", None, True)):
-        (tmp_path / "config.yaml").write_text(f"data: {{train: [{{dataset_name: {saved or 'null'}}}]}}\n")
-        loader = Rows()
-        load_dataloader_state(loader, str(tmp_path), {"train": {"dataset_name": now}}, suffix="_math")
-        assert loader.state == ({"cursor": 5} if taken else None)
-        assert ("Dataset swap detected" in capsys.readouterr().out) is not taken
-
-
-def test_a_position_that_torch_saved_is_read_where_there_is_none_of_ours(tmp_path):
-    torch.save({"samples_yielded": 5}, tmp_path / "train_dataloader.pt")
-    loader = Rows()
-    load_dataloader_state(loader, str(tmp_path), {"train": {"dataset_name": "A"}})
-    assert loader.state == {"samples_yielded": 5}
-
-
-def test_sections_that_are_null_have_no_environment_and_no_name():
+def test_sections_that_are_null_have_no_environment():
     sections = {"train": [{"dataset_name": "a"}, None], "validation": None, "default": None}
     assert extract_necessary_env_names(sections) == []
-    assert [get_train_dataset_name(config) for config in (None, {"train": None}, {"train": []}, sections)] == [
-        None,
-        None,
-        None,
-        "a",
-    ]

@@ -1,4 +1,4 @@
-"""Environments as Ray actors: the same answers, several actors each, and what happens when one is lost."""
+"""Environments as Ray actors: the same answers, and what happens when an actor is lost."""
 
 import os
 import pickle
@@ -24,7 +24,6 @@ from nemo_rl_cpp.environments.remote import (
     LocalActor,
     RayEnvironment,
     answer_of,
-    joined,
     ray_environment,
 )
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
@@ -87,16 +86,6 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     assert ray_in_use() is None and isinstance(EchoEnvironment.remote({}), LocalActor)
 
 
-def test_parts_become_one_answer():
-    env = ReverseDigitsEnvironment({})
-    infos = [{"ground_truth": "12"}] * 5
-    logs = [[{"role": "assistant", "content": text}] for text in ("12", "1", "", "21", "12 ")]
-    parts = [env.step(logs[i : i + 2], infos[i : i + 2]) for i in range(0, 5, 2)]
-    assert same(joined([*parts, env.step([], [])]), env.step(logs, infos))
-    named = [part._replace(rewards={"a": part.rewards, "b": -part.rewards}) for part in parts]
-    assert torch.equal(joined(named).rewards["b"], -env.step(logs, infos).rewards)
-
-
 def test_an_error_of_a_configuration_survives_its_way():
     with pytest.raises(ConfigError) as caught:
         MathEnvironment({"num_workers": 0})
@@ -111,19 +100,14 @@ def ray():
     module.shutdown()
 
 
-def pids_of(ray, env):
-    """The processes of its actors; waits for those that are being started again."""
-    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in env._actors], timeout=120)
-
-
-def end_all(pids):
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+def pid_of(ray, env):
+    """The process of its actor; waits for one that is being started again."""
+    return ray.get(env._actor.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
 
 
 @pytest.mark.slow
 def test_code_written_for_nemo_rl(ray):
-    """`Class.remote(cfg)`, `env.step.remote`, `ray.get`; rows over two actors, each lost once; its constructor's own errors."""
+    """`Class.remote(cfg)`, `env.step.remote`, `ray.get`; an actor that is lost once; its constructor's own errors."""
     here = MathEnvironment({"num_workers": 1})
     wanted, metrics = here.step(LOGS, TRUTHS, return_extracted_answer=True), here.pop_metrics()
     here.shutdown()
@@ -132,19 +116,19 @@ def test_code_written_for_nemo_rl(ray):
     env = MathEnvironment.options(num_cpus=0, runtime_env={"env_vars": {"SEEN": "1"}}).remote({"num_workers": 2})
     assert isinstance(env, RayEnvironment) and env.scores_rows_alone is True and not hasattr(env, "nonsense")
     assert same(ray.get(env.step.remote(LOGS, TRUTHS, return_extracted_answer=True)), wanted)
-    first = pids_of(ray, env)
-    assert len(set(first)) == 2 and ray.get(env.pop_metrics.remote()) == metrics
+    first = pid_of(ray, env)
+    assert ray.get(env.pop_metrics.remote()) == metrics
     with pytest.raises(KeyError) as caught:
         get(env.step.remote(LOGS, [{}] * 7))
     assert "math_environment.py" in caught.value.__notes__[0]
     ray.get(env.pop_metrics.remote())
-    end_all(first)
+    os.kill(first, signal.SIGKILL)
     assert same(ray.get(env.step.remote(LOGS, TRUTHS, return_extracted_answer=True)), wanted)
     assert ray.get(env.pop_metrics.remote()) == metrics
-    pids = pids_of(ray, env)
-    assert not set(pids) & set(first)
+    second = pid_of(ray, env)
+    assert second != first
     env.close()
-    assert not wait_until_gone(pids)
+    assert not wait_until_gone([second])
 
 
 @pytest.mark.slow
@@ -154,7 +138,7 @@ def test_an_actor_that_is_killed_answers_again_and_counts_anew(ray):
     infos = [{"ground_truth": "12"}] * 4
     batch = {"message_log": logs, "extra_env_info": infos, "task_name": ["digits"] * 4}
     assert calculate_rewards(batch, {"digits": env}).rewards.tolist() == [1.0, 0.5, 0.0, 1.0]
-    end_all(pids_of(ray, env))
+    os.kill(pid_of(ray, env), signal.SIGKILL)
     assert answer_of(env, env.step.remote(logs[1:3], infos[1:3]), "digits").rewards.tolist() == [0.5, 0.0]
     assert environment_metrics({"digits": env}) == {"exactly_right": 0.0}
     env.close()

@@ -145,8 +145,6 @@ def test_completions_without_any_reward_are_said_once(capsys):
         ("no_such_module.f", None, "cannot be imported: there is no module no_such_module"),
         ("math.no_such_function", None, "math has no no_such_function"),
         ("math.pi", None, "is of type float, which cannot be called"),
-        (max, None, "reward function max"),
-        (len, None, "reward function len takes 'obj' by position only"),
         (scaled, "1", "must be a list of numbers"),
         (scaled, ["1"], "a weight of a reward function = '1': expected a number"),
         (scaled, [True], "a weight of a reward function = True"),

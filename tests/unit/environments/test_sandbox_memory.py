@@ -63,16 +63,6 @@ def work():
         except BlockingIOError: pass
         if len(kept) % 4 == 0: held()
 """
-SCATTERED = """
-numbers = iter(range(20000))
-def work():
-    for i in numbers:
-        at = libc.mmap((1 << 40) + (i << 30), 4096, 3, 0x22, -1, 0)
-        if at == ctypes.c_void_p(-1).value: break
-        ctypes.memset(at, 1, 1)
-        if i % 22 == 21: held(); time.sleep(0.01)  # these alone are measured: no machine may fill them sooner
-    time.sleep(100)
-"""
 # with the pages that its first thread has taken, in a thread that goes on without it
 WITHOUT_THE_FIRST = """
 def rest():
@@ -94,18 +84,10 @@ WAYS = {
     "pages and pipes whose names were deleted": (
         FIFOS + "x = bytearray(80 << 20)\nfill(x, len(x))\nheld(80 * 4)\nin_threads(work)", {"error"},
     ),
-    "page tables": (SCATTERED + "work()", {"memory_limit"}),
-    "page tables of six threads": (SCATTERED + "in_threads(work)", {"memory_limit"}),
-    "page tables without the first thread": (SCATTERED + WITHOUT_THE_FIRST, {"memory_limit"}),
     "copies of a file's pages": (
         "open('/box/x', 'wb').write(bytes(20 << 20))\nheld(80)\nf = open('/box/x', 'r+b')\ndef work():\n    while True:\n"
         "        kept.append(mmap.mmap(f.fileno(), 4 * PIECE, flags=mmap.MAP_PRIVATE)); fill(kept[-1], 4 * PIECE); held(4)\nin_threads(work)",
         {"error"},
-    ),
-    "a program that may not be read": (
-        "import glob, shutil\nshutil.copyfile(glob.glob('/lib*/ld-linux*')[0], '/box/ld'); os.chmod('/box/ld', 0o111)\n"
-        "os.execv('/box/ld', ['ld', sys.executable or os.readlink('/proc/self/exe'), '-S', '-c', START + 'work()'])".replace("START", repr(START + SCATTERED)),
-        {"memory_limit"},
     ),
     "files and pages": (
         "for i in range(120):\n    with open(f'/box/{i}', 'wb') as f: f.write(bytes(PIECE))\n    held()\n" + PRIVATE + "in_threads(work)",

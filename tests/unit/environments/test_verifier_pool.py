@@ -92,9 +92,6 @@ def test_verifiers_must_be_importable():
 
     with pytest.raises(ValueError, match="importable"):
         VerifierPool(Local, PoolOptions())
-    for options in ({"num_workers": 0}, {"deadline_s": 0}, {"memory_mb": 0}, {"max_answer_chars": 0}):
-        with pytest.raises(ValueError, match="must be|at least"):
-            PoolOptions(**options)
 
 
 SCRIPT = """

@@ -54,7 +54,9 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, capsys, monkeypatch):
 def test_the_advice_names_the_key_for_cut_prompts(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"849 of 849 prompts reach 3 tokens \(data.max_input_seq_length\)"):
         tiny.train(tmp_path, *tiny.SMALL, "data.max_input_seq_length=3")
-    monkeypatch.setattr("nemo_rl_cpp.data.utils.say", lambda remarks: None)  # data sets that are not looked at before
+    monkeypatch.setattr(
+        "nemo_rl_cpp.environments.response_data.say", lambda remarks: None
+    )  # data sets that are not looked at before
     done = tiny.train(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "data.max_input_seq_length=3", "logger.tensorboard_enabled=false"
     )

@@ -8,7 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -146,26 +145,6 @@ def test_a_cached_tokenizer_is_had_without_asking_the_hub(tmp_path):
         assert out.stdout.strip() == str(snapshot), out.stderr
         with pytest.raises(BlockingIOError):  # nobody called
             silent.accept()
-
-
-def test_a_download_tells_what_it_fetches_and_nothing_if_all_is_here(monkeypatch, capsys):
-    import huggingface_hub
-
-    sizes = {"model.safetensors": 3_000_000_000, "config.json": 700, "tokenizer.json": 2_000_000}
-
-    def dry_run(here):
-        files = [types.SimpleNamespace(file_size=size, will_download=name not in here) for name, size in sizes.items()]
-        return lambda repo, *, allow_patterns, dry_run: files
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", dry_run(["config.json"]))
-    with sources._telling_what_is_fetched("some/model", ["*"]):
-        assert "Fetching some/model from the Hugging Face hub: 2 files, 3,002 MB ..." in capsys.readouterr().err
-    assert "Fetching some/model: done in 0 s" in capsys.readouterr().err
-    for found in (dry_run(list(sizes)), lambda *given, **more: 1 / 0):
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", found)
-        with sources._telling_what_is_fetched("some/model", ["*"]):
-            pass
-    assert capsys.readouterr().err == ""
 
 
 def test_local_paths(tmp_path, monkeypatch):

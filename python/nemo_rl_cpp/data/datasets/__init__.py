@@ -8,7 +8,6 @@ from nemo_rl_cpp.data.datasets.utils import (
     extract_necessary_env_names,
     load_dataset_from_path,
     merge_datasets,
-    update_single_dataset_config,
 )
 
 __all__ = [
@@ -21,5 +20,4 @@ __all__ = [
     "load_eval_dataset",
     "load_response_dataset",
     "merge_datasets",
-    "update_single_dataset_config",
 ]

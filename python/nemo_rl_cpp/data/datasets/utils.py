@@ -124,12 +124,6 @@ def _from_datasets_cache(datasets: ModuleType, name: str, subset: str | None, sp
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
-def update_single_dataset_config(data_config: Section, default_data_config: Section) -> None:
-    """Fills the keys that `data_config` lacks, in place; a key that is there keeps its value, null included."""
-    for key, value in default_data_config.items():
-        data_config.setdefault(key, value)
-
-
 def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
     """One data set after the other."""
     if len(datasets) == 1:

@@ -1,4 +1,4 @@
-"""Checks whether this machine can contain untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
+"""Check whether this machine can contain untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
 
 The answer comes from trying: a sandbox is built, and a program inside tries to get out.
 """
@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 
-from nemo_rl_cpp.environments.sandbox.limits import Limits
-from nemo_rl_cpp.environments.sandbox.run import Outcome, SandboxUnavailableError, run_program
+from nemo_rl_cpp.environments.sandbox.run import Limits, SandboxUnavailableError, run_program
 
 _PROBE = """
 import os
@@ -53,33 +52,23 @@ _NEEDS = (
 
 
 def missing_protections() -> list[str]:
-    """What is missing, a sentence each; empty when programs are contained. The calling process must have one thread."""
+    """Return what is missing, a sentence each; nothing when programs are contained. The calling process must have one thread."""
     if sys.platform != "linux":
         return [f"Linux: this is {sys.platform}"]
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return [
-            "/proc/PID/task/TID/children, by which a program's threads and page tables are found (CONFIG_PROC_CHILDREN)"
-        ]
     limits = Limits(time_s=10, memory_mb=256, threads=4)
     try:
-        probe = run_program(_PROBE, limits=limits)
-        network = run_program(_SOCKET, limits=limits)
+        probe, network = (run_program(program, limits=limits) for program in (_PROBE, _SOCKET))
     except (SandboxUnavailableError, OSError) as error:
         return [str(error)]
-    missing = [] if probe.stdout.decode().split("\n")[0] == "ok" else _complaints(probe)
+    told = (probe.stdout or probe.stderr).decode(errors="replace").strip()
+    missing = [] if told.startswith("ok") else told.split("\n") if told else [f"the probe ended with {probe.exit_code}"]
     if network.stopped != "forbidden_call":
         missing.append("network: a program can open a socket")
     return missing
 
 
-def _complaints(probe: Outcome) -> list[str]:
-    return (probe.stdout or probe.stderr).decode(errors="replace").strip().split("\n") or [
-        f"the probe ended with {probe.exit_code}"
-    ]
-
-
 def require_sandbox() -> None:
-    """Raises SandboxUnavailableError when a protection is missing. Asks a process of its own, since this one may have threads."""
+    """Raise SandboxUnavailableError when a protection is missing. A new process checks, since this one may have threads."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.sandbox.check"],

@@ -8,7 +8,7 @@ CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x0200000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 1 << 18
-MNT_DETACH = 2
+_MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 24, 38, 47
@@ -17,15 +17,15 @@ _LAST_CAPABILITY = 63
 
 # numbers of calls that are made by number: x86-64 and arm64
 _NUMBERS = {
-    "x86_64": {"pivot_root": 155, "seccomp": 317, "mount_setattr": 442, "capset": 126, "close_range": 436},
-    "aarch64": {"pivot_root": 41, "seccomp": 277, "mount_setattr": 442, "capset": 91, "close_range": 436},
+    "x86_64": {"pivot_root": 155, "mount_setattr": 442, "capset": 126, "close_range": 436},
+    "aarch64": {"pivot_root": 41, "mount_setattr": 442, "capset": 91, "close_range": 436},
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def machine() -> str:
-    """ "x86_64" or "aarch64". OSError on any other machine, whose system call numbers are not known here."""
+    """Return "x86_64" or "aarch64". Raise OSError on any other machine, whose system call numbers are not known here."""
     name = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if name not in _NUMBERS:
         raise OSError(f"the code sandbox knows the system calls of x86_64 and aarch64, not of {name}")
@@ -40,7 +40,7 @@ def _checked(result: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: object) -> int:
-    """A system call by name; OSError says which one failed."""
+    """Make a system call by name. Raise OSError that names it."""
     return _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()][name]), *arguments), name)
 
 
@@ -50,7 +50,7 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Namespaces of its own for the calling process (the process namespace: for its next child)."""
+    """Give the calling process new namespaces (the process namespace is for its next child)."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
@@ -62,16 +62,12 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
     _checked(result, f"mount {source or kind} on {target}")
 
 
-def unmount_detached(target: str) -> None:
-    _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
-
-
 class _MountAttributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns_fd")]
 
 
 def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
-    """Read-only, no set-uid and the like for a mount and all below it (Linux 5.12)."""
+    """Make a mount and all below it read-only, without set-uid and the like (Linux 5.12)."""
     wanted = _MountAttributes(set=attributes)
     syscall(
         "mount_setattr", ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
@@ -80,25 +76,25 @@ def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> 
 
 
 def change_root(new_root: str) -> None:
-    """`new_root`, a mount, becomes /, and nothing of the old one can be reached any more."""
+    """Make `new_root`, a mount, the root; nothing of the old one can be reached any more."""
     os.chdir(new_root)
     syscall("pivot_root", b".", b".")  # the old root now lies over the new one, at the same place
-    unmount_detached(".")
+    _checked(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
     os.chdir("/")
 
 
 def die_with_parent() -> None:
-    """Lets the kernel kill this process when its parent ends. A change of user clears the setting, so call this after it."""
+    """Let the kernel kill this process when its parent ends. A change of user clears the setting, so call this after it."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def close_at_exec(first: int) -> None:
-    """Makes all descriptors from `first` on close at exec, also inherited ones."""
+    """Make all descriptors from `first` on close at exec, also inherited ones."""
     syscall("close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(4))  # CLOSE_RANGE_CLOEXEC
 
 
 def drop_privileges() -> None:
-    """No capability, now and after any exec."""
+    """Give up all capabilities, now and after any exec."""
     for capability in range(_LAST_CAPABILITY + 1):
         if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break  # beyond the last one that this kernel has

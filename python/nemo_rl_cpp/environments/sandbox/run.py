@@ -1,23 +1,73 @@
-"""Runs one program in a sandbox, and watches it from outside."""
+"""Runs one program in a sandbox, and ends it at a limit."""
 
 import os
+import resource
 import select
 import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from nemo_rl_cpp.environments.sandbox import supervisor
-from nemo_rl_cpp.environments.sandbox.files import interpreter
-from nemo_rl_cpp.environments.sandbox.limits import Limits
+from nemo_rl_cpp.environments.sandbox import inside
 
-_LOOK_SECONDS = 0.005
-_PAGE_TABLES = 1 / 32  # of `memory_mb`; a program that scatters its pages needs more, any other some 1/500
 _SETUP_SECONDS = 30.0
+_INTERPRETER_MB = 32
+_MB = 2**20
+_DESCRIPTORS = 32  # open files: the pipes and sockets among them hold 12 MB at most
 
 
 class SandboxUnavailableError(RuntimeError):
     """This machine lacks a protection that untrusted programs need; the message says which."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one run of one program, which is one process.
+
+    Attributes:
+        time_s: wall-clock seconds; processor time is limited to as much.
+        memory_mb: address space and folder together. The kernel keeps this limit: the folder has `folder_mb`, the address space
+            the rest.
+        threads: threads at the same time.
+        output_kb: what it may write to standard output and standard error.
+        folder_mb: size of its folder, which lies in memory.
+    """
+
+    time_s: float = 5.0
+    memory_mb: int = 512
+    threads: int = 8
+    output_kb: int = 1024
+    folder_mb: int = 32
+
+    def __post_init__(self) -> None:
+        least = self.folder_mb + _INTERPRETER_MB
+        if self.memory_mb < least:
+            needed = f"{least}: folder_mb, and {_INTERPRETER_MB} for a Python interpreter"
+            raise ValueError(f"memory_mb is {self.memory_mb}; the least is {needed}")
+
+    def apply(self, other_processes: int) -> None:
+        """Set the kernel's limits of the calling process, all but that of memory. They cannot be raised again.
+
+        `other_processes`: how many of the same user are not the program's.
+        """
+        _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
+        _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
+        _lower(resource.RLIMIT_FSIZE, self.folder_mb * _MB)
+        _lower(resource.RLIMIT_NOFILE, _DESCRIPTORS)
+        _lower(resource.RLIMIT_SIGPENDING, 1024)
+        for kind in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK):
+            _lower(kind, 0)
+        os.nice(5)  # the run's own work goes first
+
+    def apply_memory(self) -> None:
+        """Limit the address space: right before exec, since the calling process may be larger than its program may be."""
+        _lower(resource.RLIMIT_AS, (self.memory_mb - self.folder_mb) * _MB)
+
+
+def _lower(kind: int, limit: int) -> None:
+    _, most = resource.getrlimit(kind)
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(kind, (limit, limit))
 
 
 @dataclass
@@ -26,9 +76,8 @@ class Outcome:
 
     Attributes:
         exit_code: of the program; negative: the signal that ended it; None: it was stopped.
-        stopped: why it was stopped: "time_limit", "memory_limit", "output_limit", "forbidden_call"; None: it was not.
-        detail: the forbidden call's name, or what was too much.
-        most_threads: threads seen at the same time.
+        stopped: why it was stopped: "time_limit", "output_limit", "forbidden_call"; None: it was not.
+        detail: the limit.
     """
 
     stdout: bytes = b""
@@ -37,16 +86,15 @@ class Outcome:
     stopped: str | None = None
     detail: str = ""
     seconds: float = 0.0
-    most_threads: int = 0
 
 
 def run_program(
     source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None
 ) -> Outcome:
-    """Runs Python code with `stdin`, and `files` beside it in its folder; when this returns, no process of it is left.
+    """Run Python code with `stdin`, and `files` next to it in its folder. When this returns, no process of it is left.
 
-    The calling process must have one thread only (it forks). Raises SandboxUnavailableError when the sandbox cannot be
-    built: the program then has not run at all.
+    The calling process must have one thread only (it forks). Raise SandboxUnavailableError when the sandbox cannot be built: the
+    program then has not run at all.
     """
     run = _Run(limits or Limits())
     try:
@@ -66,7 +114,6 @@ class _Run:
     outcome: Outcome = field(default_factory=Outcome)
     keeper: int = 0
     first: int = 0  # the first process inside, by its number outside
-    program: int = 0  # its child, from when it has started
     streams: dict[int, bytearray] = field(default_factory=dict)
     failure: str = ""
     started: bool = False
@@ -78,57 +125,49 @@ class _Run:
         (self.stdout, out), (self.stderr, err), (self.status, status), (go, self.go) = (os.pipe() for _ in range(4))
         self.streams = {self.stdout: bytearray(), self.stderr: bytearray(), self.status: bytearray()}
         stdin_file = _read_only_file(stdin)
-        job = supervisor.Job(interpreter(), files, self.limits, stdin_file, out, err, status, go)
+        job = inside.Job(inside.interpreter(), files, self.limits, stdin_file, out, err, status, go)
         caller = os.getpid()
         self.keeper = os.fork()
         if self.keeper == 0:
-            supervisor._guarded(job, lambda job: supervisor.keeper(job, caller))
+            inside.guarded(job, lambda job: inside.keeper(job, caller))
         for descriptor in (out, err, status, go, stdin_file):
             os.close(descriptor)
         self.began = time.monotonic()
         self.deadline = self.began + _SETUP_SECONDS
 
     def watch(self) -> None:
-        """Until everything inside has ended, or a limit is reached."""
+        """Wait until everything inside has ended, and stop it at a limit."""
         poll = select.poll()
         for descriptor in self.streams:
             os.set_blocking(descriptor, False)
             poll.register(descriptor, select.POLLIN)
-        look = self.began + _LOOK_SECONDS
         open_streams = set(self.streams)
         while open_streams:
-            for descriptor, _ in poll.poll(1000 * max(look - time.monotonic(), 0.0)):
+            for descriptor, _ in poll.poll(1000 * max(self.deadline - time.monotonic(), 0.0)):
                 if not self._read(descriptor):
                     poll.unregister(descriptor)
                     open_streams.discard(descriptor)
-            now = time.monotonic()
             if self.outcome.stopped is None and not self.finished:
-                self._enforce(now >= self.deadline, now >= look)
-            if now >= look:
-                look = now + _LOOK_SECONDS
+                self._enforce()
+            if self.outcome.stopped is not None or self.finished or self.failure:
+                self.deadline = time.monotonic() + 1  # it is ending
         self.outcome.seconds = time.monotonic() - self.began
 
-    def _enforce(self, late: bool, look: bool) -> None:
-        if look and self.program:
-            threads, tables_kb = _threads_and_page_tables(self.program)
-            self.outcome.most_threads = max(self.outcome.most_threads, threads)
-            if tables_kb > 1024 * self.limits.memory_mb * _PAGE_TABLES:
-                self._stop("memory_limit", f"{tables_kb / 1024:.0f} MB of page tables")
-                return
+    def _enforce(self) -> None:
         if self._printed > 1024 * self.limits.output_kb:
             self._stop("output_limit", f"more than {self.limits.output_kb} kB")
-        elif late and not self.started:
+        elif time.monotonic() >= self.deadline and self.started:
+            self._stop("time_limit", f"{self.limits.time_s:g} s")
+        elif time.monotonic() >= self.deadline:
             self.failure = self.failure or "its processes did not start in time"
             self._kill()
-        elif late:
-            self._stop("time_limit", f"{self.limits.time_s:g} s")
 
     @property
     def _printed(self) -> int:
         return len(self.streams[self.stdout]) + len(self.streams[self.stderr])
 
     def _read(self, descriptor: int) -> bool:
-        """Takes what is there; false at the end of the stream."""
+        """Take what is there; return False at the end of the stream."""
         try:
             chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -144,7 +183,7 @@ class _Run:
         return bool(chunk)
 
     def _told(self, line: str) -> None:
-        """A line of the processes inside."""
+        """Act on a line of the processes inside."""
         word, _, rest = line.partition(" ")
         if word == "unshared":
             self._name_users()
@@ -152,32 +191,31 @@ class _Run:
             self.first = int(rest)
         elif word == "started":
             self.started = True
-            self.program = _child_of(self.first)
             self.began = time.monotonic()  # the program's own time begins
             self.deadline = self.began + self.limits.time_s
         elif word == "failed":
             self.failure = self.failure or rest
         else:
             self.finished = True
-            if word == "forbidden":
-                self._stop("forbidden_call", rest)
+            if int(rest) == -signal.SIGSYS:
+                self.outcome.stopped = "forbidden_call"
             elif self.outcome.stopped is None:
-                self.outcome.exit_code = int(rest) if word == "exit" else -int(rest)
+                self.outcome.exit_code = int(rest)
 
     def _name_users(self) -> None:
-        """Says which users outside the ones inside are: as root nobody (limits do not hold for root), else the caller."""
-        inside, uid, gid = supervisor.PROGRAM_USER, os.getuid(), os.getgid()
+        """Map the users inside to users outside: as root to nobody (limits do not hold for root), else to the caller."""
+        program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
         folder = f"/proc/{self.keeper}"
         try:
             try:
                 if uid != 0:
                     raise PermissionError
                 for name in ("uid_map", "gid_map"):
-                    _write(f"{folder}/{name}", f"0 0 1\n{inside} {inside} 1\n")
+                    _write(f"{folder}/{name}", f"0 0 1\n{program} {program} 1\n")
             except PermissionError:
-                _write(f"{folder}/uid_map", f"{inside} {uid} 1\n")
+                _write(f"{folder}/uid_map", f"{program} {uid} 1\n")
                 _write(f"{folder}/setgroups", "deny")
-                _write(f"{folder}/gid_map", f"{inside} {gid} 1\n")
+                _write(f"{folder}/gid_map", f"{program} {gid} 1\n")
             os.write(self.go, b"x")
         except OSError as error:
             self.failure = f"mapping users: {error}"
@@ -188,13 +226,12 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        # the program first, sooner than the kernel kills it on a busy machine; the keeper collects the first process, and ends
-        for pid in (self.program, self.first or self.keeper):
-            if pid:
-                _kill_process(pid)
+        """Kill the first process, with which the kernel ends the program; the keeper collects it, and ends."""
+        with suppress(ProcessLookupError):
+            os.kill(self.first or self.keeper, signal.SIGKILL)
 
     def end(self) -> None:
-        """Nothing is left, whatever happened."""
+        """Leave nothing behind, whatever happened."""
         if self.keeper:
             if not self.finished or self.outcome.stopped:
                 self._kill()
@@ -206,43 +243,13 @@ class _Run:
             raise SandboxUnavailableError(f"the code sandbox could not be built: {self.failure}")
 
 
-def _child_of(pid: int) -> int:
-    """Returns the only child; 0 when it has ended."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return int(file.read() or 0)
-    except OSError:
-        return 0
-
-
-def _threads_and_page_tables(pid: int) -> tuple[int, int]:
-    """Returns how many threads a process has, and the size of its page tables in kB; 0 when it has ended."""
-    folder = f"/proc/{pid}/task"
-    try:
-        threads = os.listdir(folder)
-    except OSError:
-        return 0, 0
-    for thread in threads:  # the first one may have ended while others go on
-        with suppress(OSError), open(f"{folder}/{thread}/status") as status:
-            if found := next((line for line in status if line.startswith("VmPTE:")), None):
-                return len(threads), int(found.split()[1])
-    return len(threads), 0
-
-
-def _kill_process(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
 def _write(path: str, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)
 
 
 def _read_only_file(contents: bytes) -> int:
-    """A descriptor of a file in memory that can only be read."""
+    """Return a descriptor of a file in memory that can only be read."""
     writable = os.memfd_create("stdin")
     try:
         view = memoryview(contents)

@@ -1,14 +1,12 @@
-"""The system calls that a program may not make. The first one it tries ends it, and says which one it was.
+"""The system calls that a program may not make: the first one that it tries ends it.
 
-The kernel asks a filter (seccomp, in the instructions of BPF) at each call; a forbidden one is held and reported through a
-file descriptor to the process that watches over the program. Calls that libraries try and can do without fail instead, and the
-program goes on: above all those that start another process, since the limit of address space is for one. What can hold memory
-outside of the address space and the program's folder is refused either way; descriptors cannot travel (`sendmsg`), so that their
-number limits what they hold.
+The kernel asks a filter (seccomp, in the instructions of BPF) at each call. Calls that libraries try and can do without fail
+instead, and the program goes on: above all those that start another process, since the limit of address space is for one. What
+can hold memory outside of the address space and the program's folder is refused either way; descriptors cannot travel
+(`sendmsg`), so that their number limits what they hold.
 """
 
 import ctypes
-import fcntl
 import struct
 
 from nemo_rl_cpp.environments.sandbox import kernel
@@ -17,7 +15,7 @@ from nemo_rl_cpp.environments.sandbox import kernel
 FORBIDDEN: dict[str, tuple[int, int | None]] = {
     # networks; what is left is socketpair
     "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
-    "setsockopt": (54, 208), "sendmmsg": (307, 269),
+    "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269),
     # other processes' memory
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
     # mounts, roots and namespaces
@@ -54,19 +52,14 @@ _THREAD = 0x10000
 _SET_SECCOMP, _SET_PIPE_SIZE = 22, 1031
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _SHARED, _ANONYMOUS = 0x01, 0x20
-CHANNEL = 100
-"""The descriptor on which `sendmsg` may be called. A program cannot make one of this number: its limit is lower."""
-
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 
-_SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
-_ALLOW, _KILL, _NOTIFY, _ERROR = 0x7FFF0000, 0x80000000, 0x7FC00000, 0x00050000
+_SET_SECCOMP_FILTER = 2
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NO_SUCH_CALL, _NOT_SUPPORTED, _TRY_AGAIN, _DONE = _ERROR | 38, _ERROR | 95, _ERROR | 11, _ERROR | 0
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NR, _ARCH, _ARGUMENTS = 0, 4, 16  # places in struct seccomp_data
-_NOTIFICATION_BYTES = 80
-_RECEIVE = 0xC0502100  # SECCOMP_IOCTL_NOTIF_RECV
 
 
 class _Program(ctypes.Structure):
@@ -81,8 +74,8 @@ def _argument(index: int) -> bytes:
     return _instruction(_LOAD, _ARGUMENTS + 8 * index)  # the lower half: all that is looked at is an int
 
 
-def _any(code: int, values: tuple[int, ...], verdict: int = _NOTIFY) -> list[bytes]:
-    """Returns the verdict for a call whose argument, loaded before, passes one of the comparisons."""
+def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
+    """Return the verdict for a call whose argument, loaded before, passes one of the comparisons."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 
@@ -95,14 +88,13 @@ _BY_ARGUMENT = {
     # a lock is for other processes; here it is granted and takes none of the kernel's memory
     "fcntl": ((72, 25), [_argument(1), *_any(_EQUAL, (_SET_PIPE_SIZE,)), *_any(_EQUAL, _LOCKS, _DONE)]),
     "socketpair": ((53, 199), [_argument(0), *_any(_AT_LEAST, (2,))]),  # AF_UNIX is 1
-    "sendmsg": ((46, 211), [_argument(0), _instruction(_EQUAL, CHANNEL, 1), _instruction(_RETURN, _NOTIFY)]),
     # shared memory without a file is held as a whole by any page of it that is still mapped
     "mmap": ((9, 222), [_argument(3), _instruction(_ANY_BIT, _ANONYMOUS, 0, 2), *_any(_ANY_BIT, (_SHARED,), _NOT_SUPPORTED)]),
 }  # fmt: skip
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter as BPF instructions: another architecture's calls kill, forbidden ones are reported, some fail, the rest passes."""
+    """Return the filter as BPF instructions: forbidden calls and those of another architecture kill, some fail, the rest passes."""
     column = machine == "aarch64"
     checks = [
         _instruction(_LOAD, _ARCH),
@@ -112,7 +104,7 @@ def filter_program(machine: str) -> bytes:
     ]
     if machine == "x86_64":  # the same calls by other numbers
         checks += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
-    tables = (FORBIDDEN, _NOTIFY), (_MISSING, _NO_SUCH_CALL), (_UNSUPPORTED, _NOT_SUPPORTED), (_NO_PROCESS, _TRY_AGAIN)
+    tables = (FORBIDDEN, _KILL), (_MISSING, _NO_SUCH_CALL), (_UNSUPPORTED, _NOT_SUPPORTED), (_NO_PROCESS, _TRY_AGAIN)
     for table, verdict in tables:
         for number in (pair[column] for pair in table.values() if pair[column] is not None):
             checks += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, verdict)]
@@ -121,25 +113,8 @@ def filter_program(machine: str) -> bytes:
     return b"".join([*checks, _instruction(_RETURN, _ALLOW)])
 
 
-def install() -> int:
-    """Puts the filter on the calling process and all that come from it; returns the descriptor that reports."""
+def install() -> None:
+    """Put the filter on the calling process and all that come from it."""
     code = filter_program(kernel.machine())
     program = _Program(len(code) // 8, code)
-    return kernel.syscall(
-        "seccomp", ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_NEW_LISTENER), ctypes.byref(program)
-    )
-
-
-def reported_call(listener: int) -> str | None:
-    """Returns the name of the call that a readable listener reports; None when its caller is gone."""
-    notification = bytearray(_NOTIFICATION_BYTES)
-    try:
-        fcntl.ioctl(listener, _RECEIVE, notification)
-    except OSError:
-        return None
-    number = struct.unpack_from("=i", notification, 16)[0]
-    column = kernel.machine() == "aarch64"
-    known = {pair[column]: name for name, pair in FORBIDDEN.items()} | {
-        pair[column]: name for name, (pair, _) in _BY_ARGUMENT.items()
-    }
-    return known[number]
+    kernel.prctl(_SET_SECCOMP, _SET_SECCOMP_FILTER, ctypes.addressof(program))

@@ -8,7 +8,7 @@ from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetConfig, DatasetEntry, is_class_name
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import merge_datasets
-from nemo_rl_cpp.environments.loading import own_dataset_class
+from nemo_rl_cpp.dotted_names import import_object
 
 _FOR_EVERY_DATASET = {
     "dataset_name", "env_name", "processor", "prompt_file", "system_prompt_file", "seed", "split_validation_size",
@@ -28,7 +28,7 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
     if is_class_name(dataset_name):
-        return own_dataset_class(dataset_name)
+        return import_object(dataset_name, "data set class")
     near = did_you_mean(dataset_name, DATASET_REGISTRY)
     raise ValueError(
         f"data: Unsupported dataset_name={dataset_name!r}{near and f'; {near}'} Known are "

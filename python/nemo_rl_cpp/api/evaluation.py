@@ -11,8 +11,7 @@ from nemo_rl_cpp.api.result import TrainResult
 from nemo_rl_cpp.api.rows import dataset_of, rows_of
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.master import EvalMasterConfig
-from nemo_rl_cpp.data.collate_fn import eval_collate_fn
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
 from nemo_rl_cpp.environments.reward_environment import RewardFunction
 from nemo_rl_cpp.evals.eval import measure
 from nemo_rl_cpp.evals.metrics import Interval

@@ -1,4 +1,4 @@
-"""The first lines of a run, before torch or the model loads: what is trained on what, where, and where one can watch it.
+"""Print the first lines of a run, before torch or the model loads: what is trained on what, where, and where one can watch it.
 
 GRPO smollm2-135m-instruct
   model     smollm2-135m-instruct, 135 million parameters, bfloat16
@@ -15,104 +15,75 @@ from pathlib import Path
 
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
-from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
-from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.optimizer import adapted_modules, adapter_sizes, modules_of_layers
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
-from nemo_rl_cpp.models.memory import (
-    fit_text,
-    forecast,
-    forecast_summary,
-    known_model,
-    model_sizes,
-    size_text,
-    with_known_sizes,
-)
+from nemo_rl_cpp.models import memory
 from nemo_rl_cpp.threads import cores, threads_at_start
 
 from .data import data_sections, made_up_quickly
 
 _MOST_BYTES = 64 * 2**20
 """Of a file whose lines are counted for the banner: a fraction of a second."""
-_INDENT = 10
 
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:
-    """The lines, for a terminal; those that take longest to find come last. What is not known yet is left out or said to be
-    unknown."""
+    """Yield the lines; those that take longest to find come last. What is not known yet is left out."""
     training = isinstance(config, TrainMasterConfig)
-    title = config.title if training else f"Evaluation of {config.generation.model_name}"
-    rows = _training(config) if training else _evaluation(config)
-    yield title
-    for name, text in rows:
-        yield f"  {name:<{_INDENT}}{text}"
-
-
-def report_address(log_dir: str | Path) -> str:
-    """What a browser opens to watch a run."""
-    return (Path(log_dir).absolute() / "report.html").as_uri()
+    yield config.title if training else f"Evaluation of {config.generation.model_name}"
+    for name, text in _training(config) if training else _evaluation(config):
+        yield f"  {name:<10}{text}"
 
 
 def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
     policy, loop = config.policy, config.loop
     yield "model", _model(policy.model_name, policy.hf_config_overrides, policy.precision)
-    if (adapters := _adapters(policy)) is not None:
-        yield "lora", adapters
+    if policy.lora is not None:
+        yield "lora", _adapters(policy)
     ends = loop.max_num_epochs is not None and not config.data.use_multiple_dataloader
     epochs = f" or {loop.max_num_epochs} epochs" if ends else ""
-    yield (
-        "steps",
-        f"{loop.max_num_steps}{epochs}, of {loop.num_prompts_per_step} prompts with {loop.num_generations_per_prompt} answers each",
-    )
+    each = f"{loop.num_prompts_per_step} prompts with {loop.num_generations_per_prompt} answers each"
+    yield "steps", f"{loop.max_num_steps}{epochs}, of {each}"
     yield "device", _device(config)
     yield "memory", _memory(config)
-    checkpointing = config.checkpointing
-    folder = Path(checkpointing.checkpoint_dir)
-    newest = _newest(folder) if checkpointing.enabled else None
+    checkpointing, newest = config.checkpointing, None
     if checkpointing.enabled:
+        newest = _newest(Path(checkpointing.checkpoint_dir))
         begins = "begins anew" if newest is None else f"goes on from {newest.name}"
-        yield "folder", f"{folder}, {begins}"
+        yield "folder", f"{Path(checkpointing.checkpoint_dir)}, {begins}"
     else:
         yield "folder", "none: checkpointing.enabled is false, nothing is saved"
-    if config.logger.report:
-        yield "report", report_address(foreseen_experiment_dir(config.logger.log_dir, newest))
-    else:
-        yield "logs", str(foreseen_experiment_dir(config.logger.log_dir, newest))
-    yield "data", _data(config.data, evaluation=False)
+    logs = foreseen_experiment_dir(config.logger.log_dir, newest)
+    yield ("report", (Path(logs).absolute() / "report.html").as_uri()) if config.logger.report else ("logs", str(logs))
+    yield "data", _data(config)
 
 
-def _evaluation(config: EvalMasterConfig) -> Iterator[tuple[str, str]]:
-    engine = config.generation
-    yield "model", _model(engine.model_name, None, engine.vllm_cfg.precision)
+def _evaluation(config: WholeConfig) -> Iterator[tuple[str, str]]:
+    yield "model", _model(config.generation.model_name, None, config.generation.vllm_cfg.precision)
     yield "device", _threads(config)
-    yield "data", _data(config.data, evaluation=True)
+    yield "data", _data(config)
 
 
 def _model(name: str, overrides: dict[str, object] | None, precision: str) -> str:
-    known = known_model(name)
-    sizes = model_sizes(name, overrides) or (known.sizes if known is not None and not overrides else None)
+    known = memory.known_model(name)
+    sizes = memory.model_sizes(name, overrides) or (known.sizes if known is not None and not overrides else None)
     count = f", {count_text(sizes.parameters)} parameters" if sizes is not None else ""
     return f"{name}{count}, {precision}"
 
 
-def _adapters(model: TrainedModelConfig) -> str | None:
-    """What is trained of a model with LoRA; None without."""
-    lora, sizes = model.lora, model_sizes(model.model_name, model.hf_config_overrides)
-    if lora is None:
-        return None
+def _adapters(model: TrainedModelConfig) -> str:
+    lora, sizes = model.lora, memory.model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return f"dim {lora.dim}"
-    modules, trained = (
-        adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors),
-        adapter_sizes(lora, sizes).trained,
-    )
+    modules = len(adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors))
     of = len(list(modules_of_layers(sizes.num_hidden_layers, sizes.fused_tensors)))
-    return f"dim {lora.dim}, {len(modules)} of {of} matrices: {count_text(trained)} of {count_text(sizes.parameters)} parameters trained"
+    trained, all_of = count_text(adapter_sizes(lora, sizes).trained), count_text(sizes.parameters)
+    return f"dim {lora.dim}, {modules} of {of} matrices: {trained} of {all_of} parameters trained"
 
 
 def count_text(number: int) -> str:
-    """Parameters in words: "135 million", "1.54 billion"."""
+    """Write a number of parameters: "135 million", "1.54 billion"."""
     for unit, scale in (("billion", 1e9), ("million", 1e6)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
@@ -120,13 +91,14 @@ def count_text(number: int) -> str:
 
 
 def _device(config: TrainMasterConfig) -> str:
-    if not config.cluster.has_workers:
+    cluster = config.cluster
+    if not cluster.has_workers:
         return _threads(config)
     trainers, engines = trainers_of(config), engines_of(config)
-    own = config.cluster.cpus_per_worker or max(1, threads_at_start(None) // config.cluster.processes)
+    own = cluster.cpus_per_worker or max(1, threads_at_start(None) // cluster.processes)
     more = f" and {engines} that only generate" if engines else ""
-    how = "auto: the launcher's ranks" if config.cluster.executor == "auto" else config.cluster.executor
-    return f"{config.cluster.device}, {trainers} processes that train{more} ({how}), {_many(own, 'thread')} each"
+    how = "auto: the launcher's ranks" if cluster.executor == "auto" else cluster.executor
+    return f"{cluster.device}, {trainers} processes that train{more} ({how}), {_many(own, 'thread')} each"
 
 
 def _threads(config: WholeConfig) -> str:
@@ -136,16 +108,16 @@ def _threads(config: WholeConfig) -> str:
 
 
 def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _memory(config: TrainMasterConfig) -> str:
-    config = with_known_sizes(config)
-    phases = forecast(config)
+    config = memory.with_known_sizes(config)
+    phases = memory.forecast(config)
     if phases is None:
-        return forecast_summary(config) or "not known"
+        return memory.forecast_summary(config) or "not known"
     peak = max(phases, key=lambda phase: phase.total)
-    return f"{size_text(peak.total)} at the peak, in {peak.name}; {fit_text(config)}"
+    return f"{memory.size_text(peak.total)} at the peak, in {peak.name}; {memory.fit_text(config)}"
 
 
 def _newest(folder: Path) -> Path | None:
@@ -155,44 +127,29 @@ def _newest(folder: Path) -> Path | None:
         return None
 
 
-# -- data sets --------------------------------------------------------------------------------------------------------
-
-
-def _data(data: DataConfig | EvalDataConfig, evaluation: bool) -> str:
-    sides: dict[str, list[str]] = {}
-    for where, section in data_sections(data, evaluation):
-        side = "validation" if where.startswith("data.validation") else "train"
-        sides.setdefault(side, []).append(_one(section, evaluation))
-    parts = [" + ".join(sides[side]) for side in sides if side == "train"]
-    parts += ["validation: " + " + ".join(sides[side]) for side in sides if side == "validation"]
-    return "; ".join(parts) or "none"
-
-
-def _one(section: Mapping[str, object], evaluation: bool) -> str:
-    name = str(section.get("dataset_name"))
-    path = section.get("data_path")
-    shown = str(path) if path is not None else name
-    rows = rows_of(section, evaluation)
-    return shown if rows is None else f"{shown}, {rows:,} row{'' if rows == 1 else 's'}"
+def _data(config: WholeConfig) -> str:
+    evaluation = not isinstance(config, TrainMasterConfig)
+    sides: dict[str, list[str]] = {"": [], "validation: ": []}
+    for where, section in data_sections(config.data, evaluation):
+        rows = rows_of(section, evaluation)
+        text = str(section.get("data_path") or section.get("dataset_name"))
+        side = "validation: " if where.startswith("data.validation") else ""
+        sides[side].append(text if rows is None else f"{text}, {_many(rows, 'row')}")
+    return "; ".join(side + " + ".join(texts) for side, texts in sides.items() if texts) or "none"
 
 
 def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | None:
-    """Rows of a data set that is made up or lies in a file of one row a line; None where counting would take a while."""
+    """Count the rows of a generated data set or of a JSON Lines file. Return None where counting would take a while."""
     path = section.get("data_path")
-    if made_up_quickly(section):
-        from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
-
-        try:
-            return len((load_eval_dataset if evaluation else load_response_dataset)(section).dataset)
-        except (ValueError, OSError):  # the checks of data say why
-            return None
-    if not isinstance(path, str) or not path.endswith(".jsonl"):
-        return None
-    file = Path(path).expanduser()
     try:
-        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+        if made_up_quickly(section):
+            from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
+
+            return len((load_eval_dataset if evaluation else load_response_dataset)(section).dataset)
+        file = Path(str(path)).expanduser()
+        if path is None or file.suffix != ".jsonl" or not file.is_file() or file.stat().st_size > _MOST_BYTES:
             return None
         with file.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
-    except OSError:
+    except (ValueError, OSError):  # the checks of data say why
         return None

@@ -84,7 +84,16 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
         tokenizer = name if config.tokenizer.name in (None, given) else config.tokenizer.name
         backend, length_key = config.generation.backend, "generation.vllm_cfg.max_model_len"
-        yield _Use("generation.model_name", name, tokenizer, "tokenizer.name", backend, length, length_key, device=config.cluster.device)
+        yield _Use(
+            "generation.model_name",
+            name,
+            tokenizer,
+            "tokenizer.name",
+            backend,
+            length,
+            length_key,
+            device=config.cluster.device,
+        )
         return
     processes = max(trainers_of(config), 1)
     for section in ("policy", "value") if config.has_critic else ("policy",):

@@ -116,7 +116,7 @@ ENV_REGISTRY: dict[str, EnvironmentEntry] = {
     "reverse_digits": _ours("arithmetic_environment.ReverseDigitsEnvironment", PlainEnvConfig),
     "reasoning_gym": _ours("reasoning_gym_environment.ReasoningGymEnvironment", ReasoningGymEnvConfig),
     "code": _ours("code_environment.CodeEnvironment", CodeEnvConfig),
-    "guess_number": _ours("games.guess_number.GuessNumberEnv", GuessNumberEnvConfig),
+    "guess_number": _ours("guess_number.GuessNumberEnv", GuessNumberEnvConfig),
     "agent": _ours("agents.AgentFunctionEnvironment", AgentEnvConfig),
     "verifiers": _ours("verifiers_environment.VerifiersEnvironment", VerifiersEnvConfig),
     "reward_functions": _ours("reward_environment.RewardFunctionEnvironment"),

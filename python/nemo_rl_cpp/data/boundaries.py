@@ -27,10 +27,10 @@ _FROM_CONFIG = (
 def prompt_ids(
     tokenizer: TokenizerType, text: str, messages: Sequence[Mapping[str, object]] | None = None
 ) -> list[int]:
-    """The token ids of a prompt.
+    """Return the token ids of a prompt.
 
     `messages` is the conversation from which a chat template made `text`; None for plain text. A plain text that is
-    written with a BOS token of its own gets no second one.
+    written with a BOS token gets no second one.
     """
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
@@ -48,15 +48,8 @@ def prompt_ids(
 
 
 def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
-    """The tokens at which a model's responses end.
-
-    Args:
-        folder: of the model, for its generation_config.json; None where there is none.
-        config: contents of its config.json.
-        tokenizer: asked where the model names no end; may be None.
-
-    Warns when the tokenizer's end token is not among the ends that the model names.
-    """
+    """Return the tokens at which a model's responses end: those of generation_config.json in `folder` or of `config`
+    (its config.json), else those of the tokenizer. Warn when the tokenizer's end token is not among the model's."""
     ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
     if not ends:
         return end_token_ids_of_tokenizer(tokenizer)
@@ -71,13 +64,13 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """The end tokens that a tokenizer knows: those of the model in its folder, else its own; [] for None."""
+    """Return the end tokens that a tokenizer knows: those of the model in its folder, else its own; [] for None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 
 
 def named_ends(folder: Path | None, config: Mapping[str, object]) -> list[int]:
-    """The end tokens that generation_config.json names, or else config.json; [] where neither does."""
+    """Return the end tokens that generation_config.json names, or else config.json; [] where neither does."""
     generation = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     for source, name in ((generation, GENERATION_CONFIG), (config, "config.json")):
         if ends := _ids(source.get("eos_token_id"), f"{name} of {folder}"):
@@ -96,7 +89,8 @@ def _ids(value: object, where: str) -> list[int]:
 def save_generation_config(
     folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None, target: Path
 ) -> None:
-    """Writes a trained model's generation_config.json: that of the model in `folder`, with the ends of `end_token_ids`."""
+    """Write a trained model's generation_config.json: that of the model in `folder`, with the ends of
+    `end_token_ids`."""
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     if not content:
         content = {key: config[key] for key in _FROM_CONFIG if config.get(key) is not None}

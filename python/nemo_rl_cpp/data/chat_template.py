@@ -145,7 +145,7 @@ def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """JSON's types only: the sandbox does not know what methods of other objects would do."""
+    """Convert to JSON's types: the sandbox does not know what methods of other objects would do."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

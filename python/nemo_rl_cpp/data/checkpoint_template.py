@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Lets `tokenizer` use the chat template for the model in `folder`; returns what a user must know of it, a sentence each.
+    """Let `tokenizer` use the chat template for the model in `folder`. Return what a user must know of it, a
+    sentence each.
 
-    The model's own template counts. Only where it has none, and `folder` is a checkpoint of a run (`step_N/policy/weights`,
-    with `step_N/config.yaml`), the run's template is used. ValueError where there is neither.
+    The model's own template counts. Only where it has none, and `folder` is a checkpoint of a run
+    (`step_N/policy/weights`, with `step_N/config.yaml`), the run's template is used. Raise ValueError where there is
+    neither.
     """
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
@@ -49,7 +51,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
-    """What a checkpoint's evaluation does with prompts that its run did otherwise; `section` is its `tokenizer`."""
+    """Tell how prompts of a checkpoint's evaluation, by its section `tokenizer`, differ from those of its run."""
     run = run_section(folder) or {}
     remarks = []
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
@@ -72,7 +74,7 @@ def _run_config(folder: Path) -> Path:
 
 
 def run_section(folder: Path) -> dict[str, Any] | None:
-    """`policy.tokenizer` of the run that wrote the checkpoint; None for a folder that is none."""
+    """Return `policy.tokenizer` of the run that wrote the checkpoint; None for another folder."""
     path = Path(os.path.abspath(folder))
     if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
         return None
@@ -80,7 +82,7 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """The template that the run used, `own` where it used the model's; None for contents as they are."""
+    """Return the template that the run used, `own` where it used the model's; None for contents without a template."""
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
     value = own if run is None else run.get("chat_template", "default")

@@ -1,21 +1,48 @@
-"""The loader that feeds prompts to the training loop. Its order depends on a seed and a position alone."""
+"""Feed prompts to the training loop, in an order that depends on a seed and a position alone."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.data import DataConfig
-from nemo_rl_cpp.data.collate_fn import rl_collate_fn
 from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
 from nemo_rl_cpp.data.random_order import permutation
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.dotted_names import import_object
 from nemo_rl_cpp.user_code import call_user
+
+
+def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
+    """Make a batch of prompts: `length`, `loss_multiplier` and `batch_max_length` are tensors [B], the rest are lists."""
+    length = torch.tensor([datum["length"] for datum in data_batch])
+    return BatchedDataDict(
+        message_log=[datum["message_log"] for datum in data_batch],
+        length=length,
+        loss_multiplier=torch.tensor([float(datum["loss_multiplier"]) for datum in data_batch], dtype=torch.float32),
+        extra_env_info=[datum["extra_env_info"] for datum in data_batch],
+        task_name=[datum.get("task_name") for datum in data_batch],
+        idx=[datum["idx"] for datum in data_batch],
+        batch_max_length=torch.ones_like(length) * length.max(),
+        stop_strings=[datum.get("stop_strings") for datum in data_batch],
+    )
+
+
+def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
+    """Make the batch that an evaluation needs, of lists."""
+    return BatchedDataDict(
+        message_log=[datum["message_log"] for datum in data_batch],
+        extra_env_info=[datum["extra_env_info"] for datum in data_batch],
+        idx=[datum["idx"] for datum in data_batch],
+        task_name=[datum.get("task_name") for datum in data_batch],
+        stop_strings=[datum.get("stop_strings") for datum in data_batch],
+    )
 
 
 class StatefulDataLoader:
@@ -56,7 +83,6 @@ class StatefulDataLoader:
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
         full, rest = divmod(len(self.dataset), self.batch_size)
         return full if self.drop_last or not rest else full + 1
 
@@ -70,8 +96,7 @@ class StatefulDataLoader:
         return here | {"seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Goes to a saved position. ValueError when data set, seed or shuffling are others: the position would mean
-        other rows."""
+        """Go to a saved position. Raise ValueError for another data set, seed or shuffling: the position would mean other rows."""
         own = self.state_dict()
         for key in ("seed", "shuffle", "num_rows"):
             if state[key] != own[key]:
@@ -109,7 +134,7 @@ class StatefulDataLoader:
             yield self.collate_fn(rows)
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
-        """Starts to fetch rows; calling the result waits for them (and raises what a processor raised)."""
+        """Start to fetch rows. Calling the result waits for them, and raises what a processor raised."""
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:
@@ -118,7 +143,7 @@ class StatefulDataLoader:
         return lambda: [future.result() for future in futures]
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
@@ -145,7 +170,7 @@ class MultipleDataloaderWrapper:
         self.records: dict[str, object] = {}
         self._turn = 0
         path = as_model(data_config, DataConfig, "data").custom_dataloader
-        self._custom = _import(path) if path else None
+        self._custom = import_object(path, "data.custom_dataloader") if path else None
         if self._custom is None:
             each = {loader.batch_size for loader in self.dataloaders.values()}
             if len(each) != 1 or expected_num_prompts % next(iter(each)):
@@ -174,8 +199,6 @@ class MultipleDataloaderWrapper:
         return batch
 
     def _in_turn(self) -> BatchedDataDict:
-        from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-
         names, parts, count = list(self.dataloaders), [], 0
         while count < self.expected_num_prompts:
             part = self._next_of(names[self._turn % len(names)])
@@ -231,13 +254,3 @@ def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
             f"the checkpoint {checkpoint} holds no position in the data ({file.name}): it cannot be resumed"
         )
     dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
-
-
-def _import(path: str) -> Callable[..., Any]:
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"data.custom_dataloader is {path!r}, but that function cannot be imported: {error}"
-        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 
 from nemo_rl_cpp.files.prompt_files import find_file
@@ -47,7 +47,7 @@ LLMMessageLogType = list[Message]
 
 
 def tokens_of(message_log: LLMMessageLogType) -> int:
-    """How many tokens all messages of a conversation have."""
+    """Count the tokens of all messages of a conversation."""
     return sum(message["token_ids"].numel() for message in message_log)
 
 
@@ -107,25 +107,14 @@ class TaskDataSpec:
 
     `prompt_file` holds a text with `{}` where the question goes, `system_prompt_file` the system message; both are read
     at once into `prompt` and `system_prompt` (None without a file). A file is looked for as given, in the source tree
-    and in the package; FileNotFoundError if it is nowhere. The fields about video are for specifications of
-    other programs: anything but None is a ValueError here.
+    and in the package; FileNotFoundError if it is nowhere.
     """
 
     task_name: str | None = None
     prompt_file: PathLike | None = None
     system_prompt_file: PathLike | None = None
-    num_frames: int | None = None
-    video_sampling_style: str | None = None
-    video_target_num_patches: int | None = None
-    video_temporal_patch_size: int | None = None
-    video_maintain_aspect_ratio: bool | None = None
-    min_generation_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        supported = {"task_name", "prompt_file", "system_prompt_file"}
-        for field in fields(self):
-            if field.name not in supported and getattr(self, field.name) is not None:
-                raise ValueError(f"TaskDataSpec.{field.name} is not supported: leave it None")
         self.prompt: str | None = self._read(self.prompt_file, "prompt_file")
         self.system_prompt: str | None = self._read(self.system_prompt_file, "system_prompt_file")
 
@@ -142,7 +131,7 @@ class TaskDataSpec:
             ) from None
 
     def copy_defaults(self, from_spec: TaskDataSpec) -> None:
-        """Takes prompt and system prompt from another specification where this one has none."""
+        """Take prompt and system prompt from another specification where this one has none."""
         if self.prompt is None:
             self.prompt = from_spec.prompt
         if self.system_prompt is None:

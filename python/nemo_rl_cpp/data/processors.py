@@ -40,8 +40,8 @@ PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
-    """The DatumSpec. A prompt of `limit` tokens or more leaves no room to answer: it is cut to a few tokens,
-    so that it costs nothing, and masked out of the loss; `length` keeps the true length."""
+    """Make the DatumSpec. A prompt of `limit` tokens or more leaves no room to answer: it is cut to a few tokens, so
+    that it costs nothing, and masked out of the loss; `length` keeps the true length."""
     import torch
 
     try:
@@ -74,7 +74,7 @@ PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """The processor, under the name and with the description of its prompt maker."""
+    """Make a processor of a prompt maker, with its name and description."""
 
     def process(
         datum_dict: Row, task_data_spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
@@ -101,13 +101,14 @@ def _question(value: object, key: str) -> str:
 
 
 def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
-    """The system prompt's message, without the line end that editors put at the end of a file; [] if there is none."""
+    """Return the system prompt's message, without the line end that editors put at the end of a file; [] if there is
+    none."""
     text = (spec.system_prompt or "").rstrip("\r\n")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
-    """System and user message as two entries of one prompt: the template runs once, and its text is divided."""
+    """Return system and user message as two entries of one prompt: the template runs once, and its text is divided."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
@@ -122,7 +123,7 @@ def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerTy
 
 @_processor
 def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Rows {"problem", "expected_answer"}: system and user message as two entries."""
+    """Read rows {"problem", "expected_answer"}: system and user message become two entries."""
     problem = _question(_column(row, "problem", "math_data_processor"), "problem")
     truth = _column(row, "expected_answer", "math_data_processor")
     if spec.prompt:
@@ -131,7 +132,7 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """The conversation of a row, its last question in the prompt file's place, and what the environment gets."""
+    """Return the conversation of a row, its last question in the prompt file's place, and what the environment gets."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -141,7 +142,8 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
 
 @_processor
 def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Rows {"messages"}: the conversation up to the last question as one user entry, system prompt in front.
+    """Read rows {"messages"}: the conversation up to the last question becomes one user entry, system prompt in
+    front.
 
     The last assistant message is the truth. A prompt file takes the last question. A row's column "tools" goes to the
     template.
@@ -160,7 +162,8 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
 
 @_processor
 def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Rows {"messages": [question, answer]} as plain text to be continued: no chat template; a BOS token where the tokenizer adds one.
+    """Read rows {"messages": [question, answer]} as plain text to be continued: without a chat template, with a BOS
+    token if the tokenizer adds one.
 
     The prompt file wraps the question and the system prompt goes before it, both literally. For base models and for
     few-shot tasks, which end their line with the row's "stop_strings".
@@ -177,9 +180,9 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Rows {"messages"} for agents, which ask the policy themselves: the environment gets the messages up to the last question as
-    `messages`, with the system prompt in front. The tokens are those of the contents, for their number alone.
-    """
+    """Read rows {"messages"} for agents, which ask the policy themselves: the environment gets the messages up to
+    the last question as `messages`, with the system prompt in front. The tokens are those of the contents; only
+    their number counts."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)
@@ -188,7 +191,8 @@ def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType)
 
 @_processor
 def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Rows {"question", "options": {letter: text}, "answer"} (and "subject"): options are listed after the question."""
+    """Read rows {"question", "options": {letter: text}, "answer"} (and "subject"): options are listed after the
+    question."""
     name = "multichoice_qa_processor"
     question = _question(_column(row, "question", name), "question")
     if spec.prompt:
@@ -218,7 +222,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
 
 
 def register_processor(processor_name: str, processor_function: TaskDataProcessFnCallable) -> None:
-    """Makes a processor known to configurations by name. ValueError if the name is taken."""
+    """Make a processor known to configurations by name. Raise ValueError if the name is taken."""
     if processor_name in PROCESSOR_REGISTRY:
         raise ValueError(f"Processor name {processor_name} already registered")
     PROCESSOR_REGISTRY[processor_name] = processor_function

@@ -17,7 +17,7 @@ def _raw(count: int, seed: int, *key: int) -> np.ndarray:
 
 
 def permutation(count: int, seed: int, epoch: int) -> list[int]:
-    """Every index below `count` once, in an order that (seed, epoch) alone decides."""
+    """Return every index below `count` once, in an order that depends on (seed, epoch) alone."""
     return np.argsort(_raw(count, seed, epoch), kind="stable").tolist()
 
 
@@ -33,7 +33,7 @@ class Draws:
         return (value * n) >> 64
 
     def distinct(self, count: int, n: int, exclude: int | None = None) -> list[int]:
-        """`count` different numbers below n, none of them `exclude`."""
+        """Return `count` different numbers below n, none of them `exclude`."""
         found: list[int] = []
         if count > n - (exclude is not None):
             raise ValueError(f"cannot draw {count} different numbers below {n}")

@@ -23,8 +23,8 @@ def is_byte_token(spelling: str | None) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """The inverse of GPT-2's byte alphabet: printable Latin-1 characters stand for themselves, the other 68 bytes
-    for the characters from U+0100 on, in order."""
+    """Return the inverse of GPT-2's byte alphabet: printable Latin-1 characters stand for themselves, the other 68
+    bytes for the characters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -33,7 +33,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """A decoder of tokenizer.json, sequences flattened."""
+    """Return the steps of a decoder of tokenizer.json, sequences flattened."""
     if not decoder:
         return []
     if decoder["type"] == "Sequence":
@@ -67,7 +67,8 @@ class TokenBytes:
         self._tokenizer = tokenizer
 
     def __call__(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """Bytes of one token; empty for an id that the tokenizer does not know (a model may have spare rows)."""
+        """Return the bytes of one token; none for an id that the tokenizer does not know (a model may have spare
+        rows)."""
         if token_id in self._added:
             if skip_special_tokens and token_id in self._special:
                 return b""
@@ -90,7 +91,7 @@ class TokenBytes:
 
 
 def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
-    """A function from an id to the bytes of its token, of our tokenizer or of a transformers tokenizer."""
+    """Return a function from an id to the bytes of its token, for our tokenizer or one of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return TokenBytes(backend)
@@ -100,10 +101,10 @@ def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
 def token_bytes_table(
     tokenizer: TokenizerType, size: int | None = None, skip_special_tokens: bool = False
 ) -> list[bytes]:
-    """Bytes of the ids 0..size-1 (default: len(tokenizer)) of our tokenizer or of a transformers tokenizer.
+    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)), for our tokenizer or one of transformers.
 
-    `size` is usually the model's vocabulary, which may be larger than the tokenizer's; the spare ids get b"".
-    With `skip_special_tokens` special tokens get b"", as in text decoded without them.
+    `size` is usually the model's vocabulary, which may be larger than the tokenizer's; the spare ids get b"". With
+    `skip_special_tokens` special tokens get b"" too.
     """
     count = len(tokenizer) if size is None else size
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -123,7 +124,8 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens at most
 def text_of(
     tokenizer: TokenizerType, token_ids: Sequence[int], before: Sequence[int] = (), skip_special: bool = True
 ) -> str:
-    """Makes the text that `token_ids` add to a text of the tokens `before`; equals the joined pieces of a `TextStream`."""
+    """Return the text that `token_ids` add to a text of the tokens `before`; it equals the joined pieces of a
+    `TextStream`."""
     decode = _decoder(tokenizer, skip_special)
     context, unfinished = _context(decode, _spelling(tokenizer), before)
     return decode([*context, *unfinished, *token_ids])[len(decode(context)) :] if token_ids else ""
@@ -159,7 +161,8 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
-        """Takes the next tokens, gives the texts of the tokens that are now certain, oldest first; with `last` of all."""
+        """Take the next tokens. Return the texts of the tokens that are now certain, oldest first; with `last` of
+        all."""
         for token in token_ids:
             if not self._is_skipped(token):
                 self._window.append(token)
@@ -180,7 +183,7 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Gives the waiting tokens their texts, where `text` is the window's."""
+        """Give the waiting tokens their texts, where `text` is the window's."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])
@@ -215,13 +218,13 @@ class TextStream:
         return given
 
     def _may_begin_a_stop(self, text: str) -> int:
-        """Counts the characters at the end of `text` with which a stop string may begin."""
+        """Count the characters at the end of `text` with which a stop string may begin."""
         sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return max(sizes, default=0)
 
 
 def _decoder(tokenizer: TokenizerType, skip_special: bool) -> Callable[[Sequence[int]], str]:
-    """Gives the function from ids to text; the library's own where there is one, since it never cleans up."""
+    """Return a function from ids to text, the library's own where there is one, since it never cleans up spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     return lambda ids: backend.decode(list(ids), skip_special_tokens=skip_special)
 
@@ -234,9 +237,10 @@ def _spelling(tokenizer: TokenizerType) -> Callable[[int], str | None]:
 def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Finds what of the ids `before` decides how the next ids are decoded.
+    """Find which of the ids `before` decide how the next ids are decoded.
 
-    Returns ids with a complete text, one where a token has a text by itself, and those of an unfinished character at the end.
+    Return ids with a complete text, one where a token has a text by itself, and those of an unfinished character at
+    the end.
     """
     before = list(before)
     start = next((i for i in reversed(range(len(before))) if _is_text(decode([before[i]]), spelling(before[i]))), None)

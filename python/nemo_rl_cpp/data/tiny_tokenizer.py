@@ -8,7 +8,7 @@ TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Digits, `+`, `=` and four special tokens; a chat is its contents one after another."""
+    """Make a tokenizer of digits, `+`, `=` and four special tokens; a chat is its contents one after another."""
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 

@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
@@ -18,7 +18,7 @@ from nemo_rl_cpp.errors import one_sentence, user_code
 from nemo_rl_cpp.user_code import call_user
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+    pass
 
 
 class Address(Protocol):
@@ -100,7 +100,7 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
 
     @abc.abstractmethod
     async def roll_out(self, task: AgentTask) -> AgentResult:
-        """Makes one rollout."""
+        """Make one rollout."""
 
     def run_rollouts(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
         """Make all rollouts, `max_concurrency` at a time."""
@@ -134,7 +134,6 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
         return result
 
     def pop_metrics(self) -> dict[str, float]:
-        """As `Environment`."""
         metrics = {"agent_errors": float(self._errors), "agent_timeouts": float(self._timeouts)}
         metrics |= {name: sum(values) / len(values) for name, values in self._measured.items()}
         self._errors = self._timeouts = 0
@@ -142,14 +141,6 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
         return metrics
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[dict]) -> EnvironmentReturn[dict]:
-        """There are no turns to be asked for."""
-        self._has_no_turns()
-
-    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict]:
-        """Nothing is left to be done."""
-        return batch, {}
-
-    def _has_no_turns(self) -> NoReturn:
         raise ValueError(
             "this environment makes its rollouts itself, through the policy's server: set policy.generation.expose_http_server=true"
         )
@@ -177,7 +168,6 @@ class AgentFunctionEnvironment(AgentEnvironment):
             raise ValueError(f"env.agent.function is {config.function}, which cannot be called: name a function")
 
     async def roll_out(self, task: AgentTask) -> AgentResult:
-        """Calls the function."""
         try:
             if inspect.iscoroutinefunction(self._function):
                 given = await self._function(task)
@@ -193,7 +183,7 @@ class AgentFunctionEnvironment(AgentEnvironment):
 
 
 def _checked(result: AgentResult) -> AgentResult:
-    """The result with its numbers as floats; ValueError for one that is not finite."""
+    """Return the result with its numbers as floats. Raise ValueError for a number that is not finite."""
     reward = result.reward
     if isinstance(reward, Mapping):
         parts: float | dict[str, float] = {
@@ -206,7 +196,7 @@ def _checked(result: AgentResult) -> AgentResult:
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
-    """What the function gives, from a daemon thread: one that never returns keeps nothing waiting but its rollout."""
+    """Call the function in a daemon thread: if it never returns, only its rollout waits."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

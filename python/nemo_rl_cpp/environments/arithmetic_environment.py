@@ -15,7 +15,7 @@ _LONGEST_ANSWER = 4096  # characters that are looked at: a number on one line ne
 
 
 def first_number(text: str) -> Decimal | None:
-    """The first number in the text, thousands commas allowed; None if there is none."""
+    """Return the first number in the text, thousands commas allowed; None if there is none."""
     found = _NUMBER.search(text[:_LONGEST_ANSWER])
     return Decimal(found.group().replace(",", "")) if found else None
 
@@ -73,7 +73,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
 
 
 def fraction_right(text: str, expected: str) -> float:
-    """Share of the expected characters that stand at their place in the response (spaces around it aside)."""
+    """Return the share of the expected characters that the response has at their place (spaces around it aside)."""
     if not expected:
         raise ValueError("ground_truth is empty: reverse_digits needs the expected digits")
     return sum(a == b for a, b in zip(text.strip(), expected)) / len(expected)

@@ -82,6 +82,6 @@ def _program(response: str, info: CodeEnvMetadata) -> str:
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block of a response; the whole response where there is none."""
+    """Return the last fenced block of a response; the whole response where there is none."""
     blocks = _FENCED.findall(response)
     return blocks[-1] if blocks else response

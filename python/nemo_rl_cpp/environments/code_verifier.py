@@ -110,7 +110,6 @@ class CodeTests:
         return len(self.pairs) + len(self.checks)
 
     def run(self, source: str, runner: Runner) -> TestResult:
-        """Tests a program."""
         return self._run_pairs(source, runner) if self.pairs else self._run_checks(source, runner)
 
     def _run_pairs(self, source: str, runner: Runner) -> TestResult:
@@ -156,7 +155,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """What the harness wrote; empty dictionaries when it was stopped, or when what is there is not what it writes."""
+    """Return what the harness wrote; empty dictionaries when it was stopped or has written something else."""
     nothing: list[CheckResult] = [{}] * count
     if outcome.exit_code != 0 or outcome.stopped is not None:
         return nothing
@@ -222,7 +221,7 @@ def parse_tests(ground_truth: object) -> CodeTests:
 
 
 def _assert(statement: str) -> tuple[Check, object]:
-    """(check, expected value) of one statement."""
+    """Return (check, expected value) of one statement."""
     try:
         [node] = ast.parse(statement).body
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
@@ -284,7 +283,7 @@ class CodeVerifyWorker(VerifierBase):
 
 
 def reason_of(result: TestResult, limits: Limits) -> str:
-    """Why tests failed, from how the run ended and from what it wrote to standard error."""
+    """Tell why tests failed, by how the run ended and what it wrote to standard error."""
     outcome = result.outcome
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")

@@ -25,7 +25,7 @@ class WeightedParts(dict[str, "Tensor"]):
 
     @staticmethod
     def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Other values of the parts `given`, with its weights where it has any."""
+        """Return other values of the parts `given`, with its weights if it has any."""
         return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
 
 
@@ -52,8 +52,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
-    """What an environment's `step` gave for `size` conversations: an EnvironmentReturn, or a plain sequence of the same six
-    things. ValueError that names the task where it is something else."""
+    """Check the answer of an environment's `step` to `size` conversations: an EnvironmentReturn, or a plain sequence
+    of the same six things. Raise ValueError, which names the task, for anything else."""
     fields = EnvironmentReturn._fields
     if not isinstance(answer, (tuple, list)) or len(answer) != len(fields):
         given = f"{len(answer)} things" if isinstance(answer, (tuple, list)) else type(answer).__name__
@@ -92,17 +92,18 @@ class Environment(Protocol):
     """Whether its agents make the rollouts, over the policy's HTTP server; `step` is then not called."""
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
-        """One turn for B conversations, of which each ends with a message of the model.
+        """Do one turn of B conversations, each of which ends with a message of the model.
 
-        Before: `metadata` holds for each conversation what the data set gave, or what the last `step` returned. After: the
-        answer has one entry a conversation in every field, in their order; a plain sequence of the same six things will do.
+        `metadata` holds for each conversation what the data set gave, or what the last `step` returned. Every field
+        of the answer has one entry a conversation, in their order; a plain sequence of the same six things will do.
         """
 
     def pop_metrics(self) -> dict[str, float]:
-        """Numbers gathered since the last call, for the logs of the step; called once after the rollouts of a step."""
+        """Return numbers gathered since the last call, for the logs of the step. A run calls it once after the
+        rollouts of a step."""
 
     def shutdown(self) -> None:
-        """Ends the environment's processes. Nothing is called afterwards but `shutdown` itself, which then does nothing."""
+        """End the environment's processes. Only `shutdown` itself may be called afterwards; it then does nothing."""
 
 
 class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
@@ -122,15 +123,15 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """One turn for conversations that end with the model's message (role "assistant")."""
+        """Do one turn of conversations that end with the model's message (role "assistant")."""
 
-    @abc.abstractmethod
     def global_post_process_and_metrics(self, batch: "BatchedDataDict") -> "tuple[BatchedDataDict, dict]":
-        """Finishes a whole batch of rollouts and gives its metrics. A run does not call it: NeMo RL's validation does."""
+        """Finish a whole batch of rollouts and return its metrics. NeMo RL's validation calls this method; a run here does not."""
+        return batch, {}
 
     def pop_metrics(self) -> dict[str, float]:
-        """Metrics gathered over the steps since the last call, which they are logged with; none by default."""
+        """Return metrics gathered over the steps since the last call; none by default."""
         return {}
 
     def shutdown(self) -> None:
-        """Ends the environment's processes; safe to call twice."""
+        """End the environment's processes. It may be called twice."""

@@ -26,7 +26,7 @@ INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
 
 def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> str:
-    """The dotted name of the class that an environment's name stands for; LoadingError for a name of nothing."""
+    """Return the dotted name of an environment's class. Raise LoadingError for an unknown name."""
     if name in registry:
         return registry[name]["actor_class_fqn"]
     if "." not in name:
@@ -38,7 +38,8 @@ def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV
 
 
 def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> type[EnvironmentInterface]:
-    """The class of a registered name or of a dotted one, imported, with the interface that rollouts need."""
+    """Import the class of a registered or dotted name. Raise LoadingError for a class without the interface of
+    environments."""
     found = import_object(environment_target(name, registry), "environment")
     check_environment_class(found, name)
     return found
@@ -56,7 +57,8 @@ def check_environment_class(found: object, name: str) -> None:
 
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
-    """A reward function of a dotted name, or the function itself; LoadingError for what cannot be called."""
+    """Return the reward function of a dotted name, or the function itself. Raise LoadingError for what cannot be
+    called."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
         raise LoadingError(
@@ -66,9 +68,10 @@ def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
 
 
 def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:
-    """Makes `create_env` and configurations know a class by its dotted name.
+    """Make a class known to `create_env` and to configurations by its dotted name.
 
-    `section` lists the keys of `env.<env_name>`; without it the environment takes any. Raises ValueError when the name is taken.
+    `section` lists the keys of `env.<env_name>`; without it the environment takes any. Raise ValueError when the name
+    is taken.
     """
     if env_name in ENV_REGISTRY:
         raise ValueError(f"Env name {env_name} already registered as {ENV_REGISTRY[env_name]['actor_class_fqn']}")
@@ -80,12 +83,9 @@ def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | N
 def create_env(
     env_name: str, env_config: Mapping[str, object] | None = None, actors: ActorSettings | None = None
 ) -> EnvironmentInterface:
-    """A handle on a new environment (see `Environment.remote`) made from its section of the configuration. With `actors` it lives
-    in Ray actors, kept so; Ray is started where there is none.
-
-    `env_name` is a registered name or the dotted name of a class. Raises ValueError for an unknown one, and for a class
-    without the interface of environments.
-    """
+    """Make an environment of a registered or dotted name from its section, and return a handle on it (see
+    `Environment.remote`). With `actors` it lives in a Ray actor; Ray is started if needed. Raise ValueError for
+    an unknown name, and for a class without the interface of environments."""
     environment = environment_class(env_name, ENV_REGISTRY)
     try:
         settings = dict(env_config or {})
@@ -114,7 +114,8 @@ class Environments:
     owned: bool = True
 
     def close(self, patience: float | None = None) -> None:
-        """Ends the processes of every environment once. An environment that does not answer for `patience` seconds is left behind."""
+        """End the processes of every environment once. An environment that does not answer for `patience` seconds is
+        left behind."""
         if not self.owned:
             return
         self.owned = False

@@ -76,7 +76,8 @@ class MathEnvironment(BaseMathEnvironment):
         metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
-        """Observations say "Environment: correct" or "Environment: incorrect"; `answers` only when asked for."""
+        """Score the responses. Observations are "Environment: correct" or "Environment: incorrect"; `answers` are
+        given on request."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
@@ -108,7 +109,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
-        """The conversation ends; observations say "Environment: correct" or "Environment: incorrect"."""
+        """Score the responses and end the conversations; observations are those of `MathEnvironment`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [extract_answer(response) for response in responses]
         scores = [
@@ -128,5 +129,5 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
 
 
 def extract_answer(response: str) -> str:
-    """What stands after the last `<answer>` and before the `</answer>` that follows."""
+    """Return the text after the last `<answer>`, up to the `</answer>` that follows."""
     return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()

@@ -17,10 +17,9 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(text: str, answer_format: str = "auto", several_lines: bool = False) -> str:
-    """The answer in a response: the last `<answer>...</answer>` ("tag"), the first line that is not empty ("line"), or
-    the tag if there is one and else the line ("auto"). Empty when there is none. For a task whose answers have
-    `several_lines` "auto" takes, without a tag, the whole response, up to the next question of a few-shot prompt.
-    """
+    """Return the answer in a response: the last `<answer>...</answer>` ("tag"), the first line that is not empty
+    ("line"), or the tag if there is one and else the line ("auto"). For a task whose answers have `several_lines`
+    "auto" takes, without a tag, the whole response up to the next question of a few-shot prompt."""
     tagged = _TAGGED.findall(text) if answer_format in ("auto", "tag") else []
     if tagged:
         return tagged[-1].strip()

@@ -63,7 +63,7 @@ class EnvironmentActor:
     """Runs in an actor: one environment, made at the first call, so that what its constructor raises is an answer."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
-        """`make` is pickled, since unpickling it imports the modules of the environment."""
+        """Take `make` pickled, since unpickling it imports the modules of the environment."""
         enter(folder, variables)
         self._make, self._environment = make, None
 

@@ -193,7 +193,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         return result._replace(rewards=WeightedParts(parts, self.weight_of_name))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """ValueError where a function asks for a column that none of the samples has. `names`: those that some have."""
+        """Raise ValueError where a function asks for a column that none of the samples has; `names` are those that
+        some have."""
         columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
         for function, name in zip(self._functions, self._names):
             _asked_for(function, name, columns)

@@ -6,7 +6,6 @@ from typing import TypedDict
 import torch
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, MetadataT
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions, Verdicts, VerifierPool
 
@@ -20,17 +19,17 @@ class GroundTruth(TypedDict):
 
 
 def truth_text(truth: object) -> str:
-    """The text of a right answer, "" where it is none: lists, mappings and truth values are no texts, and null is none."""
+    """Return the text of a right answer; "" for null, lists, mappings and truth values, which have none."""
     return str(truth) if isinstance(truth, (str, int, float)) and not isinstance(truth, bool) else ""
 
 
 def assistant_text(message_log: LLMMessageLogType) -> str:
-    """All of the model's messages of a conversation, joined."""
+    """Join the model's messages of a conversation."""
     return "".join(str(message["content"]) for message in message_log if message["role"] == "assistant")
 
 
 def prompt_text(message_log: LLMMessageLogType) -> str:
-    """What stands before the model's first message."""
+    """Join the messages before the model's first one."""
     texts = []
     for message in message_log:
         if message["role"] == "assistant":
@@ -40,15 +39,8 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
 
 
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
-    """The observations "Environment: correct" or, for a score of 0, "Environment: incorrect"."""
+    """Make the observations "Environment: correct" or, for a score of 0, "Environment: incorrect"."""
     return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
-
-
-def calculate_pass_rate_per_prompt(prompts: torch.Tensor, is_correct: torch.Tensor) -> float:
-    """Share of the distinct prompts [B, S] that have at least one correct sample (is_correct [B] > 0)."""
-    unique, group = torch.unique(prompts, dim=0, return_inverse=True)
-    passed = torch.zeros(len(unique)).index_add_(0, group.flatten(), (is_correct > 0).float())
-    return (passed > 0).float().mean().item()
 
 
 class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
@@ -70,25 +62,6 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
             terminateds=torch.ones_like(scores),
             answers=answers,
         )
-
-    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float | int]]:
-        """Sets the reward of samples that did not end properly to 0 and gives the batch's metrics.
-
-        Reads rewards, is_end, generation_lengths, prompt_lengths [B] and text [B, S] (the prompts' tokens).
-        """
-        batch["rewards"] = batch["rewards"] * batch["is_end"]
-        rewards, is_end = batch["rewards"], batch["is_end"].float()
-        correct = rewards == 1
-        lengths = (batch["generation_lengths"] - batch["prompt_lengths"])[correct].float()
-        return batch, {
-            "accuracy": rewards.float().mean().item(),
-            "pass@samples_per_prompt": calculate_pass_rate_per_prompt(batch["text"], rewards),
-            "fraction_of_samples_properly_ended": is_end.mean().item(),
-            "num_problems_in_batch": is_end.shape[0],
-            "generation_lengths": batch["generation_lengths"].float().mean().item(),
-            "prompt_lengths": batch["prompt_lengths"].float().mean().item(),
-            "correct_solution_generation_lengths": lengths.mean().item() if len(lengths) else 0,
-        }
 
 
 class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):

@@ -44,7 +44,7 @@ class _Lifeline:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
 
     def hold(self) -> None:
-        """From here on nothing comes in."""
+        """Expect that nothing comes in from here on."""
         signal.signal(signal.SIGIO, signal.SIG_DFL)
         closed = select.poll()
         closed.register(self._descriptor, 0)

@@ -60,7 +60,8 @@ _REWRITES = [
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """An answer without units, articles, spaces and LaTeX dress, with shorthand fractions and roots written out."""
+    """Return an answer without units, articles, spaces and LaTeX decoration, with shorthand fractions and roots
+    written out."""
     answer = final_answer.split("=")[-1]
     for before, after in SUBSTITUTIONS:
         answer = answer.replace(before, after)
@@ -75,10 +76,8 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def judge(response: str, ground_truth: str) -> tuple[bool, str]:
-    """(whether the last answer among the last 300 characters of a response equals the truth, the normalised answer).
-
-    Without one the answer is "[INVALID]".
-    """
+    """Return whether the last answer among the last 300 characters of a response equals the truth, and the
+    normalised answer ("[INVALID]" without one)."""
     found = re.findall(ANSWER_PATTERN, response[-LOOKED_AT:])
     answer = normalize_final_answer(found[-1] if found else INVALID)
     return answer == normalize_final_answer(ground_truth), answer
@@ -108,13 +107,14 @@ class VerifierBase:
     caught: tuple[type[BaseException], ...] = (Exception,)
 
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
-        """(score, answer found or None) of one response."""
+        """Return (score, answer found or None) of one response."""
         raise NotImplementedError
 
     def verify(
         self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
     ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
-        """Scores [B], and with `return_extracted_answer` also the answers found [B] (None where there is none)."""
+        """Return scores [B], and with `return_extracted_answer` also the answers found [B], None where there is
+        none."""
         verdicts = []
         for response, truth in zip(pred_responses, ground_truths):
             try:
@@ -152,7 +152,7 @@ class HFVerifyWorker(VerifierBase):
         return self._hf_verdict(response, ground_truth)
 
     def warm_up(self, math_verify_impl: str = "hf_math_verify") -> None:
-        """Loads what the first verdict would otherwise wait for."""
+        """Load what the first verdict would otherwise wait for."""
         if math_verify_impl == "hf_math_verify":
             self._hf_verdict("\\boxed{1}", "1")
 
@@ -189,9 +189,8 @@ class HFVerifyWorker(VerifierBase):
 
     @staticmethod
     def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
-        r"""The verdict without a worker where it is certain: an integer as truth, and a response whose only LaTeX is one
-        `\boxed{integer}`. None where it is not.
-        """
+        r"""Return the verdict without a worker where it is certain: an integer as truth, and a response whose only
+        LaTeX is one `\boxed{integer}`. Return None where it is not."""
         if math_verify_impl != "hf_math_verify" or not _PLAIN_INTEGER.fullmatch(ground_truth):
             return None
         if len(response) > 100_000 or response.count("\\") != 1 or response.count("{") != 1 or response.count("}") != 1:
@@ -285,19 +284,20 @@ _MULTILINGUAL_PATTERNS = [
 
 
 def normalize_response(response: str) -> str:
-    """The text without Markdown stars and the LaTeX that models wrap letters in."""
+    """Remove Markdown stars and the LaTeX that models wrap letters in."""
     for dress in _DRESS:
         response = response.replace(dress, "")
     return response
 
 
 def normalize_extracted_answer(answer: str) -> str:
-    """An answer letter in Latin script, upper case as found, without spaces around."""
+    """Return an answer letter in Latin script, without spaces around."""
     return _TO_LATIN.get(answer.strip(), answer.strip())
 
 
 def _letter(ground_truth: str) -> str:
-    """The truth of multiple choice. UnmatchableTruthError when it is not one character, as every answer found is."""
+    """Return the truth of multiple choice. Raise UnmatchableTruthError when it is not one character, as every answer
+    found is."""
     truth = normalize_response(ground_truth)
     if len(truth) != 1:
         raise UnmatchableTruthError(f"the truth {ground_truth!r} is no letter of an option")
@@ -319,7 +319,7 @@ class ReasoningGymVerifyWorker(VerifierBase):
         self._scorers: dict[str, Callable[..., float]] = {}
 
     def warm_up(self, **kwargs: object) -> None:
-        """Imports reasoning_gym, which takes seconds."""
+        """Import reasoning_gym, which takes seconds."""
         import reasoning_gym  # noqa: F401
 
     def judge(self, response: str, ground_truth: GymEntry, task: str | None = None) -> Verdict:

@@ -41,7 +41,6 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         self, ctx: ModelContext, trace: Trace, runtime: Runtime, endpoint: str, secret: str, mcp_urls: dict[str, str], data: TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:  # fmt: skip
-        """What the endpoint refuses is verifiers' to judge, which has refused it."""
         system, prompt = self.resolve_prompt(data)
         messages = [] if system is None else [{"role": "system", "content": system}]
         if isinstance(prompt, str):
@@ -76,7 +75,8 @@ class _Tools:
         self._client, self._places, self._connections, self._gate = client, places, connections, gate
 
     async def result_of(self, call: Json) -> Json:
-        """The message that answers a call. What is wrong with the call is told to the model, which may try again."""
+        """Return the message that answers a call. It tells the model what is wrong with the call, so that it may try
+        again."""
         function = call["function"]
         name, text = function["name"], function["arguments"] or "{}"
         try:

@@ -52,7 +52,6 @@ class VerifiersEnvironment(AgentEnvironment):
             return await super()._all(tasks)
 
     async def roll_out(self, task: AgentTask) -> AgentResult:
-        """Plays an episode of the task."""
         taskset = str(task.info["taskset"])
         chosen = tasks_of(taskset, task.info["taskset_limit"])[task.info["task"]]
         episode = await self._env(taskset).run_episode(chosen, self._context(task))

@@ -16,8 +16,7 @@ from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
 from nemo_rl_cpp.config.master import checked
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import differences_from_run
-from nemo_rl_cpp.data.collate_fn import eval_collate_fn
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.tokenizer import get_tokenizer

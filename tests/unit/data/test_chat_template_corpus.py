@@ -174,19 +174,11 @@ def test_a_content_that_is_in_the_text_by_chance_is_lost_all_the_same(smollm2):
         assert render_prompt(smollm2, [{"role": "user", "content": "<a>"}]) == "<a>", (
             "a template that looks into contents"
         )
-        smollm2.chat_template = "{{ messages[0].content if messages[0].content|length > 6 else 'Hi' }}"
-        assert render_prompt(smollm2, [{"role": "user", "content": "1 + 1 = "}]) == "1 + 1 = "
-        with pytest.raises(ChatTemplateError, match="leaves out message 0"):
-            render_prompt(smollm2, [{"role": "user", "content": "735="}])
         smollm2.chat_template = "{{ messages[0].content|tojson }}"
         for content in ("中文", 'a"b', "<a>\n"):
             assert render_prompt(smollm2, [{"role": "user", "content": content}])
     finally:
         smollm2.chat_template = own
-
-
-def test_the_corpus_is_as_large_as_it_should_be():
-    assert len(TEMPLATES) >= 40 and len(set(TEMPLATES.values())) == len(TEMPLATES)
 
 
 @pytest.mark.parametrize("value", ["my.j2", "my.jinja", "my.jinja2", "my.txt", "./my.txt", "no_ending"])
@@ -247,23 +239,6 @@ def test_a_template_without_messages_is_refused(value):
         choose_template(["x"], None, KEY)
 
 
-OPERATIONS = {
-    "{{ 'a' ~ 1 ~ ['b'] }}{{ '%03d|%s' % (7, 'x') }}{{ '{:>4}'.format('y') }}": "a1['b']007|x   y",
-    "{{ ['a', 1] | join('-') }}{{ 'aab' | replace('a', 'c', 1) }}{{ 'x' | center(3) }}": "a-1cab x ",
-    "{{ '{}: {}'.format('t', 1700000000) }}{{ '**%d**' % 12345678 }}": "t: 1700000000**12345678**",
-    "{{ 'call_00000000%d' % 7 }}{{ 'a,b'.split(',', 2147483647) }}": "call_000000007['a', 'b']",
-    "{{ 'abc' | truncate(100000000) }}{{ 'abcd'[1:3] }}{{ 'abcd'[::2] }}": "abcbcac",
-    "{{ 2 ** 10 }}{{ 2 * 'ab' }}{{ 1.5 * 2 }}{{ 2 ** -1 }}": "1024abab3.00.5",
-}
-
-
-def test_operations_of_strings_lists_and_numbers_render_as_python_computes_them():
-    for template, text in OPERATIONS.items():
-        assert render_chat_template(template, [ASK]) == text
-    with pytest.raises(ChatTemplateError, match="TypeError"):  # as in transformers
-        render_chat_template("{{ ', '.join([1, 2]) }}", [ASK])
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -272,9 +247,6 @@ def test_operations_of_strings_lists_and_numbers_render_as_python_computes_them(
         "{{ messages[9].content.x }}",
         "{{ {}[1].x }}",
         "{{ strftime_now(1) }}",
-        "{{ (1).x.y }}",
-        "{{ 9 * 'x' * 10 ** 18 }}",
-        "{% macro f(n) %}{% for i in range(9) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(1) }}",
     ],
 )
 def test_errors_inside_are_always_chat_template_errors(template):

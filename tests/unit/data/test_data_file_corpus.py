@@ -85,6 +85,7 @@ READ = [
     ("verl.parquet", parquet({"prompt": [user("1+1?")], "reward_model": {"style": "rule", "ground_truth": "2"}}), VERL, ONE),
     ("conversations.parquet", parquet({"messages": [system("S"), user("1+1?"), assistant("2")]}), {}, [("[system]S[user]1+1?[assistant]", "2")]),
     ("stream.arrow", arrow(*QA), {}, BOTH),
+    ("text.txt", b"1+1?\n", {"input_key": "text", "output_key": "text"}, [("[user]1+1?[assistant]", "1+1?")]),
     ("messages.jsonl", jsonl({"messages": [user("1+1?"), assistant("2")]}), {}, ONE),
     ("messages.json", json.dumps({"messages": [user("1+1?"), assistant("2")]}).encode(), {}, ONE),
     ("system.jsonl", jsonl({"messages": [system("Be short."), user("1+1?"), assistant("2")]}), {}, [("[system]Be short.[user]1+1?[assistant]", "2")]),
@@ -201,7 +202,3 @@ def test_refusals_name_file_row_and_key(tmp_path, name, content, keys, words):
     assert type(refused.value) is ValueError and "\n" not in str(refused.value)
     for word in (name, *words):
         assert word in str(refused.value), refused.value
-
-
-def test_the_corpus_is_as_large_as_it_should_be():
-    assert len(READ) + len(REFUSED) >= 60 and len({case[0] for case in READ + REFUSED}) == len(READ) + len(REFUSED)

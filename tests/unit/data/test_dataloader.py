@@ -18,13 +18,6 @@ def test_permutations_are_pure_functions_of_seed_and_epoch():
     assert permutation(50, 3, 2) == orders[3, 2] and permutation(0, 1, 1) == []
 
 
-def test_first_places_are_uniform():
-    counts = [0] * 5
-    for seed in range(2000):
-        counts[permutation(5, seed, 0)[0]] += 1
-    assert max(abs(count - 400) for count in counts) < 5 * (2000 * 0.2 * 0.8) ** 0.5
-
-
 def test_draws():
     draws = Draws(1, 2)
     assert [draws.below(10) for _ in range(5)] == [Draws(1, 2).below(10), *[draws_n(i) for i in range(1, 5)]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp.data import processors
-from nemo_rl_cpp.data.collate_fn import eval_collate_fn, rl_collate_fn
+from nemo_rl_cpp.data.dataloader import eval_collate_fn, rl_collate_fn
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import (
     math_data_processor,

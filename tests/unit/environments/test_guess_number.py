@@ -4,7 +4,7 @@ import pytest
 import torch
 from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp.data.datasets import load_response_dataset
-from nemo_rl_cpp.environments.games.guess_number import GuessNumberEnv
+from nemo_rl_cpp.environments.guess_number import GuessNumberEnv
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.rollouts.batches import build_train_batch
 from nemo_rl_cpp.rollouts.rollouts import run_multi_turn_rollout

@@ -3,14 +3,12 @@ import random
 import pytest
 import torch
 from nemo_rl_cpp.distributed import get
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.math_environment import (
     EnglishMultichoiceVerifyWorker,
     HFVerifyWorker,
     MathEnvironment,
     MultilingualMultichoiceVerifyWorker,
 )
-from nemo_rl_cpp.environments.single_turn import calculate_pass_rate_per_prompt
 
 
 def says(*texts):
@@ -193,29 +191,3 @@ def test_unknown_settings_are_errors():
     with pytest.raises(ValueError, match="GPUs"):
         MathEnvironment.options(num_gpus=1)
     assert HFVerifyWorker().verify(["1"], ["1"], math_verify_impl="mine") == [0.0]  # as in NeMo RL
-
-
-def test_global_metrics(env):
-    batch = BatchedDataDict(
-        rewards=torch.tensor([1.0, 1.0, 0.0, 1.0]),
-        is_end=torch.tensor([1.0, 0.0, 1.0, 1.0]),
-        generation_lengths=torch.tensor([10, 20, 30, 40]),
-        prompt_lengths=torch.tensor([4, 4, 6, 6]),
-        text=torch.tensor([[1, 2], [1, 2], [3, 4], [5, 6]]),
-    )
-    batch, metrics = env.global_post_process_and_metrics(batch)
-    assert batch["rewards"].tolist() == [1, 0, 0, 1]
-    assert metrics == {
-        "accuracy": 0.5,
-        "pass@samples_per_prompt": pytest.approx(2 / 3),
-        "fraction_of_samples_properly_ended": 0.75,
-        "num_problems_in_batch": 4,
-        "generation_lengths": 25.0,
-        "prompt_lengths": 5.0,
-        "correct_solution_generation_lengths": ((10 - 4) + (40 - 6)) / 2,
-    }
-
-
-def test_pass_rate_per_prompt():
-    prompts = torch.tensor([[1, 2], [1, 2], [1, 3], [1, 3]])
-    assert calculate_pass_rate_per_prompt(prompts, torch.tensor([0.0, 1.0, 0.0, 0.0])) == 0.5

@@ -8,8 +8,7 @@ import torch
 from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp import run_eval
 from nemo_rl_cpp.config import ConfigError, load_eval_config
-from nemo_rl_cpp.data.collate_fn import eval_collate_fn
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.evals import eval as evaluation

@@ -238,7 +238,7 @@ def test_from_data_set_to_reward(section, env):
     """What the data sets put into a row is what the environments read from it."""
     if env == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
-    from nemo_rl_cpp.data.collate_fn import rl_collate_fn
+    from nemo_rl_cpp.data.dataloader import rl_collate_fn
     from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_response_dataset
 
     raw = load_response_dataset(section)

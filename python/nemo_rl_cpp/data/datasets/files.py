@@ -1,4 +1,4 @@
-"""Data sets as lists of rows, and the rows of local files and folders: JSON, CSV, text, Parquet and Arrow."""
+"""Data sets as lists of rows, and readers of local files and folders: JSON, CSV, text, Parquet and Arrow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ListDataset:
-    """Rows (dictionaries) by index; a column by its name. Transforming methods return a new data set."""
+    """Rows (dictionaries) by index; a column by its name. `map` and `select` return a new data set."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]]):
         self._rows: list[Row] = [dict(row) for row in rows]
@@ -50,7 +50,7 @@ class ListDataset:
     @overload
     def __getitem__(self, key: str) -> list[object]: ...
     def __getitem__(self, key: int | str) -> Row | list[object]:
-        """A row by its number, or the list of a column's values by its name."""
+        """Return a row by its number, or the list of a column's values by its name."""
         if isinstance(key, str):
             if key not in self.column_names:
                 raise KeyError(f"the data set has no column {key!r}; it has {self.column_names}")
@@ -66,8 +66,8 @@ class ListDataset:
         remove_columns: Sequence[str] | None = None,
         with_indices: bool = False,
     ) -> ListDataset:
-        """Each row updated with what the function returns for it (and, `with_indices`, its number); `remove_columns` of
-        the old row are dropped."""
+        """Update each row with what the function returns for it (and, `with_indices`, its number), without the old row's
+        `remove_columns`."""
         removed = set(remove_columns or ())
         return ListDataset(
             {
@@ -77,29 +77,8 @@ class ListDataset:
             for i, row in enumerate(self._rows)
         )
 
-    def filter(self, function: Callable[[Row], bool]) -> ListDataset:
-        return ListDataset(row for row in self._rows if function(dict(row)))
-
-    def add_column(self, name: str, column: Sequence[object]) -> ListDataset:
-        if len(column) != len(self):
-            raise ValueError(f"the column {name!r} has {len(column)} values for {len(self)} rows")
-        return ListDataset({**row, name: value} for row, value in zip(self._rows, column))
-
-    def remove_columns(self, names: str | Sequence[str]) -> ListDataset:
-        gone = {names} if isinstance(names, str) else set(names)
-        return ListDataset({k: v for k, v in row.items() if k not in gone} for row in self._rows)
-
-    def rename_column(self, old: str, new: str) -> ListDataset:
-        return ListDataset({new if k == old else k: v for k, v in row.items()} for row in self._rows)
-
-    def repeat(self, times: int) -> ListDataset:
-        return ListDataset(self._rows * times)
-
-    def shuffle(self, seed: int = 0) -> ListDataset:
-        return self.select(permutation(len(self), seed, 0))
-
     def train_test_split(self, test_size: float | int, seed: int = 42) -> dict[str, ListDataset]:
-        """{"train", "test"}: `test_size` rows, or that share of them rounded up, chosen by the seed."""
+        """Return {"train", "test"}: `test` has `test_size` rows, or that share of them rounded up, chosen by the seed."""
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
             raise ValueError(
@@ -133,7 +112,7 @@ _LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at 
 
 
 def _text(path: Path) -> str:
-    """A text file without byte order mark; ValueError with the file and the byte when it is not UTF-8."""
+    """Read a text file without byte order mark. Raise ValueError with the file and the byte when it is not UTF-8."""
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -150,7 +129,7 @@ def _text(path: Path) -> str:
 
 
 def _json_rows(path: Path) -> list[Row]:
-    """Rows of a JSON Lines file, or of a JSON file that is a list of objects or an object of columns."""
+    """Read a JSON Lines file, or a JSON file that is a list of objects or an object of columns."""
     text = _text(path)
     try:
         whole = json.loads(text)
@@ -177,15 +156,12 @@ def _json_rows(path: Path) -> list[Row]:
 
 def _are_columns(whole: object) -> bool:
     """Whether a JSON object holds columns of values; a conversation inside makes it a row."""
-    return (
-        isinstance(whole, dict)
-        and bool(whole)
-        and all(
-            isinstance(values, list)
-            and not (values and isinstance(values[0], dict) and {"role", "from"} & values[0].keys())
-            for values in whole.values()
-        )
-    )
+
+    def is_column(values: object) -> bool:
+        first = values[0] if isinstance(values, list) and values else None
+        return isinstance(values, list) and not (isinstance(first, dict) and {"role", "from"} & first.keys())
+
+    return isinstance(whole, dict) and bool(whole) and all(map(is_column, whole.values()))
 
 
 def _json_lines(path: Path, text: str) -> Iterable[object]:
@@ -256,7 +232,7 @@ READERS = {
 
 
 def read_file(path: Path) -> ListDataset:
-    """The rows of one file. ValueError when it holds none."""
+    """Return the rows of one file. Raise ValueError when it has none."""
     rows = READERS[path.suffix.lower()](path)
     if not rows:
         raise ValueError(f"data: the file {str(path)!r} (data_path) holds no rows")
@@ -264,10 +240,10 @@ def read_file(path: Path) -> ListDataset:
 
 
 def read_folder(path: Path, split: str | None) -> ListDataset:
-    """The rows of all data files of a folder (or of its folder `data`), in the order of their names.
+    """Return the rows of all data files of a folder (or of its folder `data`), in the order of their names.
 
-    All must have one ending. Where names begin with a split's name (`train-00000-of-00002.parquet`), those of `split`
-    are read. ValueError when nothing fits.
+    All must have one ending. Where names begin with a split's name (`train-00000-of-00002.parquet`), the files of `split` are
+    read. Raise ValueError when none fits.
     """
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [

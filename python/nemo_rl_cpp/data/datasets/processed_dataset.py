@@ -49,7 +49,7 @@ class RawDataset:
     """The split that an evaluation uses where the configuration names none."""
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
-        """Moves `test_size` rows (a count, or a share of them) to `val_dataset`; nothing for 0."""
+        """Move `test_size` rows (a count, or a share of them) to `val_dataset`; none for 0."""
         if not hasattr(self, "val_dataset"):
             self.val_dataset = None
         if test_size and test_size > 0:
@@ -68,7 +68,7 @@ class RawDataset:
         self._check_prompt()
 
     def _check_prompt(self) -> None:
-        """A question that has no place in the prompt file would be lost in every row."""
+        """Raise ValueError for a prompt file without a place for the question."""
         spec = getattr(self, "task_spec", None)
         if spec is None or not spec.prompt or self.processor not in FILLS_A_PLACE:
             return
@@ -154,7 +154,7 @@ class AllTaskProcessedDataset:
 
 
 def _check_beginnings(message_log: LLMMessageLogType, tokenizer: TokenizerType) -> None:
-    """AssertionError where a message, or the prompt as a whole, begins with two BOS tokens."""
+    """Raise AssertionError where a message, or the prompt as a whole, begins with two BOS tokens."""
     pieces = [message["token_ids"] for message in message_log if "token_ids" in message]
     whole = [int(token) for piece in pieces for token in piece[:2]]
     for piece in [*pieces, whole]:

@@ -17,13 +17,14 @@ _OF_THE_EVAL_SECTION = frozenset({"max_input_seq_length", "shuffle", "num_worker
 
 
 def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, ...] = ()) -> None:
-    """Makes configurations know a data set by a name; `keys` are those that it takes beyond the common ones. ValueError when
-    the name is taken."""
+    """Make a data set known to configurations by a name; `keys` are those that it takes beyond the common ones.
+    Raise ValueError when the name is taken."""
     DATASET_REGISTRY.add(dataset_name, DatasetEntry(cls, keys))
 
 
 def dataset_class(dataset_name: str) -> type[RawDataset]:
-    """The class of a name, or of a dotted path (`my_package.my_module.MyDataset`). ValueError when there is none."""
+    """Return the class of a name, or of a dotted path (`my_package.my_module.MyDataset`). Raise ValueError when
+    there is none."""
     dataset_name = DATASET_ALIASES.get(dataset_name, dataset_name)
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
@@ -37,7 +38,8 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
 
 
 def _accepted(cls: type) -> set[str] | None:
-    """Names of the constructor's parameters up the class tree; None when a class of the user takes anything."""
+    """Return the names of the constructor's parameters up the class tree; None when a class of the user takes
+    anything."""
     names: set[str] = set()
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base is object:
@@ -50,8 +52,8 @@ def _accepted(cls: type) -> set[str] | None:
 
 
 def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
-    """The class that a section names; ValueError for a key that neither it nor every data set knows, so that a
-    misspelt option is not ignored."""
+    """Return the class that a section names. Raise ValueError for a key that neither it nor every data set knows, so
+    that a misspelt option is not ignored."""
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
     cls = dataset_class(data_config["dataset_name"])
@@ -70,7 +72,7 @@ def check_dataset_config(data_config: dict[str, object], further: frozenset[str]
 
 
 def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
-    """The data set of one section of `data.train` or `data.validation`, with its processor and prompts bound."""
+    """Load the data set of one section of `data.train` or `data.validation`, with its processor and prompts."""
     config = as_written(data_config)
     dataset = check_dataset_config(config)(**config)
     dataset.set_task_spec(config)
@@ -79,7 +81,7 @@ def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> 
 
 
 def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
-    """The data set of an evaluation's `data` section: its test or held-out split unless `split` names another."""
+    """Load the data set of an evaluation's `data` section: its test or held-out split unless `split` names another."""
     config = as_written(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
     repeat = 1 if "repeat" in (_accepted(cls) or ()) else config.pop("repeat", 1)

@@ -58,7 +58,7 @@ class GeneratedDataset(RawDataset):
 
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
-        """Numbers of the questions to use, each once before any comes twice."""
+        """Return the numbers of the questions to use, each once before any comes twice."""
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples
@@ -162,7 +162,7 @@ class ReasoningGymDataset(GeneratedDataset):
         super().__init__(num_samples, **kwargs)
 
     def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, str | None]]:
-        """Up to `count` different questions of one side; fewer when the task has no more."""
+        """Return up to `count` different questions of one side; fewer when the task has no more."""
         try:
             source = self._create(self.task, seed=seed, size=2**30, **self._options)
         except (TypeError, AssertionError, ValueError) as error:
@@ -209,7 +209,7 @@ _TESTED = (-3, 0, 1, 5, 12)
 
 
 def _functions() -> list[tuple[str, str]]:
-    """(name, expression) of all functions."""
+    """Return (name, expression) of all functions."""
     single = [(f"{word}_{n}", f"x {sign} {n}") for word, sign in _SIGNS.items() for n in range(2, 21)]
     pairs = [
         (f"times_{n}_{word}_{m}", f"x * {n} {_SIGNS[word]} {m}")

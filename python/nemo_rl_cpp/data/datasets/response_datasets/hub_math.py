@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from nemo_rl_cpp.data.conversation import text_of
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import load_hub_dataset, merge_datasets
-from nemo_rl_cpp.data.interfaces import Message, Row
+from nemo_rl_cpp.data.interfaces import Row
 
 
 class HubMathDataset(RawDataset):
@@ -69,16 +69,11 @@ class OpenMathInstruct2Dataset(HubMathDataset):
         super().__init__(**kwargs)
 
 
-class _DAPORow(TypedDict):
-    prompt: list[Message]
-    reward_model: dict[str, str]
-
-
 class _DAPOFormat(HubMathDataset):
-    def question(self, row: _DAPORow) -> str:
+    def question(self, row: Row) -> str:
         return row["prompt"][0]["content"]
 
-    def answer(self, row: _DAPORow) -> str:
+    def answer(self, row: Row) -> str:
         return row["reward_model"]["ground_truth"]
 
 
@@ -152,7 +147,7 @@ class MathDataset(HubMathDataset):
 
 
 def last_boxed(text: str) -> str:
-    r"""What stands in the last `\boxed{...}`, its inner braces included; the text itself where there is none."""
+    r"""Return the content of the last `\boxed{...}`, its inner braces included; the text itself where there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text
@@ -178,7 +173,7 @@ class HubMultichoiceDataset(HubMathDataset):
     num_options = 4
 
     def choices(self, row: Row) -> tuple[list[str], int]:
-        """(the options in the order that they are shown in, the number of the right one)."""
+        """Return the options in the order in which they are shown, and the number of the right one."""
         raise NotImplementedError
 
     def format_data(self, row: Row) -> Row:
@@ -200,23 +195,13 @@ class HubMultichoiceDataset(HubMathDataset):
         }
 
 
-class _MMLURow(TypedDict):
-    choices: list[str]
-    answer: int
-
-
 class MMLUDataset(HubMultichoiceDataset):
     task_name = "mmlu"
     repository = "cais/mmlu"
     subsets = ("all",)
 
-    def choices(self, row: _MMLURow) -> tuple[list[str], int]:
+    def choices(self, row: Row) -> tuple[list[str], int]:
         return list(row["choices"]), int(row["answer"])
-
-
-class _MMLUProRow(TypedDict):
-    options: list[str]
-    answer_index: int
 
 
 class MMLUProDataset(HubMultichoiceDataset):
@@ -224,7 +209,7 @@ class MMLUProDataset(HubMultichoiceDataset):
     repository = "TIGER-Lab/MMLU-Pro"
     num_options = 10
 
-    def choices(self, row: _MMLUProRow) -> tuple[list[str], int]:
+    def choices(self, row: Row) -> tuple[list[str], int]:
         return list(row["options"]), int(row["answer_index"])
 
 

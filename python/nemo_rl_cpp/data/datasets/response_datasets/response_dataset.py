@@ -23,7 +23,7 @@ _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage
 
 
 def task_name_of(data_path: str) -> str:
-    """The last two names of the path joined by "-", without what follows a dot: data/math/train.jsonl is math-train."""
+    """Join the last two names of the path by "-", without what follows a dot: data/math/train.jsonl is math-train."""
     names = [part for part in str(data_path).split("/") if part not in ("", ".", "..", "~")][-2:]
     return "-".join(names).split(".")[0] or "-".join(name.lstrip(".") for name in names).split(".")[0]
 
@@ -101,7 +101,7 @@ class ResponseDataset(RawDataset):
         )
 
     def format_data(self, data: Row) -> Row:
-        """One row as messages; the last one is the answer."""
+        """Return one row as messages; the last one is the answer."""
         messages = conversation_of(look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
         if answered and self._answers_inside:
@@ -119,7 +119,7 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: object, key: str) -> object:
-    """An answer as it goes to the environment: the text of an assistant message where it is one, None for an empty cell."""
+    """Return an answer for the environment: the text of an assistant message, None for an empty cell."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
     value = None if isinstance(value, float) and not math.isfinite(value) else text_of(value)

@@ -19,14 +19,15 @@ INSTALL = "pip install 'nemo-rl-cpp[agents]'"
 
 
 def check_verifiers(what: str) -> None:
-    """ValueError where the package is missing."""
+    """Raise ValueError where the package is missing."""
     if importlib.util.find_spec("verifiers") is None:
         raise ValueError(f"{what} needs the package verifiers: run `{INSTALL}`")
 
 
 @cache
 def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
-    """The tasks of a task set, given as JSON of its configuration (a mapping with `id`); the first `limit` of them."""
+    """Return the tasks of a task set, given as JSON of its configuration (a mapping with `id`); the first `limit` of
+    them."""
     check_verifiers("a task set")
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 

@@ -11,7 +11,6 @@ import torch
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import GuessNumberEnvConfig as GuessNumberConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
 _GUESS = re.compile(r"[0-9]{1,9}")
@@ -75,11 +74,6 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
         if info.get("guesses", 0) + 1 >= self.max_guesses:
             return _Turn(found[0], "", 0.0, True)
         return _Turn(found[0], self.higher if secret > guess else self.lower, 0.0, False)
-
-    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
-        """The batch as it is, and the share of games won, when the batch has rewards."""
-        rewards = batch.get("total_reward", batch.get("rewards"))
-        return batch, {} if rewards is None else {"accuracy": rewards.float().mean().item()}
 
     def pop_metrics(self) -> dict[str, float]:
         if not self._games:

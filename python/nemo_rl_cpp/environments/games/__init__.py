@@ -1,1 +1,0 @@
-"""Games: environments of several turns."""

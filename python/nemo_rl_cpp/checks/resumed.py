@@ -120,7 +120,7 @@ def headline(saved: Saved, changed: list[Change]) -> str:
     )
 
 
-# ---- what is refused
+# ---- changes that are refused
 
 
 def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
@@ -200,7 +200,7 @@ def architecture_refusals(
         length = config.max_total_sequence_length
         before, now = (native_config(c, value_head=value_head, max_length=length) for c in (saved_config, model_config))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # what cannot be computed at all is said elsewhere
+        return  # the check of the model names what cannot be computed
     for name in (name for name in now if before.get(name) != now[name]):
         keys = [k for k in _HF_NAMES.get(name, (name,)) if saved_config.get(k) != model_config.get(k)] or [name]
         for k in keys:

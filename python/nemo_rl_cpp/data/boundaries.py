@@ -102,7 +102,7 @@ def save_generation_config(
 
 
 def passes_text_through(tokenizer: TokenizerType) -> bool:
-    """Whether the chat template gives a user's message as it is: the model does not see that it is a message."""
+    """Whether the chat template returns a user's message unchanged: the model does not see that it is a message."""
     try:
         messages = [{"role": "user", "content": "x"}]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "x"

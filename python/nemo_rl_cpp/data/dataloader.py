@@ -48,7 +48,7 @@ def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 class StatefulDataLoader:
     """Batches of `batch_size` rows; the order of an epoch is a function of (seed, epoch).
 
-    The state is two numbers, so it costs nothing to save after every step, and a resumed loader goes on with exactly
+    The state is two numbers, so it costs nothing to save after every step, and a resumed loader continues with exactly
     the rows that would have come next, whatever the batch size. `iter()` begins an epoch: the one that a loaded state
     is in the middle of, otherwise the next one. `drop_last` leaves out a last batch that is not full.
     With `num_workers` > 0 that many threads tokenise the next batch while the current one is in use; with more than
@@ -78,7 +78,7 @@ class StatefulDataLoader:
         self.collate_fn, self.drop_last, self.seed, self.num_workers = collate_fn, drop_last, seed, num_workers
         self._epoch = 0
         self._cursor = 0  # rows of this epoch that were handed out
-        self._resume = True  # the next iter() goes on at the cursor
+        self._resume = True  # the next iter() continues at the cursor
         self._newest = 0  # number of the iterator that may move the position
         self._pool: ThreadPoolExecutor | None = None
 
@@ -129,7 +129,7 @@ class StatefulDataLoader:
                 raise RuntimeError("this iterator of the data loader was left behind by a newer one")
             self._cursor += len(chunk)
             if i + 1 == len(chunks):
-                # The epoch is over: what is saved from here on begins the next one.
+                # the epoch is over: a state that is saved from here on begins the next one
                 self._epoch, self._cursor, self._resume = self._epoch + 1, 0, True
             yield self.collate_fn(rows)
 
@@ -155,7 +155,7 @@ class MultipleDataloaderWrapper:
     no epochs, as in NeMo RL.
 
     `data.custom_dataloader` names a function (dotted path) that chooses instead: it gets (data_iterators, dataloaders,
-    **records) and returns (batch, data_iterators). `records` is what `set_records` was given by a program of the user's that
+    **records) and returns (batch, data_iterators). `records` are given to `set_records` by a program of the user that
     drives the loader; `train` gives it none. They are saved with the position (so they must be plain data); a state that the
     function itself keeps is not.
     """

@@ -55,7 +55,7 @@ PathLike = str | os.PathLike[str]
 
 
 class TokenizerType(Protocol):
-    """What a run asks of a tokenizer: of `nemo_rl_cpp.data.tokenizer.Tokenizer`, or of one of transformers."""
+    """The methods of a tokenizer that a run uses, of `nemo_rl_cpp.data.tokenizer.Tokenizer` or of one of transformers."""
 
     @property
     def bos_token_id(self) -> int | None: ...

@@ -23,7 +23,7 @@ class Entry(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What a row says: the prompt's messages and what its environment gets."""
+    """A row as its processor reads it: the prompt's messages and the information for its environment."""
 
     entries: list[Entry]
     extra_env_info: dict[str, object]
@@ -70,7 +70,7 @@ def _datum(
 
 
 PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
-"""What each processor of this file makes a prompt with; needs no torch."""
+"""The prompt maker of each processor of this file; they need no torch."""
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:

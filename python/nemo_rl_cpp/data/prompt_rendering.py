@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Tools = Sequence[Mapping[str, object]] | None
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{0?\}|[{}]")
-# What a `{}` directly after it belongs to: a LaTeX command with its arguments so far, or a sub- or superscript.
+# text that takes a `{}` directly after it as its argument: a LaTeX command with its arguments so far, or a sub- or superscript.
 _LATEX = re.compile(r"(\\[A-Za-z]+\*?(\[[^\]\n]*\])?(\{[^{}\n]*\}|\{\{[^{}\n]*\}\})*|[\^_])$")
 
 

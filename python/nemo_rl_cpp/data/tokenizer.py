@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
 """Ids of one text, of several, or of several as a tensor [B, S]."""
 Templates = str | dict[str, str] | None
-"""A chat template, or several by their names; None: there is none."""
+"""A chat template, or several by their names, or none."""
 
 
 class Encoding(dict[str, TokenIds]):
@@ -85,7 +85,7 @@ class Tokenizer(SpecialTokens):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
-        """Read tokenizer.json and the files beside it from a folder, or from the folder of a model's name. Raise ValueError without
+        """Read tokenizer.json and the files next to it from a folder, or from the folder of a model's name. Raise ValueError without
         a tokenizer.json."""
         from nemo_rl_cpp.hub.sources import resolve_tokenizer
 

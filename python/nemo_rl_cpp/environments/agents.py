@@ -71,7 +71,7 @@ class AgentTask:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What came of a rollout.
+    """The result of a rollout.
 
     Attributes:
         reward: of the whole rollout, or named parts of it.

@@ -18,11 +18,11 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re
 
 
 class CodeEnvMetadata(TypedDict):
-    """What the environment knows of a problem.
+    """The part of a problem that the environment reads.
 
     ground_truth: the tests, see `code_verifier.parse_tests`.
     code_prefix: the beginning of the program, which the response continues; without it the response holds the whole
-        program, in a fenced block or as it is.
+        program, in a fenced block or alone.
     """
 
     ground_truth: object

@@ -96,7 +96,7 @@ class CodeTests:
     """The tests of one problem; exactly one of the two kinds.
 
     Attributes:
-        pairs: (standard input, expected standard output). Each is a run of its own. Spaces at the ends of lines and empty
+        pairs: (standard input, expected standard output). Each is a separate run. Spaces at the ends of lines and empty
             lines at the end do not count.
         checks: for `HARNESS`, all in one run.
         expected: for each check the value, compared here, outside: the program never sees it; None for statements.
@@ -183,7 +183,7 @@ def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> b
 
 
 def parse_tests(ground_truth: object) -> CodeTests:
-    """Tests from a sample's `ground_truth`, as it is or as JSON text:
+    """Read the tests of a sample's `ground_truth`, a value or its JSON text:
 
     - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and output;
     - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method of
@@ -191,7 +191,7 @@ def parse_tests(ground_truth: object) -> CodeTests:
     - {"asserts": [statement, ...]} or just the list. `assert EXPRESSION == LITERAL` is compared outside the program; any other
       statement runs inside, where a program that means to could forge its success.
 
-    Raises ValueError that says what is wrong.
+    Raise ValueError that names the mistake.
     """
     truth = ground_truth
     if isinstance(truth, str):
@@ -250,7 +250,7 @@ class CodeVerifyWorker(VerifierBase):
 
     Nothing here compiles the program: a few lines can make a compiler take gigabytes, so that, too, happens in the sandbox.
 
-    The score is 1 when all pass, else 0 (with `reward="fraction"`: the share that passes). What is returned as the answer is
+    The score is 1 when all pass, else 0 (with `reward="fraction"`: the share that passes). The answer tells
     how the tests ended, with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error, no_code, time_limit,
     memory_limit, process_limit, output_limit, forbidden_call, or file_access, which is a failure at a file outside its folder.
     """

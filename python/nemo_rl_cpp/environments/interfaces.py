@@ -1,4 +1,4 @@
-"""What the rollout asks of an environment."""
+"""The interface between rollouts and environments."""
 
 import abc
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ MetadataT = TypeVar("MetadataT")
 
 
 class WeightedParts(dict[str, "Tensor"]):
-    """Parts of a reward, name -> [B], as they are; `weights` are those that the parts have in the total. The estimator gdpo
-    weighs the parts by itself, after it has brought each to the same scale."""
+    """Parts of a reward, name -> [B], before weighing; `weights` are their weights in the total. The estimator gdpo weighs the parts
+    itself, after it has brought each to the same scale."""
 
     def __init__(self, parts: "Mapping[str, Tensor]", weights: Mapping[str, float]) -> None:
         super().__init__(parts)
@@ -30,7 +30,7 @@ class WeightedParts(dict[str, "Tensor"]):
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """What an environment answers to a batch of conversations.
+    """The answer of an environment to a batch of conversations.
 
     Attributes:
         observations: [B] the message that follows: {"role", "content"}. Empty content adds no token.
@@ -78,7 +78,7 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
 
 
 class Environment(Protocol):
-    """What a run asks of an environment: these five names and no others.
+    """An environment as a run uses it: by these five names and no others.
 
     A method may have `.remote(...)`, as those of `EnvironmentInterface.remote(...)` do. Then the run starts the call, works on,
     and waits for the result later; the calls of one environment never overlap. What a method raises ends the run, with the
@@ -110,7 +110,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     """The base class of environments: an `Environment` with NeMo RL's further method. Receives conversations, returns
     observations and rewards.
 
-    `Environment.remote(...)` gives a handle whose methods can be started beside the caller:
+    `Environment.remote(...)` gives a handle whose methods can run while the caller works on:
     `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. An object made directly works in its place.
     """
 

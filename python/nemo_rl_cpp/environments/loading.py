@@ -1,5 +1,4 @@
-"""Environments, reward functions and data sets of a configuration by their names, with what is wrong about them in one sentence; the
-environments of a run, and the end of their processes."""
+"""Find environments and reward functions by name, and hold the environments of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.base import Section
@@ -18,9 +16,6 @@ from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentInterfac
 from nemo_rl_cpp.environments.remote import ActorSettings, Remotable, ray_environment, shut_down
 from nemo_rl_cpp.errors import user_code
 from nemo_rl_cpp.user_code import serve
-
-if TYPE_CHECKING:
-    pass
 
 INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
@@ -106,7 +101,7 @@ class Environments:
     Attributes:
         train: score the answers that are trained on.
         validation: score those of validations.
-        owned: whether `close` ends them; those that a caller brought go on.
+        owned: whether `close` ends them; environments that a caller brought stay alive.
     """
 
     train: Mapping[str, Environment]

@@ -24,51 +24,32 @@ from nemo_rl_cpp.environments.verifiers import (
     MultilingualMultichoiceVerifyWorker,
 )
 
-__all__ = [
-    "BaseMathEnvironment",
-    "EnglishMultichoiceVerifyWorker",
-    "HFVerifyWorker",
-    "MathEnvConfig",
-    "MathEnvironment",
-    "MathEnvironmentMetadata",
-    "MultilingualMultichoiceVerifyWorker",
-]
-
 
 class MathEnvironmentMetadata(TypedDict):
-    """What the environment knows of a sample."""
+    """The part of a sample that the environment reads."""
 
     ground_truth: str
     extracted_answer: str | None
 
 
-class BaseMathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
-    """Owns the verifiers of `cfg["verifier_type"]`. Raises ValueError for an unknown type or implementation."""
+_VERIFIERS: dict[str, type] = {
+    "math": HFVerifyWorker,
+    "english_multichoice": EnglishMultichoiceVerifyWorker,
+    "multilingual_multichoice": MultilingualMultichoiceVerifyWorker,
+}
 
-    WORKER_CLASS_DICT: dict[str, type] = {
-        "math": HFVerifyWorker,
-        "english_multichoice": EnglishMultichoiceVerifyWorker,
-        "multilingual_multichoice": MultilingualMultichoiceVerifyWorker,
-    }
+
+class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
+    """Scores the model's messages, joined, against `metadata["ground_truth"]`: 1 or 0, and the conversation ends."""
+
     scores_rows_alone = True
-    _IMPLEMENTATIONS = ("hf_math_verify", "dapo_math_verify")
 
     def __init__(self, cfg: MathEnvConfig) -> None:
         self.cfg = cfg = as_model(cfg, MathEnvConfig, "env.math")
         kind = cfg.verifier_type or "math"
-        if kind not in self.WORKER_CLASS_DICT:
-            raise ValueError(f"env.math.verifier_type is {kind!r}; it must be one of {sorted(self.WORKER_CLASS_DICT)}")
-        implementation = cfg.math_verify_impl or "hf_math_verify"
-        if implementation not in self._IMPLEMENTATIONS:
-            raise ValueError(
-                f"env.math.math_verify_impl is {implementation!r}; it must be one of {self._IMPLEMENTATIONS}"
-            )
-        self._verify_kwargs = {"math_verify_impl": implementation} if kind == "math" else {}
-        super().__init__(self.WORKER_CLASS_DICT[kind], PoolOptions.from_config(cfg), warm_up=self._verify_kwargs)
-
-
-class MathEnvironment(BaseMathEnvironment):
-    """Scores the model's messages, joined, against `metadata["ground_truth"]`: 1 or 0, and the conversation ends."""
+        implementation = {"math_verify_impl": cfg.math_verify_impl or "hf_math_verify"}
+        self._verify_kwargs = implementation if kind == "math" else {}
+        super().__init__(_VERIFIERS[kind], PoolOptions.from_config(cfg), warm_up=self._verify_kwargs)
 
     def step(
         self,
@@ -93,7 +74,7 @@ _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
 class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata]):
     """Scores a response of the form `<think>...</think>`, a line feed, `<answer>...</answer>`, each part 1 or 0:
 
-    - `reward/correctness`: what stands between the answer's tags is the truth, letter for letter;
+    - `reward/correctness`: the text between the answer's tags is the truth, letter for letter;
     - `reward/integer`: it consists of digits;
     - `reward/format`: the whole response has that form, with one pair of answer tags.
 

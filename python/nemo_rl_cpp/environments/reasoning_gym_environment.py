@@ -12,7 +12,7 @@ from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import GymEntry, ReasoningGymVerifyWorker
 
-_NEXT_QUESTION = "\n\nQuestion:"  # how the data set `reasoning_gym` goes on after an answer of several lines
+_NEXT_QUESTION = "\n\nQuestion:"  # follows an answer of several lines in the data set `reasoning_gym`
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -31,7 +31,7 @@ def extract_answer(text: str, answer_format: str = "auto", several_lines: bool =
 
 
 class ReasoningGymMetadata(TypedDict):
-    """What the environment knows of a question: the entry of the task's data set, and the task's name."""
+    """The part of a question that the environment reads: the entry of the task's data set, and the task's name."""
 
     reasoning_gym_entry: GymEntry
     reasoning_gym_task: NotRequired[str]

@@ -31,7 +31,7 @@ from nemo_rl_cpp.errors import in_user_code
 from nemo_rl_cpp.user_code import call_any, call_user, is_users, runs_here
 
 START_SECONDS = 300.0  # until an actor has made its environment
-DEADLINE_S = 1800.0  # of an answer of an actor that somebody else has made
+DEADLINE_S = 1800.0  # of an answer of an actor that was not made here
 _END_SECONDS = 10.0  # for an environment to end its own processes
 
 
@@ -134,7 +134,7 @@ class RayEnvironment:
         return RayMethod(self, name) if callable(value) else value
 
     def close(self, patience: float | None = None) -> None:
-        """End the environment's processes and its actor, and Ray where nobody else holds it. May be called again."""
+        """End the environment's processes and its actor, and Ray if nothing else uses it. May be called again."""
         if not self._held:
             return
         self._held = False
@@ -161,7 +161,7 @@ def ray_environment(
         made = {
             "num_cpus": 0,
             "max_restarts": settings.restarts if cls.can_be_asked_again else 0,
-            # restarts are what is counted: of a node that dies, Ray tries a call several times before it starts the actor elsewhere
+            # restarts are counted, not retries: of a node that dies, Ray tries a call several times before it starts the actor elsewhere
             "max_task_retries": -1 if cls.can_be_asked_again else 0,
             **(options or {}),
             "runtime_env": {**given, "env_vars": variables},

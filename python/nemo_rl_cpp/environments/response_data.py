@@ -23,7 +23,7 @@ Datasets = AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
 
 
 class _Tasks:
-    """What the loaded data sets of one side (training or validation) bind to their task names."""
+    """Rows, processors and environments of one side (training or validation), by task name."""
 
     def __init__(self) -> None:
         self.datasets: dict[str, list[Indexed[Row]]] = {}

@@ -63,7 +63,7 @@ def _number(name: str, value: object, row: int) -> float | None:
         return None
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
-            value.close()  # else Python warns that nobody has awaited it
+            value.close()  # else Python warns that it was never awaited
         raise ValueError(
             f"reward function {name} returned a coroutine for completion {row}: make the function async and await each of them"
         )
@@ -100,7 +100,7 @@ def _described(value: object) -> str:
 
 RewardFunction = Callable[..., Sequence[float | None]]
 Columns = dict[str, list[object]]
-"""What the samples of a batch have under each name, one entry a sample."""
+"""The columns of a batch: one entry a sample under each name."""
 Info = Mapping[str, object] | None
 """The columns of one sample."""
 

@@ -13,7 +13,7 @@ NO_OBSERVATION = {"role": "environment", "content": ""}
 
 
 class GroundTruth(TypedDict):
-    """What an environment knows of a sample: the right answer."""
+    """The part of a sample that an environment reads: the right answer."""
 
     ground_truth: str
 

@@ -28,7 +28,7 @@ _END_SECONDS = 5.0  # for the kernel to end a killed process
 class WorkerProcess:
     """A process of `verifier_process`, and the socket to it.
 
-    The process is started by exec, not by fork, in a session of its own: it shares no thread, lock or file with this process,
+    The process is started by exec, not by fork, in a new session: it shares no thread, lock or file with this process,
     and it is killed together with whatever it has started.
     """
 

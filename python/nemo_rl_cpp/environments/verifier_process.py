@@ -21,7 +21,7 @@ Request = tuple[str, object, dict[str, object]]
 
 
 class Reply(TypedDict, total=False):
-    """What the process says: that it is ready (its process id), or score and answer of a response, or what went wrong."""
+    """A line from the process: it is ready (its process id), or the score and answer of a response, or an error."""
 
     ready: int
     score: float
@@ -94,7 +94,7 @@ def main(target: str, options_json: str) -> None:
         except (EOFError, OSError):
             os._exit(0)
         lifeline.hold()
-        # The kernel ends a process that computes long past its deadline, should nobody be left to kill it.
+        # The kernel ends a process that computes long past its deadline, if no process is left to kill it.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, 2 * options["deadline_s"] + 1)
         before = getattr(verifier, "unmatchable", 0)

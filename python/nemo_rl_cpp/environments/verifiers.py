@@ -103,7 +103,7 @@ class VerifierBase:
 
     unmatchable = 0
 
-    # What may surface besides Exception: a library's own timeout, say.
+    # may be raised besides Exception: a library's own timeout, for instance
     caught: tuple[type[BaseException], ...] = (Exception,)
 
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:

@@ -28,7 +28,7 @@ Json = dict[str, object]
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
-    """It has no settings of its own."""
+    """Only verifiers' own settings."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):

@@ -2,7 +2,7 @@
 their model.
 
 Verifiers' training client makes token ids of conversations itself and asks the policy by token ids (`/inference/v1/generate`).
-What is trained is what the policy's server has sampled for it.
+The policy's server samples the tokens that are trained.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
             vocab={token: i for i, token in enumerate(tokens)}, merges=merges, fuse_unk=False, byte_fallback=False
         )
     )
-    # Every digit is a token of its own, so that "42" is never one symbol to learn by heart.
+    # every digit is a separate token, so that "42" is never one symbol to learn by heart.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

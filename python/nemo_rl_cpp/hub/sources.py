@@ -224,16 +224,16 @@ def _gated(repo: str, kind: str) -> SourceError:
     )
 
 
-def unreachable(repo: str, kind: str, key: str | None = None) -> HubUnreachableError:
+def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> HubUnreachableError:
     """Make the one sentence for a hub that does not answer."""
-    keys = {
-        None: "data.train.dataset_name (and policy.model_name)",
-        "policy.model_name": "policy.model_name (and data.train.dataset_name)",
-        "generation.model_name": "generation.model_name (and data.dataset_name)",
-    }.get(key, key)
-    example = "evals/arithmetic_smollm2.yaml" if keys.startswith("generation") else "grpo_arithmetic_smollm2.yaml"
+    others = {
+        "data.train.dataset_name": " (and policy.model_name)",
+        "policy.model_name": " (and data.train.dataset_name)",
+        "generation.model_name": " (and data.dataset_name)",
+    }
+    example = "evals/arithmetic_smollm2.yaml" if key.startswith("generation") else "grpo_arithmetic_smollm2.yaml"
     return HubUnreachableError(
-        f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {keys} to something "
+        f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {key}{others.get(key, '')} to something "
         f"local, as configs/{example} does, or try again with a network"
     )
 
@@ -287,23 +287,14 @@ def smollm2_folder() -> Path:
     folder = cache_root() / "models" / SMOLLM2
     if _complete(folder):
         return folder
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
     source = smollm2_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(
-        folder.with_name(SMOLLM2 + ".lock")
-    )  # the system releases it when the process ends, however it ends
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print(f"Waiting for another process that prepares {SMOLLM2} ...", file=sys.stderr, flush=True)
-        lock.acquire(timeout=_PREPARING_SECONDS)
-    try:
+    # the system releases the lock when the process ends, however it ends
+    with FileLock(folder.with_name(SMOLLM2 + ".lock"), timeout=_PREPARING_SECONDS):
         if not _complete(folder):
             _convert(source, folder)
-    finally:
-        lock.release()
     return folder
 
 

@@ -1,5 +1,5 @@
-"""Rollouts that agents make through the policy's server. What is trained are the token ids and log-probabilities that the engine
-gave; text is only what agents and people read."""
+"""Rollouts that agents make through the policy's server. The policy trains on the token ids and log-probabilities that the engine
+returned; only agents and people read the text."""
 
 from collections.abc import Mapping, Sequence
 
@@ -35,7 +35,7 @@ def run_agent_rollouts(
     """Let the environment's agent make a rollout of every row.
 
     The message logs become what the engine was asked and answered; else the result is that of `run_multi_turn_rollout`. A
-    rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls beside the longest conversation of a
+    rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls outside the longest conversation of a
     rollout are not trained, and counted: `agent_calls_left_out`.
 
     Returns (batch, rollout metrics with those of the environments). RuntimeError where every rollout failed.

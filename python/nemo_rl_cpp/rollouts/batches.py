@@ -1,4 +1,4 @@
-"""The batches of a training step: `Rollouts`, what engine and environments made, and `TrainBatch`, what is trained on.
+"""The batches of a training step: `Rollouts`, which engine and environments make, and `TrainBatch`, on which the policy trains.
 
 Shapes: B samples with T tokens in all, one sample after the other; S, the longest sample's tokens, where a view is padded.
 """
@@ -72,7 +72,7 @@ def _of_samples(name: str, meaning: str) -> property:
 
 
 class TrainBatch(RaggedBatch):
-    """What is trained on. `build_train_batch` makes it; each later stage of a step adds what it computes.
+    """The samples to train on. `build_train_batch` makes it; each later stage of a step adds what it computes.
 
     Its attributes are ragged: [T] for tokens, [B] for samples; one that no stage has filled is a MissingField. A padded tensor
     [B, S] that is assigned is taken apart. Losses and estimators may read the same names as a mapping, padded (`RaggedBatch`),
@@ -243,7 +243,7 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
 
 
 class LogprobNeeds(NamedTuple):
-    """What a run needs, by its configuration.
+    """The log-probabilities that a run needs, by its configuration.
 
     Attributes:
         reference: the KL weight is not 0.

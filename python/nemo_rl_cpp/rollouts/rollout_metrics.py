@@ -1,4 +1,4 @@
-"""What is counted of each rollout, and NeMo RL's metrics of a batch of them."""
+"""Count turns and tokens of each rollout, and compute NeMo RL's metrics of a batch of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -148,7 +148,7 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
 
 
 class Observed(NamedTuple):
-    """What appending an observation came to."""
+    """The tokens that an observation added, and whether it ran out of room."""
 
     tokens: int
     overflowed: bool
@@ -189,7 +189,7 @@ def append_observation(
 class EarlyScoring:
     """Starts the environments' answers to single rows of one turn; `calculate_rewards` asks for the rest.
 
-    Only environments that say so (`scores_rows_alone`) and whose calls run beside the caller (`.remote`) take part, so
+    Only environments that say so (`scores_rows_alone`) and whose calls run while the caller works (`.remote`) take part, so
     results are those of one call at the end. An environment that is at work gets what has ended meanwhile as its next call.
     """
 
@@ -369,7 +369,7 @@ def repeat_prompts(
     repeated = type(batch)({key: value for key, value in batch.items() if key != "message_log"}).repeat_interleave(
         num_generations
     )
-    # each copy has messages of its own; their token ids, which nothing writes into, are shared
+    # each copy has its own messages; their token ids, which nothing writes into, are shared
     repeated["message_log"] = [[dict(message) for message in log] for log in logs for _ in range(num_generations)]
     repeated["group_id"] = torch.arange(batch.size).repeat_interleave(num_generations)
     repeated["draw_ids"] = repeated["group_id"] + first_draw_id
@@ -411,7 +411,7 @@ def run_multi_turn_rollout(
 class PromptSource:
     """Draws batches from a data loader and repeats every prompt G times.
 
-    The loader begins again when it ends, so a step that needs more prompts than an epoch has left goes on with the next
+    The loader begins again when it ends, so a step that needs more prompts than an epoch has left continues with the next
     one. Every prompt drawn gets the next draw id of the run (`state` counts them and is saved), which keys the random
     numbers of its generations and serves as its `group_id`.
     """

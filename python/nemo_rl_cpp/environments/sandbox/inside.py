@@ -32,7 +32,7 @@ _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, and the descriptors to talk through.
+    """The program to run, and the descriptors to talk through.
 
     Attributes:
         python: the interpreter, outside and inside.

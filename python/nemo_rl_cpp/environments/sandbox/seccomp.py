@@ -1,8 +1,8 @@
 """The system calls that a program may not make: the first one that it tries ends it.
 
 The kernel asks a filter (seccomp, in the instructions of BPF) at each call. Calls that libraries try and can do without fail
-instead, and the program goes on: above all those that start another process, since the limit of address space is for one. What
-can hold memory outside of the address space and the program's folder is refused either way; descriptors cannot travel
+instead, and the program continues: above all those that start another process, since the limit of address space is for one. Calls
+that can hold memory outside of the address space and the program's folder are refused either way; descriptors cannot travel
 (`sendmsg`), so that their number limits what they hold.
 """
 

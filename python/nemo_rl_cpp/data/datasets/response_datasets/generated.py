@@ -73,7 +73,7 @@ class ArithmeticDataset(GeneratedDataset):
 
     Numbers go from 1 to `max_number`. a + b and b + a are on the same side of the split. Without `num_samples` every
     pair of the side comes once. The prompt ends in the space after "=": tokenizers that split numbers into digits keep
-    that space a token of its own, so the text is cut where its tokens are, and the first sampled token is a digit.
+    that space a separate token, so the text is cut where its tokens are, and the first sampled token is a digit.
     """
 
     task_name = "arithmetic"

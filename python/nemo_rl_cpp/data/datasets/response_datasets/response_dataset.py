@@ -19,7 +19,7 @@ from nemo_rl_cpp.data.interfaces import Row
 
 _INPUT, _OUTPUT = "input", "output"
 _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage", "choices", "options")
-"""Names under which data sets keep a part of the prompt beside the question."""
+"""Names of columns that often hold a part of the prompt."""
 
 
 def task_name_of(data_path: str) -> str:

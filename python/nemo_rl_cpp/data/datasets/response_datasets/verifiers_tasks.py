@@ -1,4 +1,4 @@
-"""The tasks of the package verifiers as rows. What a task is stays with its task set: a row names it, and `env.verifiers` plays it."""
+"""Tasks of the package verifiers as rows. A row names a task of a task set, and `env.verifiers` plays it."""
 
 from __future__ import annotations
 

@@ -126,7 +126,6 @@ def test_a_wrong_call_is_one_sentence(tmp_path, monkeypatch, given, words):
         ({"ppo__adv_estimator__uses_critic": False}, "ppo.adv_estimator.uses_critic is read with an estimator of yours only, but .* is gae"),
         ({"critic_learning_rate": -1.0}, "argument critic_learning_rate: value.optimizer.kwargs.lr"),
         ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, a dotted name, not 'grpo'"),
-        ({"adv_estimator": lambda group_id: group_id}, "asks for group_id, but it can be given rewards, mask, values"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_of_train_ppo(tmp_path, monkeypatch, given, words):

@@ -179,7 +179,7 @@ RAISED_ON = "raised on"
 
 
 class user_code:  # noqa: N801  (reads as a function; a generator as context manager could not tell StopIteration)
-    """Around a call of the user's code: an exception from it says so in one sentence (`in_user_code`)."""
+    """Context manager for a call of the user's code: an exception from it becomes one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
         """Name the code as `what`; `hint(error)` returns text to add to the sentence."""

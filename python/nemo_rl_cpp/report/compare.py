@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_cpp.files.durable import json_rows
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
-from nemo_rl_cpp.report.history import MetricHistory, metric_data, panels_of, read_json, validation_word
+from nemo_rl_cpp.report.history import MetricHistory, metric_data, panels_of, read_json, read_metrics, validation_word
 from nemo_rl_cpp.report.page import (
     STEP_TIME,
     PageSection,
@@ -137,10 +136,8 @@ class LoggedRun:
 
     @classmethod
     def read(cls, folder: Path) -> "LoggedRun":
-        with open(folder / METRICS, encoding="utf-8", errors="replace") as file:
-            rows = list(json_rows(file))
         config = read_json(folder / HYPERPARAMS)
-        return cls(MetricHistory(rows, config), config, read_json(folder / FACTS))
+        return cls(MetricHistory(read_metrics(folder / METRICS), config), config, read_json(folder / FACTS))
 
     def values(self, name: str) -> list[float]:
         return self.history.curve(name).finite().values

@@ -135,28 +135,13 @@ class MetricHistory:
         return max((max(points) for points in self._data.values()), default=0)
 
 
-class JsonlTail:
-    """Reads a growing JSON-lines file: each call of `new_rows` returns the whole lines since the last one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
-        self._inode: int | None = None
-
-    def new_rows(self) -> tuple[list[dict[str, Plain]], bool]:
-        """Return the rows, and whether the file was replaced or cut, so that all earlier rows are void."""
-        try:
-            facts = self.path.stat()
-        except FileNotFoundError:
-            return [], False
-        restarted = self._inode is not None and (facts.st_ino != self._inode or facts.st_size < self._offset)
-        self._offset, self._inode = 0 if restarted else self._offset, facts.st_ino
-        with open(self.path, "rb") as file:
-            file.seek(self._offset)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return list(json_rows(whole.splitlines())), restarted
+def read_metrics(path: Path) -> list[dict[str, Plain]]:
+    """Return the whole rows of a metrics.jsonl, which may grow meanwhile; an empty list where there is none."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return list(json_rows(file))
+    except FileNotFoundError:
+        return []
 
 
 def read_json(path: Path) -> dict[str, Any]:

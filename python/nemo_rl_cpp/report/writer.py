@@ -5,7 +5,6 @@ import platform
 import sys
 import time
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 
 from nemo_rl_cpp.config.access import to_json, written
@@ -14,7 +13,7 @@ from nemo_rl_cpp.config.master import MasterConfig
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
-from nemo_rl_cpp.report.history import JsonlTail, MetricHistory, read_json
+from nemo_rl_cpp.report.history import MetricHistory, read_json, read_metrics
 from nemo_rl_cpp.report.page import RunFacts, render
 from nemo_rl_cpp.report.samples import SampleBook, TokenBytes, writable
 
@@ -45,7 +44,6 @@ class ReportWriter:
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self.min_interval = min_interval
-        self._tail = JsonlTail(self.log_dir / METRICS)
         self._book = SampleBook(self.log_dir, token_bytes)
         self._last_written = -float("inf")
         self._cost = 0.0
@@ -60,7 +58,6 @@ class ReportWriter:
             environment=facts.get("environment") or _environment(),
             given=keys_set(config) if config is not None else facts.get("given"),
         )
-        self._history = MetricHistory(settings=self._facts.config)
 
     def start(self) -> None:
         """Mark the run as running (also after a resume) and write the first page."""
@@ -92,22 +89,11 @@ class ReportWriter:
         self.update(status=status, message=message, force=True)
 
     def _write(self) -> None:
-        rows, restarted = self._tail.new_rows()
-        if restarted:
-            self._history = MetricHistory(settings=self._facts.config)
-        for row in rows:
-            self._history.add(row)
-        page = render(self._history, replace(self._facts, samples=self._book.samples()))
+        history = MetricHistory(read_metrics(self.log_dir / METRICS), self._facts.config)
+        page = render(history, replace(self._facts, samples=self._book.samples()))
         stored = {name: getattr(self._facts, name) for name in _STORED}
         write_atomic(self.log_dir / FACTS, json.dumps(to_json(stored)), durable=False)
         write_atomic(self.path, writable(page), durable=False)  # the folder's name may hold lone surrogates
-
-    def _repr_html_(self) -> str:
-        """Return the page inside a notebook."""
-        if not self.path.exists():
-            self.update(force=True)
-        page = self.path.read_text(encoding="utf-8")
-        return f'<iframe srcdoc="{escape(page, quote=True)}" style="width:100%;height:720px;border:0"></iframe>'
 
 
 def write_report(log_dir: Path | str) -> Path:

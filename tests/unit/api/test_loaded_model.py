@@ -66,6 +66,9 @@ def test_options_of_generation(result, model):
         ({"top_p": 2.0}, "top_p must be at most 1, not 2"),
         ({"seed": -1}, "seed = -1: expected a whole number"),
         ({"stop_strings": [""]}, "stop_strings holds an empty string"),
+        ({"temperature": 1e-40}, "temperature must lie between 1e-38 and 1e\\+38, or be 0 for greedy decoding"),
+        ({"greedy": True, "temperature": 0.5}, "greedy=True takes no temperature"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
     ],
 )
 def test_wrong_options(model, options, words):

@@ -32,27 +32,16 @@ def test_rows_with_columns_for_the_reward(tmp_path):
     assert result.log_dir.is_relative_to(tmp_path) and "<iframe" in result._repr_html_()
 
 
-def test_texts_are_continued_as_they_are(tmp_path):
-    seen = []
-
-    def reward(prompts, completions):
-        seen.extend(prompts)
-        return [float(len(text)) for text in completions]
-
-    result = run(tmp_path, ["12=", "34="], reward, num_steps=1)
-    assert sorted(set(seen)) == ["12=", "34="] and len(seen) == 8  # two prompts, although four were asked for
-    assert result.config.grpo.num_prompts_per_step == 2
-
-
-def test_conversations_go_through_the_chat_template(tmp_path):
+def test_texts_are_continued_and_conversations_go_through_the_chat_template(tmp_path):
     seen = []
 
     def reward(prompts, completions):
         seen.extend(prompts)
         return [1.0 for _ in completions]
 
-    run(tmp_path, [[{"role": "user", "content": "12="}]], reward, num_steps=1)
-    assert set(seen) == {"12="}  # the tiny tokenizer's template joins the contents
+    result = run(tmp_path, ["34=", [{"role": "user", "content": "12="}]], reward, num_steps=1)
+    # the tiny tokenizer's template joins the contents; two prompts, although four were asked for
+    assert set(seen) == {"12=", "34="} and len(seen) == 8 and result.config.grpo.num_prompts_per_step == 2
 
 
 def test_answers_of_the_trained_policy(tmp_path):
@@ -145,13 +134,6 @@ def test_a_model_is_a_name_or_a_folder(model):
         nemo_rl_cpp.train_grpo(model, ROWS, share_right)
 
 
-def test_a_mistake_leaves_no_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError):
-        nemo_rl_cpp.train_grpo("tiny-random", ROWS, share_right, seed=-1)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_preflight_finds_is_said_before_the_model(tmp_path, monkeypatch, capsys):
     from nemo_rl_cpp.api import training
     from nemo_rl_cpp.checks import Finding
@@ -167,15 +149,6 @@ def test_what_preflight_finds_is_said_before_the_model(tmp_path, monkeypatch, ca
         run(tmp_path)
     del findings[0]
     assert run(tmp_path) == "trained" and "warning: slow\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", ["\n", ["\n", "é", "${x}", "\\n"], None, ("###",)])
-def test_stop_strings_are_what_was_given(tmp_path, monkeypatch, given):
-    from nemo_rl_cpp.api import training
-
-    monkeypatch.setattr(training, "_train", lambda config, *parts: config)
-    held = run(tmp_path, stop_strings=given).policy.generation.stop_strings
-    assert held == (None if given is None else [given] if isinstance(given, str) else list(given))
 
 
 def test_a_stop_string_stops(tmp_path):
@@ -203,14 +176,6 @@ def test_a_file_of_rows(tmp_path):
     assert set(seen) <= {(row["prompt"], row["answer"]) for row in ROWS} and len(set(seen)) == 4
 
 
-def test_a_result_is_one_line(tmp_path):
-    result = run(tmp_path, num_steps=1)
-    assert (
-        repr(result)
-        == f"TrainResult('tiny-random', 1 step, reward {result.rewards[0]:.3f} -> {result.rewards[0]:.3f}, log_dir={str(result.log_dir)!r})"
-    )
-
-
 def test_answers_by_temperature(tmp_path):
     result = run(tmp_path, num_steps=0)
     greedy = result.generate(["12="] * 8)
@@ -219,20 +184,6 @@ def test_answers_by_temperature(tmp_path):
     assert result.generate(["12="] * 8, temperature=1e-6) == greedy  # of a model without ties
     assert len(result.generate("12=", max_new_tokens=1)[0]) <= 1 and result.config.policy.generation.max_new_tokens == 3
     assert result.generate([]) == []
-    for options, words in (
-        ({"temperature": -1}, "temperature must be at least 0, not -1"),
-        ({"temperature": 1e-40}, "temperature must lie between 1e-38 and 1e\\+38, or be 0 for greedy decoding"),
-        ({"temperature": "1"}, "temperature must be a number, not '1'"),
-        ({"greedy": 1}, "greedy must be True or False, not 1"),
-        ({"greedy": True, "temperature": 0.5}, "greedy=True takes no temperature"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
-        ({"prompts": 3}, "prompts is 3; give a text, a conversation, or a list of these"),
-        ({"prompts": [3]}, "prompt 0: the prompt is 3"),
-        ({"prompts": ["1="] + ["1" * 40]}, "prompt 1 has 40 tokens, which leaves no room to answer within 16"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            result.generate(**{"prompts": ["12="]} | options)
-    assert result.generate(["12="] * 8) == greedy
 
 
 def test_a_reward_function_that_fails_says_so(tmp_path):

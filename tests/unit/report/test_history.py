@@ -2,7 +2,14 @@ import math
 
 import pytest
 from nemo_rl_cpp.report.findings import validation_trend
-from nemo_rl_cpp.report.history import JsonlTail, MetricHistory, downsample, format_number, panels_of, validation_word
+from nemo_rl_cpp.report.history import (
+    MetricHistory,
+    downsample,
+    format_number,
+    panels_of,
+    read_metrics,
+    validation_word,
+)
 
 
 def test_curves_are_in_step_order_and_keep_the_later_value():
@@ -33,18 +40,10 @@ def test_recent_and_trend():
     assert MetricHistory.of(x=[0.0] * 5 + [1.0] * 5).trend("x").sigmas > 3
 
 
-def test_the_tail_gives_whole_new_lines_only(tmp_path):
-    path = tmp_path / "m.jsonl"
-    tail = JsonlTail(path)
-    assert tail.new_rows() == ([], False)
-    path.write_text('{"step": 1}\n{"ste')
-    assert tail.new_rows() == ([{"step": 1}], False)
-    with open(path, "a") as file:
-        file.write('p": 2}\nnot json\n[1]\n')
-    assert tail.new_rows() == ([{"step": 2}], False)
-    assert tail.new_rows() == ([], False)
-    path.write_text('{"step": 1}\n')
-    assert tail.new_rows() == ([{"step": 1}], True)
+def test_rows_that_are_not_whole_are_left_out(tmp_path):
+    assert read_metrics(tmp_path / "none") == []
+    (tmp_path / "m").write_text('{"step": 1}\nnot json\n[1]\n{"step": 2}\n{"ste')
+    assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
 
 
 def test_numbers_are_short():

@@ -21,6 +21,7 @@ In a source tree write `uv run nemo-rl-cpp ...`. The scripts of the guides are t
 | `examples/run_grpo_math.py`, `python -m nemo_rl_cpp.run_grpo_math` | `nemo-rl-cpp train` with a file of GRPO, RLOO, GDPO, DAPO or ProRLv2 |
 | `examples/run_ppo.py`, `python -m nemo_rl_cpp.run_ppo` | `nemo-rl-cpp train` with a file of PPO or VAPO |
 | `examples/run_distillation.py`, `python -m nemo_rl_cpp.run_distillation` | `nemo-rl-cpp train` with a file of distillation |
+| `examples/run_sft.py`, `python -m nemo_rl_cpp.run_sft` | `nemo-rl-cpp train` with a file of supervised fine-tuning |
 | `examples/run_eval.py`, `python -m nemo_rl_cpp.run_eval` | `nemo-rl-cpp eval` |
 
 | exit status | meaning |

@@ -11,7 +11,13 @@ from nemo_rl_cpp.config.base import Section, fields_of, mark_of, section_at, sec
 from nemo_rl_cpp.config.data import dataset_keys
 from nemo_rl_cpp.config.env import environment_sections
 from nemo_rl_cpp.config.errors import shown
-from nemo_rl_cpp.config.master import DistillationMasterConfig, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.config.master import (
+    DistillationMasterConfig,
+    EvalMasterConfig,
+    GRPOMasterConfig,
+    PPOMasterConfig,
+    SFTMasterConfig,
+)
 from nemo_rl_cpp.config.tables import OneOf
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -251,7 +257,7 @@ def _default_of(dotted: str) -> str:
 
 
 def _introduction() -> list[str]:
-    masters = (GRPOMasterConfig, PPOMasterConfig, DistillationMasterConfig, EvalMasterConfig)
+    masters = (GRPOMasterConfig, PPOMasterConfig, DistillationMasterConfig, SFTMasterConfig, EvalMasterConfig)
     spelled = {each: key for master in masters for each, key in master.aliases() if ".automodel_cfg." not in each}
     first = "\n".join(f"| `{key}` | {_default_of(key)} | {meaning} |" for key, meaning in FIRST)
     spellings = "\n".join(f"| `{spelling}` | `{canonical}` |" for spelling, canonical in spelled.items())
@@ -277,15 +283,16 @@ def _parts() -> list[str]:
         (GRPOMasterConfig, None),
         (PPOMasterConfig, "## Further sections of a PPO run"),
         (DistillationMasterConfig, "## Further sections of a distillation run"),
+        (SFTMasterConfig, "## Further sections of supervised fine-tuning"),
         (EvalMasterConfig, "## An evaluation"),
     )
     for master, title in titles:
         if title:
             lines += [title, ""]
-        for name, info in sorted(fields_of(master), key=lambda field: field[0] not in ("grpo", "ppo", "distillation")):
+        for name, info in sorted(fields_of(master), key=lambda field: field[0] not in ("grpo", "ppo", "distillation", "sft")):
             label = f"{name}" if master is not EvalMasterConfig or name in ("eval",) else f"{name} (evaluation)"
-            if master is DistillationMasterConfig and name == "loss_fn":  # which has more keys there
-                label = "loss_fn (distillation)"
+            if master in (DistillationMasterConfig, SFTMasterConfig) and name == "loss_fn":  # which has other keys there
+                label = f"loss_fn ({master.__name__})"
             if label in shown_sections or (master is EvalMasterConfig and name in ("env", "cluster", "tokenizer")):
                 continue
             shown_sections.add(label)

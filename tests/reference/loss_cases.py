@@ -3,7 +3,7 @@ their differences exactly and the comparison measures the loss, not the inputs' 
 
 import numpy as np
 
-NAMED = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo")
+NAMED = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo", "nll")
 DEFAULTS = {
     "name": "clipped_pg",
     "loss_agg_mode": None,
@@ -64,7 +64,7 @@ def config(rng):
     c["use_kl_in_reward"] = bool(rng.random() < 0.1)
     c["use_on_policy_kl_approximation"] = bool(rng.random() < 0.4)
     c["positive_example_nll_weight"] = float(rng.choice([0.0, 0.1]))
-    if rng.random() < 0.6:
+    if c["name"] != "nll" and rng.random() < 0.6:
         c["use_importance_sampling_correction"] = True
         kinds = (
             [None]

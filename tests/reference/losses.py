@@ -113,6 +113,8 @@ def named_term(c, x, p, a, row):
 
 def policy_term(c, x, p, a, seq_ratio):
     """(R, clamped R, C) of one token."""
+    if c["name"] == "nll":
+        return x, x, -x
     if c["name"] != "clipped_pg":
         r, loss = named_term(c, x, p, a, seq_ratio)
         return r, r, loss

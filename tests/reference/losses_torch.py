@@ -98,6 +98,8 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
 def named_term(c, x, p, g, A, T, length):
     """C of the losses that `name` chooses, [B, N]."""
     gap, ratio = x - p, torch.exp(x - p)
+    if c["name"] == "nll":
+        return -x
     if c["name"] == "sapo":
         tau = torch.where(A > 0, torch.full_like(A, c["sapo_temperature_pos"]), c["sapo_temperature_neg"])
         return -A * torch.sigmoid(tau * (ratio - 1)) * 4 / tau

@@ -1,4 +1,4 @@
-"""What GRPO (with DAPO and ProRLv2), distillation and PPO have of their own. The loop is one (`algorithms/loop.py`)."""
+"""What GRPO (with DAPO and ProRLv2), distillation, supervised fine-tuning and PPO have of their own. The loop is one (`algorithms/loop.py`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from nemo_rl_cpp.algorithms.advantage_estimator import (
     TokenAdvantages,
     make_estimator,
 )
+from nemo_rl_cpp.algorithms.answers import EqualAdvantages
 from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Message
@@ -82,6 +83,7 @@ def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(grpo_advantages, is_trained=sampled_by_policy, needs_tokens=False),
     "distillation": Algorithm(distillation_advantages, is_trained=sampled_by_policy, needs_tokens=False),
+    "sft": Algorithm(lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True),
     "ppo": Algorithm(ppo_advantages, is_trained=spoken_by_assistant, needs_tokens=True),
 }
 """By the name of their section of the configuration."""

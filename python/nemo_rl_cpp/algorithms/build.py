@@ -26,6 +26,7 @@ from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.algorithms.parts import (
     RunData,
     close_environments,
+    make_answer_validation,
     make_cluster,
     make_collector,
     make_critic,
@@ -295,7 +296,9 @@ def build_run(
             terminal=Terminal(Progress(loop.max_num_steps, state.step), Alerts(to_plain(config))),
             report=make_report(config, logger, tokenizer), checkpoints=checkpoints,
             card=facts_of_run(config, made.environments.train, loss_fn, advantages.estimator),
-            validation=make_validation(config, generation, tokenizer, made, collector, logger, timer),
+            validation=make_answer_validation(config, policy, loss_fn, tokenizer, made, collector, timer)
+            if config.algorithm == "sft"
+            else make_validation(config, generation, tokenizer, made, collector, logger, timer),
             callbacks=callbacks or Callbacks(),
         )  # fmt: skip
         connect_hooks(run)

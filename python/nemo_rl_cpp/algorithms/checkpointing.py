@@ -36,7 +36,7 @@ from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
 from nemo_rl_cpp.algorithms.hooks import StepResult, Terminal
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.algorithms.validation import Validator, mean_word
+from nemo_rl_cpp.algorithms.validation import Validator, headline
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
 from nemo_rl_cpp.checks import resumed
@@ -336,7 +336,8 @@ def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metr
     """Return the facts of a model card after a step, with its metrics and those of its validation."""
     results = {"reward, last step": metrics["reward"]} if metrics else {}
     if validation is not None:
-        results[f"validation {mean_word(validation)}"] = validation["accuracy"]
+        word, value = headline(validation)
+        results[f"validation {word}"] = value
     return card._replace(step=step, results=results)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.algorithms.collector import RolloutCollector
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator, mean_word, reached_target
+from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator, headline, reached_target
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.errors import short_path
 from nemo_rl_cpp.interrupts import GracefulStop
@@ -122,8 +122,8 @@ class Validation:
             self.collector.settle()
             self.collector.refit.sync_weights(timer=self.timer)
             result = self.validator.run(state.step)
-        state.val_reward = float(result.metrics["accuracy"])
-        state.note_metric(state.val_reward)
+        word, state.val_reward = headline(result.metrics)
+        state.note_metric(state.val_reward, higher_is_better=word != "loss")
         return result
 
 
@@ -193,7 +193,7 @@ class Terminal:
             return
         metrics = result.validation.metrics
         self.alerts.validation(result.step, metrics)
-        text = f"{mean_word(metrics)} {metrics['accuracy']:.3f}{_interval(metrics)} on {metrics['num_samples']} prompts"
+        text = f"{_headline_text(metrics)} on {metrics['num_samples']} prompts"
         self.print(f"validation after step {result.step}: {text}")
 
     def step(self, result: StepResult) -> None:
@@ -201,6 +201,11 @@ class Terminal:
         self.progress.step(result.step, result.metrics | result.performance)
         for line in serious:
             self.print(line)
+
+
+def _headline_text(metrics: Metrics) -> str:
+    word, value = headline(metrics)
+    return f"{word} {value:.3f}{_interval(metrics)}"
 
 
 def _interval(metrics: Metrics) -> str:
@@ -242,7 +247,7 @@ def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]
 
 
 def _validation_text(row: Metrics) -> str:
-    text = f"{mean_word(row)} {row['accuracy']:.3f}{_interval(row)}"
+    text = _headline_text(row)
     if "well_formed" in row and "accuracy_of_well_formed" in row:
         text += f", {row['accuracy_of_well_formed']:.3f} among the {100 * row['well_formed']:.0f} % well-formed answers"
     return f"{text} on {row['num_samples']} prompts after step {row['step']}"

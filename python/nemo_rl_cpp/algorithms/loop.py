@@ -1,4 +1,4 @@
-"""The training loop: GRPO, DAPO, ProRLv2, distillation and PPO on one page.
+"""The training loop: GRPO, DAPO, ProRLv2, distillation, supervised fine-tuning and PPO on one page.
 
 Everything that a configuration can switch on or off is a part of the run, never another loop: `algorithms/build.py` says what
 the parts are and puts them together. GRPO is the loop whose critic does nothing and whose epochs are one.

@@ -13,11 +13,12 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from nemo_rl_cpp.algorithms.answers import AnswerValidator, NoEngine, NoRefit, given_answers
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.collector import AsyncCollector, RolloutCollector, SyncCollector
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.hooks import StepLog, Validation
-from nemo_rl_cpp.algorithms.loss import MseValueLossFn
+from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
 from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers, check_vocabulary
@@ -27,7 +28,7 @@ from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.config.fold import exactness_text, say_fold
 from nemo_rl_cpp.config.loop import LoopConfig
-from nemo_rl_cpp.config.master import GRPOMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.master import GRPOMasterConfig, SFTMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.chat_template import choose_template
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
@@ -84,7 +85,8 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
     """Load the data sets of the section `data`, and start the environments of `env` with their processes."""
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
-    data = load_response_data(tokenizer, config.data, config.env, limit, actors)
+    env = None if config.algorithm == "sft" else config.env  # nothing scores the answers of a file
+    data = load_response_data(tokenizer, config.data, env, limit, actors)
     return RunData(data.train, data.validation, Environments(data.environments, data.val_environments))
 
 
@@ -154,7 +156,9 @@ def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
 def make_generation(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
 ) -> GenerationInterface:
-    """Return engines on the policy's weights, in separate workers, or vLLM."""
+    """Return engines on the policy's weights, in separate workers, or vLLM; `NoEngine` where nothing is generated."""
+    if config.algorithm == "sft":
+        return NoEngine()
     if config.policy.generation.runs_vllm:
         return vllm_of(policy, config.policy, tokenizer, config.loop.seed)
     if cluster is None:
@@ -285,7 +289,9 @@ def make_collector(
     penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
     parts = {
         "generation": generation,
-        "refit": create_weight_synchronizer(
+        "refit": NoRefit()
+        if config.algorithm == "sft"
+        else create_weight_synchronizer(
             policy, generation, "native", colocated=engines_of(config) == 0, version=lambda: state.step
         ),
         "prompts": PromptSource(loader, loop.num_generations_per_prompt, state, config.algorithm),
@@ -299,6 +305,8 @@ def make_collector(
     }  # fmt: skip
     if penalty is not None:
         parts["change_rewards"] = lambda rollouts: apply_length_penalty(rollouts, penalty, tokenizer)
+    if config.algorithm == "sft":
+        parts["roll_out"] = given_answers
     if not settings.enabled:
         return SyncCollector(**parts)
     return AsyncCollector(
@@ -323,6 +331,26 @@ def make_validation(
     validator = Validator(
         generation, loader, tokenizer, data.environments.validation or data.environments.train, config.loop,
         config.policy, logger, config.logger.num_val_samples_to_print,
+    )  # fmt: skip
+    return Validation(validator, collector, timer)
+
+
+def make_answer_validation(
+    config: SFTMasterConfig,
+    policy: PolicyInterface,
+    loss_fn: LossFunction,
+    tokenizer: TokenizerType,
+    data: RunData,
+    collector: RolloutCollector,
+    timer: Timer,
+) -> Validation | None:
+    """Return what measures the loss on answers that are not trained, or None without validation data."""
+    loader = make_val_dataloader(data.validation, config.sft)
+    if loader is None:
+        return None
+    validator = AnswerValidator(
+        generation=collector.generation, loader=loader, tokenizer=tokenizer, task_to_env={}, loop=config.sft, policy=config.policy,
+        model=policy, loss_fn=loss_fn, divisible_by=config.policy.make_sequence_length_divisible_by,
     )  # fmt: skip
     return Validation(validator, collector, timer)
 

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -152,6 +152,13 @@ class Validator:
 def mean_word(metrics: Mapping[str, object]) -> str:
     """Name the mean of a validation's rewards: accuracy if they are right or wrong, else reward."""
     return "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
+
+
+def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
+    """Return what a validation says first: (its name, its value)."""
+    if "val_loss" in metrics:
+        return "loss", float(metrics["val_loss"])
+    return mean_word(metrics), float(metrics["accuracy"])
 
 
 def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:

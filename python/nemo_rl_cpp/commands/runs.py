@@ -39,6 +39,7 @@ KINDS = {
     "distillation": Kind(
         "configs/distillation_arithmetic_smollm2.yaml", "Train a language model on what a teacher says of its answers."
     ),
+    "sft": Kind("configs/sft_arithmetic_smollm2.yaml", "Train a language model on the answers of a file."),
     "eval": Kind("configs/evals/eval.yaml", "Evaluate a language model: pass@k or cons@k."),
 }
 _CHECK_EXAMPLES = """examples:

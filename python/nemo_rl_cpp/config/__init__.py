@@ -3,9 +3,16 @@
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
 from .errors import ConfigError, Problem
-from .loader import load_distillation_config, load_eval_config, load_grpo_config, load_ppo_config
+from .loader import load_distillation_config, load_eval_config, load_grpo_config, load_ppo_config, load_sft_config
 from .locate import find_config
-from .master import DistillationMasterConfig, EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
+from .master import (
+    DistillationMasterConfig,
+    EvalMasterConfig,
+    GRPOMasterConfig,
+    MasterConfig,
+    PPOMasterConfig,
+    SFTMasterConfig,
+)
 
 __all__ = [
     "ConfigError",
@@ -15,10 +22,12 @@ __all__ = [
     "MasterConfig",
     "PPOMasterConfig",
     "Problem",
+    "SFTMasterConfig",
     "find_config",
     "find_prompt",
     "load_distillation_config",
     "load_eval_config",
     "load_grpo_config",
     "load_ppo_config",
+    "load_sft_config",
 ]

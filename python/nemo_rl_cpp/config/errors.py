@@ -120,6 +120,7 @@ _DEAD = {
 """Keys that stand in NeMo RL's own recipes and that nothing reads, there or here -> the key that works."""
 SCRIPTS = {
     "grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py", "distillation": "examples/run_distillation.py",
+    "sft": "examples/run_sft.py",
 }  # fmt: skip
 """What runs a configuration with such a section."""
 

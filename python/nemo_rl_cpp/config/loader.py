@@ -17,7 +17,14 @@ from .base import Section, additions, mistakes, section_at, walk
 from .env import environment_sections
 from .errors import ConfigError, Problem, Report, dotted_key, explained, sentence, unknown_key
 from .locate import find_config, parent_folders
-from .master import DistillationMasterConfig, EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
+from .master import (
+    DistillationMasterConfig,
+    EvalMasterConfig,
+    GRPOMasterConfig,
+    MasterConfig,
+    PPOMasterConfig,
+    SFTMasterConfig,
+)
 
 _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
@@ -238,6 +245,16 @@ def load_distillation_config(
     return _load(path, overrides, DistillationMasterConfig, values, places)
 
 
+def load_sft_config(
+    path: str | os.PathLike[str] = "sft_arithmetic_smollm2.yaml",
+    overrides: Sequence[str] = (),
+    values: Mapping[str, object] | None = None,
+    places: Mapping[str, str] | None = None,
+) -> SFTMasterConfig:
+    """Return the checked configuration of supervised fine-tuning; see `load_grpo_config`."""
+    return _load(path, overrides, SFTMasterConfig, values, places)
+
+
 def load_eval_config(
     path: str | os.PathLike[str] = "evals/eval.yaml",
     overrides: Sequence[str] = (),
@@ -249,7 +266,7 @@ def load_eval_config(
 
 
 LOADERS = {
-    "grpo": load_grpo_config, "ppo": load_ppo_config, "distillation": load_distillation_config, "eval": load_eval_config,
+    "grpo": load_grpo_config, "ppo": load_ppo_config, "distillation": load_distillation_config, "sft": load_sft_config, "eval": load_eval_config,
 }  # fmt: skip
 """Kind of a configuration -> what loads it."""
 
@@ -258,6 +275,7 @@ KINDS = {
     "grpo": ("a GRPO run", "run_grpo_math"),
     "ppo": ("a PPO run", "run_ppo"),
     "distillation": ("a distillation run", "run_distillation"),
+    "sft": ("supervised fine-tuning", "run_sft"),
     "eval": ("an evaluation", "run_eval"),
 }
 """Section that makes a file one of its kind -> (kind in words, script that runs it)."""

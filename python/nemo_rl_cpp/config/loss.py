@@ -28,6 +28,7 @@ LOSSES: dict[str, dict[str, object]] = {
     "dppo_kl": {},
     "dro": {},
     "vespo": {},
+    "nll": {"disable_ppo_ratio": True},
 }
 """The losses that `loss_fn.name` chooses, and the keys that each decides (docs/losses.md)."""
 _ALIASES = {"vanilla": "clipped_pg", "geo_mean": "gmpo"}
@@ -107,6 +108,10 @@ class ClippedPGLossConfig(Section):
             if given not in (value, type(self).model_fields[field].default):
                 raise ValueError(f"{field} is {given}, but the loss {name} needs {value}: leave it out")
             self.__dict__[field] = value
+        if name == "nll" and self.use_importance_sampling_correction:
+            raise ValueError(
+                "use_importance_sampling_correction does not go with the loss nll, whose answers nobody sampled"
+            )
         if name in OWN_TERMS and (self.use_cispo or self.disable_ppo_ratio or self.force_on_policy_ratio):
             raise ValueError(f"use_cispo, disable_ppo_ratio and force_on_policy_ratio do not go with the loss {name}")
         return self
@@ -120,7 +125,7 @@ class ClippedPGLossConfig(Section):
         """Gives `use_importance_sampling_correction` its value, where it is left open."""
         if self.use_importance_sampling_correction is None:
             self._correction_left_open = True
-            self.__dict__["use_importance_sampling_correction"] = wanted
+            self.__dict__["use_importance_sampling_correction"] = wanted and self.name != "nll"
 
     def fill_scale_factor(self, max_new_tokens: int) -> None:
         """Give `loss_scale_factor` its value, where it is needed and left open."""

@@ -12,7 +12,7 @@ from .access import plain_values
 from .base import Int, Positive, Section, check_marks, key, mistakes, own_keys, section
 from .checkpointing import CheckpointingConfig
 from .cluster import ClusterConfig
-from .data import DataConfig, EvalDataConfig, dataset_keys
+from .data import DataConfig, DatasetDefaults, EvalDataConfig, dataset_keys
 from .distillation import (
     DistillationConfig,
     DistillationLossConfig,
@@ -28,6 +28,7 @@ from .logger import LoggerConfig
 from .loop import DataPlaneConfig, GRPOConfig, LoopConfig, PPOConfig, RewardPenaltyConfig
 from .loss import ClippedPGLossConfig, MseValueLossConfig
 from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
+from .sft import SFTConfig, SFTLossConfig
 
 
 class EvalConfig(Section):
@@ -138,7 +139,7 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def algorithm(self) -> str:
-        """The name of the training loop's section: "grpo", "ppo" or "distillation"."""
+        """The name of the training loop's section: "grpo", "ppo", "distillation" or "sft"."""
         raise NotImplementedError
 
     @property
@@ -223,6 +224,26 @@ class PPOMasterConfig(TrainMasterConfig):
         self.value.fill_from(self.policy)
 
 
+class SFTMasterConfig(TrainMasterConfig):
+    """A policy that learns the answers of a file (`run_sft`)."""
+
+    sft: SFTConfig = section(SFTConfig, "training loop")
+    loss_fn: SFTLossConfig = section(SFTLossConfig, "loss of the policy")
+
+    @property
+    def algorithm(self) -> str:
+        return "sft"
+
+    def fill_defaults(self) -> None:
+        super().fill_defaults()
+        self.sft.fill_rows(self.policy.train_global_batch_size)
+        defaults = self.data.default or DatasetDefaults()
+        if defaults.processor is None:
+            self.data.default = defaults.model_copy(update={"processor": "sft_processor"})
+        if "metric_name" not in self.checkpointing.model_fields_set:
+            self.checkpointing.__dict__.update(metric_name="val:val_loss", higher_is_better=False)
+
+
 class EvalMasterConfig(MasterConfig):
     """An evaluation (`run_eval`)."""
 
@@ -251,7 +272,7 @@ class EvalMasterConfig(MasterConfig):
             fill(self.data, env_name=next(iter(self.env)))
 
 
-WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | EvalMasterConfig
+WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | SFTMasterConfig | EvalMasterConfig
 """The configuration of a run or an evaluation."""
 
 
@@ -260,7 +281,7 @@ def master_of(config: object) -> type[TrainMasterConfig]:
     if isinstance(config, TrainMasterConfig):
         return type(config)
     sections = config if isinstance(config, Mapping) else ()
-    kinds = {"ppo": PPOMasterConfig, "distillation": DistillationMasterConfig}
+    kinds = {"ppo": PPOMasterConfig, "distillation": DistillationMasterConfig, "sft": SFTMasterConfig}
     return next((kind for name, kind in kinds.items() if name in sections), GRPOMasterConfig)
 
 

@@ -31,6 +31,7 @@ from .logger import LOGGER_BACKENDS
 from .loop import GRPOConfig, LoopConfig, PPOConfig, check_loop
 from .loss import ClippedPGLossConfig, check_policy_loss
 from .policy import check_tokenizer, check_trained_model
+from .sft import check_sft
 
 if TYPE_CHECKING:
     from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
@@ -68,8 +69,10 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
     _check_force_on_policy(config, report)
     if config.algorithm == "grpo":
         _check_advantages(config, report)
-    if config.algorithm != "ppo":
+    if config.algorithm in ("grpo", "distillation"):
         check_teachers(config, report)
+    if config.algorithm == "sft":
+        check_sft(config, report)
     rules_model.check_policy(policy, report)
     _check_batches(loop, name, policy.train_global_batch_size, "policy", report)
     if config.algorithm == "ppo":

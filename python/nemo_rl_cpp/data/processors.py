@@ -207,7 +207,50 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
     return Prompt(_separate_messages(question, spec, tokenizer), extra)
 
 
-FILLS_A_PLACE = (math_data_processor, math_hf_data_processor, raw_completion_data_processor, agent_data_processor)
+@_processor
+def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
+    """Rows {"messages"} whose answers are trained: a piece of the conversation before each assistant's message, and the message
+    with what the template ends it by. The last one ends with the end token."""
+    messages, info = _asked(row, spec, "sft_processor")
+    answer = info["ground_truth"]
+    if not isinstance(answer, str) or not answer:
+        raise ValueError("the row has no answer to train: 'messages' must end with a message of the assistant, a text")
+    messages = [*system_message(spec), *messages, {"role": "assistant", "content": answer}]
+    entries: list[Entry] = []
+    done, end = "", tokenizer.eos_token or ""
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        said = render_prompt(tokenizer, messages[: i + 1], add_generation_prompt=False, tools=tools_of(row))
+        asked = render_prompt(tokenizer, messages[:i], tools=tools_of(row))
+        if not said.startswith(asked):  # a template that begins answers with reasoning, which this one has not
+            asked = render_prompt(tokenizer, messages[:i], add_generation_prompt=False, tools=tools_of(row))
+        if not asked.startswith(done) or not said.startswith(asked):
+            raise ValueError(
+                "the chat template changes earlier messages when later ones follow: train the last answer alone"
+            )
+        prompt, answered = asked[len(done) :], said[len(asked) :]
+        if i == len(messages) - 1:
+            answered = answered.rstrip("\n")
+            answered += "" if answered.endswith(end) else end
+        first = prompt_ids(tokenizer, prompt, messages[:i]) if not entries else _piece(tokenizer, prompt)
+        entries += [Entry("user", prompt, first), Entry("assistant", answered, _piece(tokenizer, answered))]
+        done = said
+    return Prompt(entries, info)
+
+
+def _piece(tokenizer: TokenizerType, text: str) -> list[int]:
+    """Return the token ids of a text within a conversation."""
+    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+FILLS_A_PLACE = (
+    math_data_processor,
+    math_hf_data_processor,
+    raw_completion_data_processor,
+    agent_data_processor,
+    sft_processor,
+)
 """Processors that put the question into the prompt file's place `{}`."""
 
 
@@ -218,6 +261,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
     "math_hf_data_processor": math_hf_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
     "raw_completion_data_processor": raw_completion_data_processor,
+    "sft_processor": sft_processor,
 }
 
 

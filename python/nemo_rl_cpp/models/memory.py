@@ -333,6 +333,8 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
             *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
         ),
     ]
+    if config.algorithm == "sft":
+        phases = phases[2:]
     if value is not None:
         trained = _trained(config.value, value.backbone_parameters, value)
         gradients = gradient_bytes(config.value, value, trained, count // slices["value"])

@@ -12,6 +12,7 @@ from nemo_rl_cpp.config import (
     load_eval_config,
     load_grpo_config,
     load_ppo_config,
+    load_sft_config,
 )
 from nemo_rl_cpp.config.data import DATASET_REGISTRY
 from nemo_rl_cpp.config.env import ENV_REGISTRY, environment_sections
@@ -49,6 +50,8 @@ def loader(path):
         if path.name.startswith(("ppo", "vapo"))
         else load_distillation_config
         if path.name.startswith("distillation")
+        else load_sft_config
+        if path.name.startswith("sft")
         else load_grpo_config
     )
 

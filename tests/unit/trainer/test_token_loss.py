@@ -32,6 +32,7 @@ TOKEN_LOSSES = {
     "dppo-tv": dict(name="dppo_tv", ratio_clip_c=3.0),
     "dppo-kl": dict(name="dppo_kl"),
     "dro": dict(name="dro"),
+    "nll": dict(name="nll"),
     "dr-grpo": dict(name="dr_grpo", loss_scale_factor=8.0),
     "NLL": dict(positive_example_nll_weight=0.3, reference_policy_kl_type="k2"),
 }  # fmt: skip

@@ -230,10 +230,14 @@ class ClippedPGLossFn:
     def _op_inputs(self, data: Mapping[str, Tensor], prev_logprobs: Tensor | None) -> ops.ClippedPGInputs:
         config = self.op_config()
         with_kl = config.kl_penalty != 0
+        advantages, generation = data["advantages"], data.get("generation_logprobs", prev_logprobs)
+        if self.name == "nll":
+            advantages = torch.ones_like(advantages)
         return ops.ClippedPGInputs(
-            advantages=data["advantages"],
+            advantages=advantages,
             prev_logprobs=prev_logprobs,
-            generation_logprobs=data["generation_logprobs"],
+            # answers of a file have none, and nothing of the gradient comes from it then
+            generation_logprobs=torch.zeros_like(advantages) if generation is None else generation,
             reference_policy_logprobs=data["reference_policy_logprobs"] if with_kl else None,
             token_mask=data["token_mask"],
             sample_mask=data["sample_mask"],

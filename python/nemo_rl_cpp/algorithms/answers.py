@@ -1,0 +1,109 @@
+"""Supervised fine-tuning in the loop of all algorithms: what stands in the places of engine, rollouts, advantages and validation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl_cpp.algorithms.loss import LossFunction
+from nemo_rl_cpp.algorithms.step_metrics import Metrics
+from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
+from nemo_rl_cpp.config.sft import SFTConfig
+from nemo_rl_cpp.environments.interfaces import Environment
+from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.models.interfaces import PolicyInterface
+from nemo_rl_cpp.models.policy.train_step import GlobalCounts
+from nemo_rl_cpp.rollouts.batches import DatumBatch, TrainBatch, build_train_batch, spoken_by_assistant
+
+
+class NoEngine:
+    """A run that generates nothing."""
+
+    owns_process = False
+
+    def prepare_for_generation(self) -> bool:
+        return True
+
+    def finish_generation(self) -> bool:
+        return True
+
+
+class NoRefit:
+    """There is no engine that needs the weights."""
+
+    def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
+        return {}
+
+    def mark_stale(self) -> None:
+        pass
+
+    def verify_before_training(self) -> None:
+        pass
+
+
+def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
+    """Return the rows as finished rollouts: their conversations hold the answers, and nothing scores them."""
+    rows["total_reward"] = torch.zeros(rows.size)
+    rows["truncated"] = torch.zeros(rows.size, dtype=torch.bool)
+    return rows, {}
+
+
+class EqualAdvantages:
+    """Every token of an answer counts the same."""
+
+    metrics: Metrics = {}
+    estimator = None
+
+    def add(self, batch: TrainBatch) -> None:
+        """Add `advantages` of 1. Take away `generation_logprobs`, since nothing was generated."""
+        batch.advantages = torch.ones(batch.num_tokens)
+        batch.tokens.pop("generation_logprobs", None)
+
+
+@dataclass(kw_only=True)
+class AnswerValidator(Validator):
+    """Validates by the loss on answers that are not trained.
+
+    Attributes:
+        model: the policy.
+        loss_fn: the loss of the training.
+        divisible_by: `policy.make_sequence_length_divisible_by`.
+    """
+
+    loop: SFTConfig
+    model: PolicyInterface
+    loss_fn: LossFunction
+    divisible_by: int = 1
+
+    def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str]:
+        return ["val_loss", "num_samples", "num_tokens"]
+
+    def run(self, step: int) -> ValidationResult:
+        """Return `val_loss`, the mean over the tokens of all batches; `num_samples` and `num_tokens` of these. A batch that the end of
+        the data leaves incomplete does not count."""
+        start = time.perf_counter()
+        losses, tokens, samples = [], 0, 0
+        for number, rows in enumerate(self.loader):
+            if 0 < self.loop.val_batches <= number or (number and rows.size < self.loop.val_global_batch_size):
+                break
+            batch = build_train_batch(
+                given_answers(rows)[0], pad_token_id=self.tokenizer.pad_token_id, divisible_by=self.divisible_by,
+                is_trained=spoken_by_assistant,
+            )  # fmt: skip
+            EqualAdvantages().add(batch)
+            if not self.model.skips_prev_logprobs:
+                batch.prev_logprobs = batch.ragged(self.model.get_logprobs(batch)["logprobs"])
+            result = self.model.train(
+                batch, self.loss_fn, eval_mode=True, gbs=batch.size, mbs=self.loop.val_micro_batch_size
+            )
+            count = int(GlobalCounts.of(batch).valid_toks)
+            losses.append(float(result["loss"].sum()) * count)
+            tokens, samples = tokens + count, samples + batch.size
+        if tokens == 0:
+            raise ValueError("the validation data have no token of an answer: check data.validation")
+        metrics = {"val_loss": math.fsum(losses) / tokens, "num_samples": samples, "num_tokens": tokens}
+        return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})

@@ -1,0 +1,100 @@
+"""Supervised fine-tuning: the section `sft`, and the loss of answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import PrivateAttr
+
+from nemo_rl_cpp.dotted_names import is_user_defined
+
+from .base import Count, Int, NonNegative, Positive, Section, Seed, key
+from .cluster import engines_of
+from .errors import Report
+from .loop import AdvEstimatorConfig, AsyncConfig, RewardScalingConfig, RewardShapingConfig
+from .loss import ClippedPGLossConfig, LossName
+
+if TYPE_CHECKING:
+    from .master import SFTMasterConfig
+
+
+class SFTLossConfig(ClippedPGLossConfig):
+    """The loss of answers."""
+
+    name: LossName = key(
+        "nll", "nll: the negative log-likelihood; or a class or function of yours, as my_module.MyLoss"
+    )
+    reference_policy_kl_penalty: NonNegative = key(0.0, "weight of the KL from the model that the run began with")
+
+
+class SFTConfig(Section):
+    """The loop of supervised fine-tuning: the rows of a file, policy.train_global_batch_size in a step."""
+
+    section_name: ClassVar[str] = "sft"
+    max_num_epochs: Positive = key(1, "passes over the data; training ends at this or at max_num_steps")
+    max_num_steps: Count = key(60, "optimisation steps; training ends at this or at max_num_epochs")
+    val_period: Int = key(10, "steps between validations; 0 or less: none")
+    val_batches: Int = key(8, "batches a validation; 0 or less: all")
+    val_global_batch_size: Positive = key(32, "rows in a batch of a validation")
+    val_micro_batch_size: Positive = key(1, "rows in a micro-batch of a validation")
+    val_at_start: bool = key(True, "validate before the first step")
+    val_at_end: bool = key(False, "validate after the last step")
+    seed: Seed = key(42, "seed of the order of the data")
+
+    # what the other algorithms' loops may choose, and this one cannot
+    num_generations_per_prompt: ClassVar[int] = 1
+    max_rollout_turns: ClassVar[int] = 1
+    val_start_at: ClassVar[int] = -1
+    val_num_generations_per_prompt: ClassVar[int] = 1
+    stop_at_validation_metric: ClassVar[None] = None
+    stop_at_validation_threshold: ClassVar[None] = None
+    overlong_filtering: ClassVar[bool] = False
+    use_dynamic_sampling: ClassVar[bool] = False
+    dynamic_sampling_max_gen_batches: ClassVar[int] = 1
+    dynamic_sampling_keep_surplus: ClassVar[bool] = False
+    batch_multiplier: ClassVar[float] = 1.0
+    skip_reference_policy_logprobs_calculation: ClassVar[bool] = False
+    seq_logprob_error_threshold: ClassVar[None] = None
+    trajectory_age: ClassVar[int] = 0
+    policy_epochs: ClassVar[int] = 1
+    critic_epochs: ClassVar[int] = 0
+    first_policy_step: ClassVar[int] = 0
+    masked_rewards_are_out: ClassVar[bool] = False
+    leave_one_out: ClassVar[bool] = True
+    reward_scaling: ClassVar[RewardScalingConfig] = RewardScalingConfig.model_construct()
+    reward_shaping: ClassVar[RewardShapingConfig] = RewardShapingConfig.model_construct()
+    beside_training: ClassVar[AsyncConfig] = AsyncConfig.model_construct()
+    adv_estimator: ClassVar[AdvEstimatorConfig] = AdvEstimatorConfig.model_construct(name="none")
+    _rows: int = PrivateAttr(1)
+
+    @property
+    def num_prompts_per_step(self) -> int:
+        """Rows in a step: policy.train_global_batch_size."""
+        return self._rows
+
+    @property
+    def prompts_per_round(self) -> int:
+        return self._rows
+
+    @property
+    def val_batch_size(self) -> int:
+        return self.val_global_batch_size
+
+    @property
+    def max_val_samples(self) -> int | None:
+        return self.val_batches * self.val_global_batch_size if self.val_batches > 0 else None
+
+    def fill_rows(self, rows: int) -> None:
+        """Take the number of rows in a step from the policy's section."""
+        self._rows = rows
+
+
+def check_sft(config: SFTMasterConfig, report: Report) -> None:
+    """Report what has no meaning where answers are given."""
+    if config.loss_fn.name != "nll" and not is_user_defined(config.loss_fn.name):
+        report.add(
+            "loss_fn.name",
+            f"must be nll, or a loss of yours, not {config.loss_fn.name}: answers of a file have no advantages",
+        )
+    if engines_of(config) or config.policy.generation.runs_vllm:
+        report.add("policy.generation", "asks for engines, but nothing is generated: leave the section out")

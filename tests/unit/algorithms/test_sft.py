@@ -1,0 +1,157 @@
+"""Supervised fine-tuning: what is trained of a row, the loss against transformers, packing, validation, and whole runs."""
+
+import math
+
+import pytest
+import tiny
+import torch
+from nemo_rl_cpp.algorithms.answers import EqualAdvantages, given_answers
+from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.algorithms.parts import make_tokenizer
+from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config.loader import load_sft_config
+from nemo_rl_cpp.config.sft import SFTLossConfig
+from nemo_rl_cpp.data.interfaces import TaskDataSpec
+from nemo_rl_cpp.data.processors import sft_processor
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.rollouts.batches import build_train_batch, spoken_by_assistant
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def pieces(tokenizer, *contents, limit=None):
+    roles = ("user", "assistant")
+    row = {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
+    return sft_processor(row, TaskDataSpec("task"), tokenizer, limit, 0)
+
+
+def test_the_answers_and_their_ends_are_trained_and_nothing_else():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TURNS
+    log = pieces(tokenizer, "1", "2", "3", "4")["message_log"]
+    assert [message["role"] for message in log] == ["user", "assistant"] * 2
+    end = tokenizer.eos_token
+    assert [m["content"] for m in log] == ["<user>1</>\n<assistant>", "2</>\n", "<user>3</>\n<assistant>", f"4</>{end}"]
+    with pytest.raises(ValueError, match="row 1 of the data: .*no answer to train"):
+        pieces(tokenizer, "12=")
+
+
+def test_a_plain_text_gets_the_end_token():
+    tokenizer = make_tokenizer(load_grpo_config("grpo_tiny.yaml").policy)
+    log = pieces(tokenizer, "12=", "21")["message_log"]
+    assert [m["content"] for m in log] == ["12=", f"21{tokenizer.eos_token}"]
+    assert log[1]["token_ids"][-1] == tokenizer.eos_token_id
+    cut = pieces(tokenizer, "12=", "21", limit=4)
+    assert cut["loss_multiplier"] == 0 and cut["length"] == sum(len(m["token_ids"]) for m in log)
+
+
+def batch_of(rows):
+    """Rows of ids, of which the last three are the answer."""
+    logs = [[{"role": "user", "token_ids": row[:-3]}, {"role": "assistant", "token_ids": row[-3:]}] for row in rows]
+    samples = BatchedDataDict(
+        message_log=logs, loss_multiplier=torch.ones(len(rows)), length=[len(row) for row in rows]
+    )
+    batch = build_train_batch(given_answers(samples)[0], pad_token_id=0, is_trained=spoken_by_assistant)
+    EqualAdvantages().add(batch)
+    return batch
+
+
+@pytest.fixture(scope="module")
+def rows():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 15, (length,), generator=generator) for length in (9, 4, 12, 6, 7, 5)]
+
+
+def policy_of(*overrides):
+    tiny.one_thread()
+    config = load_grpo_config("grpo_tiny.yaml", overrides).policy.model_copy(update={"train_global_batch_size": 6})
+    return Policy(None, config, tiny_tokenizer(), seed=3, init_reference_model=False)
+
+
+LOSS = ClippedPGLossFn(SFTLossConfig())
+
+
+def test_the_loss_is_that_of_transformers_on_the_same_rows(rows, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    policy = policy_of()
+    policy.save_checkpoint(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids, labels = torch.zeros(6, 12, dtype=torch.int64), torch.full((6, 12), -100)
+    for b, row in enumerate(rows):
+        ids[b, : len(row)] = row
+        labels[b, len(row) - 3 : len(row)] = row[-3:]
+    attention = (torch.arange(12)[None] < torch.tensor([len(row) for row in rows])[:, None]).long()
+    theirs = model(input_ids=ids, attention_mask=attention, labels=labels).loss
+    ours = policy.train(batch_of(rows), LOSS, eval_mode=True)["loss"]
+    assert ours.tolist() == pytest.approx([float(theirs.detach())], abs=1e-5)
+    result = policy.train(batch_of(rows), LOSS)
+    assert result["loss"].tolist() == ours.tolist() and result["exactness"] is None
+    theirs.backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
+    assert result["grad_norm"].tolist() == pytest.approx([norm], rel=1e-4)
+
+
+def test_packed_rows_train_as_rows_alone(rows):
+    packed = policy_of("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=64")
+    alone = policy_of("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=1")
+    for _ in range(3):
+        results = [policy.train(batch_of(rows), LOSS) for policy in (packed, alone)]
+        assert results[0]["loss"].tolist() == pytest.approx(results[1]["loss"].tolist(), rel=1e-6)
+    for name, weight in packed.state_dict().items():
+        torch.testing.assert_close(weight, alone.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- runs
+
+
+def sft_config(folder, **keys):
+    same = load_grpo_config("grpo_tiny.yaml").model_dump()
+    policy = {**same["policy"], "train_global_batch_size": 64, "train_micro_batch_size": 64}
+    del policy["generation"]
+    numbers = {"dataset_name": "reverse_digits", "num_digits": 3}
+    data = {"train": numbers, "validation": numbers | {"split": "validation", "seed": 0}}
+    section = {
+        "max_num_epochs": 1000, "max_num_steps": 40, "val_period": 20, "val_global_batch_size": 20, "val_batches": 3,
+        "val_at_end": True,
+    }  # fmt: skip
+    return {
+        "sft": section | keys, "policy": policy, "data": data,
+        "checkpointing": {"checkpoint_dir": str(folder / "checkpoints"), "save_period": 20},
+        "logger": {"log_dir": str(folder / "logs"), "tensorboard_enabled": False, "monitor_gpus": False},
+    }  # fmt: skip
+
+
+def train(config):
+    tiny.one_thread()
+    with build_run(config) as run:
+        run.train()
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_lowers_the_loss_and_resumes_to_the_same_bits(tmp_path):
+    whole = train(sft_config(tmp_path / "whole"))
+    losses = [row["loss"] for row in whole.history]
+    assert losses[-1] < 0.8 * losses[0]
+    assert [row["step"] for row in whole.validations] == [0, 20, 40]
+    assert whole.validations[-1]["val_loss"] < whole.validations[0]["val_loss"]
+    assert whole.validations[0]["num_samples"] == 60
+    train(sft_config(tmp_path / "parts", max_num_steps=20, val_at_end=False))
+    second = train(sft_config(tmp_path / "parts"))
+    assert second.policy.weight_digest() == whole.policy.weight_digest()
+    assert second.validations[-1]["val_loss"] == whole.validations[-1]["val_loss"]
+    assert (whole.log_dir / "report.html").is_file()
+
+
+def test_a_configuration_without_meaning_is_refused():
+    for overrides, said in (
+        (["loss_fn.name=sapo"], "must be nll, or a loss of yours"),
+        (["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1",
+          "cluster.executor=processes", "cluster.gpus_per_node=2"], "nothing is generated"),
+        (["loss_fn.use_importance_sampling_correction=true"], "whose answers nobody sampled"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            load_sft_config("sft_arithmetic_smollm2.yaml", overrides)

@@ -10,16 +10,17 @@ from nemo_rl_cpp.config import ConfigError, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.data import DATASET_REGISTRY
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig, register_logger
-from nemo_rl_cpp.config.loop import ADVANTAGE_ESTIMATORS
+from nemo_rl_cpp.config.loop import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
+from registered import forget
 
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 from configuration_pages import document  # noqa: E402
 
 ADDED = {
-    "best_of_group": ADVANTAGE_ESTIMATORS.remove,
-    "even_digits": ENV_REGISTRY.pop,
-    "count_down": DATASET_REGISTRY.remove,
-    "csv": LOGGER_BACKENDS.remove,
+    "best_of_group": (ADVANTAGE_ESTIMATORS.entries, AdvEstimatorConfig, ("num_best",)),
+    "even_digits": (ENV_REGISTRY,),
+    "count_down": (DATASET_REGISTRY.entries,),
+    "csv": (LOGGER_BACKENDS.entries, LoggerConfig, ("csv", "csv_enabled")),
 }
 FILES = ("best_of_group", "even_digits", "count_down", "csv_logger")
 
@@ -29,8 +30,8 @@ def recipes():
     """The four modules, freshly imported; nothing of them is left afterwards."""
     modules = {name: importlib.import_module(f"recipes.{name}") for name in FILES}
     yield modules
-    for name, remove in ADDED.items():
-        remove(name)
+    for name, (entries, *more) in ADDED.items():
+        forget(entries, name, *more)
     for name in FILES:
         del sys.modules[f"recipes.{name}"]
 

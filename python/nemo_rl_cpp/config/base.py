@@ -17,8 +17,6 @@ from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, in_a_line, stop_text_
 from .access import plain, plain_values
 from .errors import ConfigError, Problem, Report, dotted_key, sentence, shown, unknown_key
 
-_LONGEST = 1000  # characters of a message, which may show a value
-
 
 class _Made(type(BaseModel)):  # type: ignore[misc]
     """`Section(key=value)` raises one ConfigError for all mistakes: types, unknown keys, what is not supported; of a whole
@@ -69,7 +67,7 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: object) -> None:
-        """Gives the section its keys of idle_keys.toml, and those of the sections that it derives from, behind its own."""
+        """Add the keys of idle_keys.toml for this class and those that it derives from, behind its own."""
         for base in reversed(cls.__mro__):
             for name, info in _idle_keys(base.__name__).items():
                 if base is cls or name not in cls.model_fields:
@@ -77,12 +75,13 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Every dotted key, those of the sections within included."""
+        """Return every dotted key, those of the sections within included."""
         return own_keys(cls)
 
     @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
-        """Whether a key that the schema does not know may be added: in a free mapping, or a section that takes any keys."""
+        """Return whether a key that the schema does not know may be added: in a free mapping, or a section that takes
+        any keys."""
         name, _, rest = dotted.partition(".")
         info = dict(fields_of(cls)).get(name)
         if info is None or not rest:
@@ -92,23 +91,16 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def aliases(cls) -> tuple[tuple[str, str], ...]:
-        """(another spelling, key) of this section and of those within it."""
+        """Return (another spelling, key) of this section and of those within it."""
         return _aliases_of(cls)
 
     def check_all(self, report: Report) -> None:
-        """Checks what the types leave open, of a section made in Python."""
+        """Check what the types leave open, of a section made in Python."""
         check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:
         name = _field_name(type(self), key)
-        if name is not None:
-            return getattr(self, name)
-        extra = self.model_extra or {}
-        if key in extra:
-            return extra[key]
-        if key in type(self).__private_attributes__:
-            return getattr(self, key)
-        raise KeyError(key)
+        return (self.model_extra or {})[key] if name is None else getattr(self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_"):  # of the program, not of the file
@@ -120,13 +112,8 @@ class Section(BaseModel, metaclass=_Made):
         setattr(self, _field_name(type(self), key) or key, value)
 
     def __contains__(self, key: object) -> bool:
-        if not isinstance(key, str):
-            return False
-        return (
-            _field_name(type(self), key) is not None
-            or key in (self.model_extra or {})
-            or key in type(self).__private_attributes__
-        )
+        known = isinstance(key, str) and _field_name(type(self), key) is not None
+        return known or key in (self.model_extra or {})
 
     def get(self, key: str, default: object = None) -> Any:
         return self[key] if key in self else default
@@ -172,7 +159,6 @@ def _whole_number(value: object) -> object:
 
 
 def _items(value: object) -> object:
-    """A single item is a list of one."""
     return [value] if isinstance(value, (str, int)) and not isinstance(value, bool) else value
 
 
@@ -208,24 +194,24 @@ StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
 def key(default: object, doc: str, **options: Any) -> Any:
-    """A key with its default and meaning. The default is written nowhere else."""
+    """Declare a key with its default and meaning. The default is written nowhere else."""
     if isinstance(default, (list, dict)):
         return Field(default_factory=lambda: type(default)(default), description=doc, **options)
     return Field(default, description=doc, **options)
 
 
 def section(model: type[Section], doc: str) -> Any:
-    """A section that is filled with its defaults when the file leaves it out."""
+    """Declare a section that is filled with its defaults when the file leaves it out."""
     return Field(default_factory=model, description=doc)
 
 
 def only(*allowed: object, why: str, **options: Any) -> Any:
-    """A key of a feature that is not supported: the first of `allowed` is the default, any other value is an error."""
+    """Declare a key of an unsupported feature: the first of `allowed` is the default, any other value is an error."""
     return key(allowed[0], why, json_schema_extra={"only": list(allowed), "why": why}, **options)
 
 
 def no_effect(default: object, why: str = "makes no difference here", **options: Any) -> Any:
-    """A key of NeMo RL that is accepted with any value of its type."""
+    """Declare a key of NeMo RL that is accepted with any value of its type."""
     return key(default, why, json_schema_extra={"no_effect": True}, **options)
 
 
@@ -237,7 +223,6 @@ _IDLE_KEYS = tomllib.loads(Path(__file__).with_name("idle_keys.toml").read_text(
 
 
 def _idle_keys(section: str) -> dict[str, FieldInfo]:
-    """The keys that the table has for a class of this name."""
     return {name: _idle_key(**row) for name, row in _IDLE_KEYS.get(section, {}).items()}
 
 
@@ -253,7 +238,7 @@ def _idle_key(
 
 
 def section_type(annotation: object) -> type[Section] | None:
-    """The section that a field holds: `Section`, `Section | None`, or `Section | list[Section]`."""
+    """Return the section that a field holds: `Section`, `Section | None`, or `Section | list[Section]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
@@ -264,13 +249,13 @@ def section_type(annotation: object) -> type[Section] | None:
 
 
 def fields_of(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """(name as in YAML, field info) of a section."""
+    """Yield (name as in YAML, field info) of a section."""
     for name, info in model.model_fields.items():
         yield info.alias or name, info
 
 
 def section_at(model: type[Section], dotted: str) -> type[Section] | None:
-    """The class of the section at a dotted key."""
+    """Return the class of the section at a dotted key."""
     found: type[Section] | None = model
     for part in dotted.split("."):
         info = dict(fields_of(found)).get(part) if found is not None else None
@@ -279,7 +264,7 @@ def section_at(model: type[Section], dotted: str) -> type[Section] | None:
 
 
 def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted key, field info) of a section and of those within it."""
+    """Yield (dotted key, field info) of a section and of those within it."""
     for name, info in fields_of(model):
         yield f"{prefix}{name}", info
         if (inner := section_type(info.annotation)) is not None:
@@ -288,22 +273,22 @@ def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 @cache
 def own_keys(model: type[Section]) -> frozenset[str]:
-    """Every dotted key of a section, those of its sections included."""
+    """Return every dotted key of a section, those of its sections included."""
     return frozenset(key for key, _ in dotted_fields(model))
 
 
 def forget_keys() -> None:
-    """To be called when a section got or lost a key."""
+    """Clear the cache of `own_keys`, after a section got a key."""
     own_keys.cache_clear()
 
 
 def mark_of(info: FieldInfo) -> Mapping[str, object]:
-    """What `only` or `no_effect` said of a key; empty where neither did."""
+    """Return the mark that `only` or `no_effect` set on a key; empty without a mark."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
-    """The overrides, with `++` before each plain one that changes a free mapping or a key in it."""
+    """Return the overrides, with `++` before each plain one that changes a free mapping or a key in it."""
     free = free_mappings(model)
 
     def added(override: str) -> str:
@@ -316,8 +301,8 @@ def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
 
 @cache
 def free_mappings(model: type[Section]) -> frozenset[str]:
-    """Dotted keys of the mappings that take any key: the user's own, so an override may name one that no file sets, without
-    Hydra's `+`. Not `env`, whose sections are checked or belong to a file's environments."""
+    """Return the dotted keys of mappings that take any key, so that an override needs no `+`. Not `env`, whose sections
+    are checked."""
     return frozenset(key for key, info in dotted_fields(model) if _is_mapping(info.annotation) and key != "env")
 
 
@@ -340,7 +325,6 @@ def _aliases_of(cls: type[Section]) -> tuple[tuple[str, str], ...]:
 
 
 def _assign(section: Section, set_value: Callable[[str, object], None], name: str, value: object) -> None:
-    """`section.name = value`, with the type checked as at construction."""
     cls = type(section)
     if name not in cls.model_fields and cls.model_config.get("extra") != "allow":
         raise ConfigError([Problem(cls.__name__, name, unknown_key(name, cls))])
@@ -351,17 +335,16 @@ def _assign(section: Section, set_value: Callable[[str, object], None], name: st
 
 
 def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
-    """What pydantic found, in sentences."""
+    """Return what pydantic found, in sentences."""
     found = []
     for error in failure.errors(include_url=False):
         key = dotted_key(error["loc"])
-        text = " ".join(sentence(error, key, cls).split())
-        found.append(Problem("", key, text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."))
+        found.append(Problem("", key, " ".join(sentence(error, key, cls).split())))
     return found
 
 
 def check_marks(section: Section, prefix: str, report: Report) -> None:
-    """Keys of unsupported features must be at the value that switches the feature off."""
+    """Report keys of unsupported features that are not at the value that switches the feature off."""
     if section.is_switched and not section.enabled:
         return
     for name, info in type(section).model_fields.items():
@@ -380,7 +363,7 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
 
 
 def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -> dict[str, object]:
-    """Keys by the guides' other names, as `Section.spellings` lists them, under the schema's names."""
+    """Move keys with the guides' other names (`Section.spellings`) to the schema's names."""
     for spelling, canonical in cls.aliases():
         parent, name = walk(data, spelling)
         if parent is None or name not in parent:
@@ -399,7 +382,7 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
-    """The mapping that holds (or would hold) the key, and its last part."""
+    """Return the mapping that holds (or would hold) the key, and its last part."""
     *sections, name = dotted.split(".")
     node: object = data
     for part in sections:
@@ -413,35 +396,19 @@ M = TypeVar("M", bound=Section)
 
 
 def as_model(config: object, model: type[M], section: str = "") -> M:
-    """`config` as `model`; fields that it does not have keep their defaults, a name that `model` lacks is a ConfigError.
+    """Return `config`, a mapping or a `model`, as a `model`. Raise ConfigError for mistakes in a mapping.
 
     `section` is where it stands in a file ("env.math"), for messages.
     """
     if isinstance(config, model):
         return config
+    if not isinstance(config, Mapping):
+        text = f"expected a {model.__name__} or a mapping, not {type(config).__name__} ({in_a_line(config)})"
+        raise ConfigError([Problem("", section, text)])
     try:
-        return model(**_values(config, model))
+        return model(**plain_values(config))
     except ConfigError as error:
         if not section:
             raise
         where = [Problem("", f"{section}.{p.key}" if p.key else section, p.message) for p in error.problems]
     raise ConfigError(where)
-
-
-def _values(config: object, model: type[Section]) -> dict[str, object]:
-    """The settings in a mapping or an object; of an object's class only those that the model has."""
-    if isinstance(config, Mapping):
-        return plain_values(config)
-    if isinstance(config, (str, bytes, int, float, list, tuple, set, type(None))):
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    "",
-                    f"expected a {model.__name__} or a mapping, not {type(config).__name__} ({in_a_line(config)})",
-                )
-            ]
-        )
-    own = {**getattr(config, "__dict__", {}), **(getattr(config, "model_extra", None) or {})}
-    of_class = {name: getattr(config, name) for name in model.model_fields if hasattr(config, name)}
-    return of_class | {name: value for name, value in own.items() if not name.startswith("_")}

@@ -12,7 +12,7 @@ _REPOSITORY = re.compile(rf"{_PART}(/{_PART})?")
 
 
 def repository_name(name: str) -> str:
-    """The name of a repository of the hub; ValueError where it can be none."""
+    """Return the name of a repository of the hub. Raise ValueError for an impossible one."""
     if not _REPOSITORY.fullmatch(name) or "--" in name or ".." in name:
         raise ValueError(
             f"is {name!r}: give the name of a repository, organisation/name, of letters, digits, '-', '_' and '.'"

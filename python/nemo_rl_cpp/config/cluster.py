@@ -22,8 +22,8 @@ class LauncherVariables(NamedTuple):
 
 
 def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherVariables | None:
-    """Those of torchrun, else of a step of srun; None where nobody has launched this process. The script of a Slurm job itself is no
-    step."""
+    """Return the variables of torchrun, else of a step of srun; None for a process that no launcher started. The script
+    of a Slurm job is no step."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return LauncherVariables("RANK", "WORLD_SIZE")
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
@@ -34,8 +34,7 @@ def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherV
 
 
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """How many; 1 where nobody has launched several, and where the variables are no numbers, which `distributed.launch.launched`
-    reports."""
+    """Return how many ranks a launcher started; 1 without a launcher."""
     variables = launcher_variables(environment)
     size = "" if variables is None else environment.get(variables.size, "")
     return max(int(size), 1) if size.isdecimal() else 1
@@ -112,7 +111,7 @@ class ClusterConfig(Section):
 
     @property
     def one_process_text(self) -> str:
-        """What makes a run with workers one of a single process, for messages."""
+        """Say how a run with workers becomes one of a single process, for messages."""
         return "start one process" if self.executor == "auto" else "set it to auto"
 
     @property
@@ -122,10 +121,10 @@ class ClusterConfig(Section):
 
 
 def engines_of(config: TrainMasterConfig) -> int:
-    """How many workers only generate; 0 where generation shares the trainers' processes and weights.
+    """Return how many workers only generate; 0 where generation shares the trainers' processes and weights.
 
-    They are taken out of the cluster's: on one machine `resources.gpus_per_node` of its workers, on several machines
-    `resources.num_nodes` whole machines.
+    On one machine they are `resources.gpus_per_node` of its workers, on several machines `resources.num_nodes` whole
+    machines.
     """
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if colocated.enabled or not cluster.has_workers or cluster.executor == "auto":  # a launcher's ranks all train
@@ -136,5 +135,5 @@ def engines_of(config: TrainMasterConfig) -> int:
 
 
 def trainers_of(config: TrainMasterConfig) -> int:
-    """How many processes train together."""
+    """Return how many processes train together."""
     return config.cluster.processes - engines_of(config)

@@ -66,7 +66,7 @@ DATASET_REGISTRY: Table[DatasetEntry] = Table(
 
 
 def dataset_keys() -> dict[str, tuple[str, ...]]:
-    """The keys of each data set beyond the common ones."""
+    """Return the keys of each data set beyond the common ones."""
     return {name: entry.keys for name, entry in DATASET_REGISTRY.entries.items()}
 
 
@@ -81,17 +81,18 @@ DATASET_ALIASES = {
 
 
 def is_class_name(dataset_name: str) -> bool:
-    """Whether a name is a class of the user's, package.module.Name: identifiers joined by dots."""
+    """Return whether a name is a class of the user's, package.module.Name."""
     return "." in dataset_name and all(part.isidentifier() for part in dataset_name.split("."))
 
 
 def takes(dataset_name: str, key: str) -> bool:
-    """Whether a data set reads a key beyond the common ones; a class of the user's reads any."""
+    """Return whether a data set reads a key beyond the common ones; a class of the user's reads any."""
     return is_class_name(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 
 def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -> dict[str, object]:
-    """What of `data.default` a section of data.train or data.validation takes: the common keys and those of its data set."""
+    """Return what a section of data.train or data.validation takes of `data.default`: common keys and those of its data
+    set."""
     name = section.get("dataset_name", default.get("dataset_name"))
     common = DatasetConfig.model_fields
     return {key: value for key, value in default.items() if key in common or name is None or takes(name, key)}
@@ -202,13 +203,13 @@ class EvalDataConfig(DatasetConfig):
 
 
 def environments_of_training(data: DataConfig) -> set[str | None]:
-    """The names in `env` that the data sets of the training use."""
+    """Return the names in `env` that the data sets of the training use."""
     default = data.default.env_name if data.default is not None else None
     return {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
 
 
 def datasets_of(value: DatasetConfig | list[DatasetConfig] | None, dotted: str) -> list[tuple[str, DatasetConfig]]:
-    """Each data set with its dotted key."""
+    """Return each data set with its dotted key."""
     if value is None:
         return []
     if isinstance(value, list):

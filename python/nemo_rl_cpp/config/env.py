@@ -125,7 +125,7 @@ ENV_REGISTRY: dict[str, EnvironmentEntry] = {
 
 
 def environment_sections() -> dict[str, type[Section]]:
-    """The sections of the environments whose keys are known."""
+    """Return the sections of the environments whose keys are known."""
     return {name: entry["section"] for name, entry in ENV_REGISTRY.items() if "section" in entry}
 
 

@@ -14,8 +14,6 @@ from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 if TYPE_CHECKING:
     from .base import Section
 
-LONGEST_NAME = 200  # characters of a key in a message
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -28,8 +26,6 @@ class Problem:
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         name = self.key if self.key.isprintable() else self.key.encode("unicode_escape").decode()
-        if len(name) > LONGEST_NAME:  # nobody's key, but somebody's text in a key's place
-            name = f"{name[:LONGEST_NAME]}..."
         subject = f"{name} " if self.key else ""
         return f"{place}{subject}{self.message}"
 
@@ -61,7 +57,7 @@ class Report:
         self.problems: list[Problem] = []
 
     def where(self, dotted: str) -> str:
-        """Place of the key, or of the section around it when the key is a default, or the file's first line."""
+        """Return the place of a key: its own, that of the section around it, or the first line of the file."""
         while dotted:
             if dotted in self._positions:
                 return self._positions[dotted]
@@ -72,8 +68,8 @@ class Report:
         return dotted in self._positions
 
     def nearness(self, dotted: str) -> int:
-        """How near to the user the key was written: 3 by an override or an argument, 2 in the run's own file, 1 in a
-        parent of it, 0 nowhere."""
+        """Return how near to the user a key was written: 3 by an override or an argument, 2 in the run's own file, 1 in
+        a parent of it, 0 nowhere."""
         if dotted not in self._positions:
             return 0
         file = self._positions[dotted].rpartition(":")[0]
@@ -82,7 +78,7 @@ class Report:
         return 2 if file == self._file else 1
 
     def has_problem(self, dotted: str) -> bool:
-        """Whether the key, a section around it or a key in it is wrong already: consequences are not reported."""
+        """Return whether a key, a section around it or a key in it is wrong already: consequences are not reported."""
         return any(
             p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".")
             for p in self.problems
@@ -90,7 +86,7 @@ class Report:
         )
 
     def add(self, dotted: str, message: str, *related: str) -> None:
-        """Reports a mistake at `dotted`, unless it or a `related` key is wrong already.
+        """Report a mistake at `dotted`, unless it or a `related` key is wrong already.
 
         Its place is that of the first of these keys that an override sets, else of the first that a file sets.
         """
@@ -126,7 +122,7 @@ SCRIPTS = {
 
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
-    """Sentence for a key that is not in the schema, with the nearest one."""
+    """Return the sentence for a key that is not in the schema, with the nearest one."""
     parent, _, name = dotted.rpartition(".")
     if (right := _DEAD.get(name)) is not None:
         return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
@@ -165,7 +161,7 @@ def dotted_key(location: tuple[int | str, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as YAML would show it, short."""
+    """Return a value as YAML shows it, short."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -174,7 +170,7 @@ def shown(value: object) -> str:
 
 
 def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str = "") -> str:
-    """What to say about one pydantic error. `where`: the place of the key, at which the value is looked up as written."""
+    """Return the sentence about one of pydantic's errors; `where` is the place of the key."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(dotted, model)
@@ -191,7 +187,11 @@ def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str 
     expected = _EXPECTED.get(kind)
     if expected is None:
         return f"{error['msg'][0].lower()}{error['msg'][1:]} (given: {shown(value)})"
-    hint = _quotes_advice(where, dotted) if kind == "string_type" and isinstance(value, (int, float)) else ""
+    hint = ""
+    if kind == "string_type" and isinstance(value, (int, float)):
+        name, _, text = where.removeprefix("override '").removesuffix("'").partition("=")
+        by_override = where.startswith("override ") and name.lstrip("+") == dotted  # whose own quotes the shell takes
+        hint = f" (write \"{name}='{text}'\", with both pairs of quotes)" if by_override else " (write it in quotes)"
     return f"must be {expected}, not {shown(value)}{hint}"
 
 
@@ -226,62 +226,15 @@ _EXPECTED = {
 }
 
 
-# ---- what stands in a file or on the command line
-
-_OVERRIDE = re.compile(r"override '(?P<text>.*)'", re.DOTALL)
-_PLAIN = r"[^\s\[\]{}&*!|>'\"%@`#,][^,\[\]{}]*?"  # a plain scalar of a flow collection
-
-
-def _quotes_advice(where: str, key: str) -> str:
-    """How to write the value of a key so that it stays a text, in brackets; advice that works when it is followed."""
-    override = _OVERRIDE.fullmatch(where)
-    if override:
-        name, equals, value = override["text"].partition("=")
-        if equals and name.lstrip("+") == key:
-            return f" (write \"{name}='{value}'\", with both pairs of quotes)"
-    text = _written_text(where, key)
-    return f" (write '{text}' in quotes)" if text is not None else " (write it in quotes)"
-
-
-def _written_text(where: str, key: str) -> str | None:
-    """The value of a key as its file has it, at the place "file:line"; None where the line does not show it."""
-    line = _line_at(where)
-    if line is None:
-        return None
-    name = key.rpartition(".")[2]
-    if name.isdigit():
-        return _written_item(line, int(name))
-    found = re.search(rf"(?:^|[\s{{,])['\"]?{re.escape(name)}['\"]?\s*:\s+(?P<rest>.*)", line)
-    if not found:
-        return None
-    in_braces = line[: found.start("rest")].count("{") > line[: found.start("rest")].count("}")
-    pattern = rf"({_PLAIN})\s*[,}}]" if in_braces else r"([^\s'\"\[{&*|>#].*?)\s*(?:\s#.*)?$"
-    value = re.match(pattern, found["rest"])
-    return value[1] if value else None
-
-
-def _written_item(line: str, index: int) -> str | None:
-    item = re.match(r"\s*(?:- )*-\s+([^\s'\"\[{&*|>#].*?)\s*(?:\s#.*)?$", line)
-    if item:
-        return item[1]
-    inside = re.search(r"\[(.*)\]", line)
-    items = [part.strip() for part in inside[1].split(",")] if inside else []
-    return items[index] if index < len(items) and re.fullmatch(_PLAIN, items[index]) else None
-
-
-def _line_at(where: str) -> str | None:
-    """The line of a place "file:line"; None where there is none."""
-    file, _, number = where.rpartition(":")
-    if not number.isdigit() or not Path(file).is_file():
-        return None
-    lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
-    return lines[int(number) - 1] if 0 < int(number) <= len(lines) else None
+# ---- what the reader of YAML says
 
 
 def explained(message: str) -> str:
-    """What the reader of YAML says; a tab in the line that it names is named."""
-    place = re.match(r"(?P<where>[^\n]*?:\d+): ", message)
-    line = _line_at(place["where"]) if place else None
-    if place and line is not None and "\t" in line:
-        return f"{place['where']}: there is a tab in this line, which YAML does not take for spaces: write spaces in its place"
-    return message
+    """Return the message of the YAML reader; for a line with a tab, say that it has one."""
+    place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
+    if place is None or not Path(place["file"]).is_file():
+        return message
+    lines = Path(place["file"]).read_text(encoding="utf-8", errors="replace").splitlines()
+    if "\t" not in "".join(lines[int(place["line"]) - 1 : int(place["line"])]):
+        return message
+    return f"{place[0]}there is a tab in this line, which YAML does not take for spaces: write spaces in its place"

@@ -53,7 +53,8 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
 
 
 def engine_name(policy: PolicyConfig) -> str:
-    """The engine that generates: the one of the trainer stands in for NeMo RL's, but for a vLLM that is there."""
+    """Return the engine that generates: the trainer's own stands in for those of NeMo RL, except for a vLLM that is
+    there."""
     backend = policy.generation.backend
     if policy.generation.runs_vllm:
         return "vllm"
@@ -61,12 +62,12 @@ def engine_name(policy: PolicyConfig) -> str:
 
 
 def exactness_of(policy: PolicyConfig) -> Exactness | None:
-    """The row of a policy; None for a pair that cannot be."""
+    """Return the row of a policy; None for a pair that cannot be."""
     return EXACTNESS.get((policy.backend, engine_name(policy)))
 
 
 def exactness_text(config: WholeConfig) -> str | None:
-    """One line for the terminal; None for an evaluation, which trains nothing."""
+    """Return one line for the terminal; None for an evaluation, which trains nothing."""
     if not config.trained_models() or (row := exactness_of(config.policy)) is None:
         return None
     how = "equal to the bit" if row.equal else "equal up to rounding"
@@ -76,7 +77,8 @@ def exactness_text(config: WholeConfig) -> str | None:
 
 
 def correction_text(config: TrainMasterConfig) -> str | None:
-    """Why loss_fn.use_importance_sampling_correction is on, where the configuration leaves it open; None where it does not."""
+    """Say why loss_fn.use_importance_sampling_correction is on, where the configuration leaves it open; else return
+    None."""
     row = exactness_of(config.policy)
     if row is None or row.equal or not config.loss_fn.correction_left_open:
         return None
@@ -88,8 +90,8 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends. Tensor
-    parallel sizes by which the worker processes can be cut are not: they run."""
+    """Return every size above 1 that is folded, by its dotted key: machines, devices, and parallel sizes of enabled
+    backends. Tensor parallel sizes that cut the worker processes evenly are not folded."""
     ours = config.cluster.has_written_size  # they run
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
@@ -111,7 +113,7 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
 
 
 def devices_of(config: WholeConfig) -> int:
-    """How many devices a configuration was written for: those of the cluster, or as many as a model is cut into."""
+    """Return how many devices a configuration was written for: those of the cluster, or as many as a model is cut into."""
     cut: dict[str, list[int]] = {}
     for key, size in sizes_of(config).items():
         section, _, name = key.rpartition(".")
@@ -122,19 +124,19 @@ def devices_of(config: WholeConfig) -> int:
 
 
 def engine_of(config: WholeConfig) -> str | None:
-    """The engine of NeMo RL that the trainer's own stands in for; None for that one."""
+    """Return the engine of NeMo RL that the trainer's own stands in for; None without one."""
     generation = config.sampling[1]
     return generation.backend if generation.backend in FOREIGN_ENGINES and not generation.runs_vllm else None
 
 
 def is_apart(config: WholeConfig) -> bool:
-    """Whether generation was to have devices of its own, and shares the trainer's."""
+    """Return whether generation was to have its own devices, and shares the trainer's."""
     cluster = config.cluster
     return not config.sampling[1].colocated.enabled and (not cluster.has_workers or cluster.executor == "auto")
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
-    """The one line that a run, `check` and `--dry-run` print about what was folded; None where nothing was.
+    """Return the line that a run, `check` and `--dry-run` print about what was folded; None where nothing was.
     `forecast`: the memory that the run needs, in a few words."""
     devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
     written = []
@@ -164,7 +166,6 @@ def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
 
 
 def _own_engine(config: WholeConfig) -> str:
-    """What generates, for people."""
     if config.sampling[1].runs_vllm:
         return "vLLM"
     policy = config.trained_models().get("policy")
@@ -175,22 +176,21 @@ _SAID: set[str] = set()  # without the forecast, which follows from the rest
 
 
 def note_as_said(text: str) -> str:
-    """Remembers a line of `fold_text` that goes to the user by another way, so that the run does not repeat it."""
+    """Remember a line of `fold_text` that goes to the user by another way, so that the run does not repeat it."""
     _SAID.add(text.partition("; memory forecast")[0])
     return text
 
 
 def say_fold(config: WholeConfig, forecast: str | None) -> None:
-    """Prints `fold_text` to stderr, once in a process: for configurations that no script has looked at before."""
+    """Print `fold_text` to stderr, once in a process."""
     text = fold_text(config, forecast)
     if text is not None and text.partition("; memory forecast")[0] not in _SAID:
         print(f"warning: {note_as_said(text)}", file=sys.stderr, flush=True)
 
 
 def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
-    """The keys that a file or the command line sets to other than their usual values and that make no difference here, by the
-    section that holds them. They steer another implementation: its kernels, its communication, its engine.
-    """
+    """Return the keys, by section, that a file or the command line sets to unusual values without any effect. They
+    steer the kernels, communication or engines of another implementation."""
     found: dict[str, list[str]] = {}
     for section, name in _ineffective(config, "", config.positions):
         found.setdefault(section, []).append(name)
@@ -198,7 +198,7 @@ def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
 
 
 def keys_without_effect_text(config: WholeConfig) -> str | None:
-    """`keys_without_effect` for the terminal; None where there are none."""
+    """Return `keys_without_effect` for the terminal; None without such keys."""
     found = keys_without_effect(config)
     if not found:
         return None

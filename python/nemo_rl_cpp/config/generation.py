@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field
 
 from .base import Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, section
 
@@ -72,7 +72,7 @@ class VllmConfig(Section):
     )
 
     def dtype_for(self, precision: str) -> str:
-        """The type that vLLM computes in, by its whole name, where the model has `precision`."""
+        """Return the type that vLLM computes in, by its whole name, for a model of this precision."""
         wanted = precision if self.precision in (None, "auto") else self.precision
         return _DTYPES.get(wanted, wanted)
 
@@ -180,10 +180,6 @@ class GenerationConfig(Section):
         {},
         "with vllm_cfg.python: further options of vLLM's server, by their names in vllm.LLM; else not read, but what would change results is refused",
     )
-    # set by the program, see models.generation.configure_generation_config
-    _pad_token_id: int | None = PrivateAttr(None)
-    _mtp_weights_from_refit: bool | None = PrivateAttr(None)
-    _debug_payload_metrics: bool | None = PrivateAttr(None)
 
     @property
     def runs_vllm(self) -> bool:
@@ -191,7 +187,7 @@ class GenerationConfig(Section):
         return self.backend == "vllm" and (self.vllm_cfg.python is not None or self.vllm_cfg.server_url is not None)
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:
-        """Longest sequence that generation may make: the smaller of vllm_cfg.max_model_len and the trainer's limit."""
+        """Return the longest sequence of generation: the smaller of vllm_cfg.max_model_len and the trainer's limit."""
         return min(self.vllm_cfg.max_model_len or max_total_sequence_length, max_total_sequence_length)
 
 

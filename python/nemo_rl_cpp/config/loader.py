@@ -27,57 +27,21 @@ from .master import (
 )
 
 _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
-_REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 
 
-def environment_values(
-    file: str | os.PathLike[str], overrides: Sequence[str], canonical: Mapping[str, str]
-) -> dict[str, str]:
-    """Dotted key -> the text that stands there, for every value that is made with `${oc.env:...}`, directly or by a
-    reference to such a value. The file is read again, with its interpolations as text."""
+def environment_texts(file: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, str]:
+    """Return value -> `${oc.env:NAME}` for each environment variable that the file, its parents or an override reads.
+
+    Short values stay out: they are part of many words.
+    """
     try:
-        # the schema's keys need no '+' on the command line, but here only those of the file are known
-        forced = [text if text.startswith("~") else "++" + text.lstrip("+") for text in overrides]
-        tree, _ = _config.apply_overrides(_config.load_file(os.fspath(file), folders=parent_folders()), forced)
+        tree = _config.load_file(os.fspath(file), folders=parent_folders())
     except _config.LoadError:
         return {}
-    texts = {canonical.get(key, key): text for key, text in _interpolations(tree, "")}
-    found = {key: text for key, text in texts.items() if "${oc.env:" in text.replace(" ", "")}
-    while more := {key: text for key, text in _referring(texts, found, canonical) if key not in found}:
-        found |= more
-    names = {name for text in found.values() for name in _VARIABLE.findall(text)}
-    keep_out_of_files({os.environ[name]: f"${{oc.env:{name}}}" for name in names if name in os.environ})
+    names = set(_VARIABLE.findall(f"{tree} {overrides}"))
+    found = {os.environ[name]: f"${{oc.env:{name}}}" for name in names if len(os.environ.get(name, "")) >= 6}
+    keep_out_of_files(found)
     return found
-
-
-def _interpolations(node: object, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, str):
-        if "${" in node:
-            yield key, node
-        return
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, item in items:
-        yield from _interpolations(item, f"{key}.{name}" if key else str(name))
-
-
-def _referring(texts: dict[str, str], found: dict[str, str], canonical: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for key, text in texts.items():
-        for reference in _REFERENCE.findall(text):
-            target = _absolute(reference.strip(), key)
-            target = canonical.get(target, target)
-            if target in found:
-                yield key, text
-            for other in [name for name in found if name.startswith(f"{target}.")]:  # a whole section is taken over
-                yield key + other[len(target) :], found[other]
-
-
-def _absolute(reference: str, key: str) -> str:
-    """`.a` is a sibling of the key, `..a` one of its section's."""
-    path = re.sub(r"\[(\w+)\]", r".\1", reference)
-    rest = path.lstrip(".")
-    dots = len(path) - len(rest)
-    above = key.split(".")[:-dots] if dots else []
-    return ".".join([*above, rest])
 
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
@@ -86,7 +50,7 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 class GivenValues:
     """Values by dotted key, for one load.
 
-    The file's interpolations see them: numbers as they are, everything else through a stand-in text (`stand_in(i)`) that
+    The file's interpolations see them: numbers literally, everything else through a stand-in text (`stand_in(i)`) that
     `restore` replaces by the value afterwards. So `"${x}"`, a line feed or a quote in a value are what the caller gave.
 
     Args:
@@ -133,7 +97,6 @@ class GivenValues:
             yield key, value
 
     def _is_known(self, key: str) -> bool:
-        """Whether the schema has the key, or it lies in a mapping that takes any."""
         if not _KEY.fullmatch(key):
             return False
         known, parts = self._model.known_keys(), key.split(".")
@@ -173,11 +136,11 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """How messages name what an override of ours wrote; other places as they are."""
+        """Return how messages name what an override of ours wrote; other places unchanged."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
-        """Puts the values into a loaded tree, and their places among the positions."""
+        """Put the values into a loaded tree, and their places among the positions."""
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
@@ -215,12 +178,12 @@ def load_grpo_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> GRPOMasterConfig:
-    """The checked configuration of a GRPO, DAPO or ProRLv2 run.
+    """Return the checked configuration of a GRPO, DAPO or ProRLv2 run. Torch is not imported.
 
     `path` is a YAML file, or the name of a shipped one; `overrides` are Hydra's ("policy.optimizer.kwargs.lr=1e-6").
-    `values` are Python values by dotted key, which come last and are taken as they are: no text of theirs is an
-    interpolation, a number or an escape. `places` says how messages name such a key ("argument learning_rate").
-    Raises ConfigError (a ValueError) that lists every mistake with file, line, key and remedy. Does not import torch.
+    `values` are Python values by dotted key, which come last and are taken literally: none of their texts is an
+    interpolation, a number or an escape. `places` says how messages name such a key ("argument learning_rate"). Raises
+    ConfigError (a ValueError) that lists every mistake with file, line, key and remedy.
     """
     return _load(path, overrides, GRPOMasterConfig, values, places)
 
@@ -231,7 +194,7 @@ def load_ppo_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> PPOMasterConfig:
-    """The checked configuration of a PPO run; see `load_grpo_config`."""
+    """Return the checked configuration of a PPO run; see `load_grpo_config`."""
     return _load(path, overrides, PPOMasterConfig, values, places)
 
 
@@ -261,7 +224,7 @@ def load_eval_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> EvalMasterConfig:
-    """The checked configuration of an evaluation; see `load_grpo_config`."""
+    """Return the checked configuration of an evaluation; see `load_grpo_config`."""
     return _load(path, overrides, EvalMasterConfig, values, places)
 
 
@@ -282,8 +245,8 @@ KINDS = {
 
 
 def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:
-    """(section, what to say about it) where a file's sections make it a configuration of another kind than `own` (a key of
-    KINDS); else None."""
+    """Return (section, what to say about it) where the sections of a file make it a configuration of another kind than
+    `own` (a key of KINDS); else None."""
     there = set(sections)
     other = next((name for name in KINDS if name in there), None) if own not in there else None
     if other is None:
@@ -339,12 +302,11 @@ def _load(
         raise ConfigError(report.problems)
     assert config is not None
     config._positions = positions
-    config._environment = environment_values(file, overrides, dict(model.aliases()))
+    config._environment = environment_texts(file, overrides)
     return config
 
 
 def _texts(overrides: Sequence[str]) -> list[str]:
-    """The overrides; a bare text is one."""
     texts = [overrides] if isinstance(overrides, str) else list(overrides)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
@@ -355,7 +317,6 @@ def _texts(overrides: Sequence[str]) -> list[str]:
 
 
 def _not_given(data: object, prefix: str) -> list[str]:
-    """Keys whose value is OmegaConf's mark of a mandatory value, `???`."""
     if data == "???":
         return [prefix]
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
@@ -363,7 +324,8 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """The typed configuration; of a file with mistakes, what is left without them, so that the rest is checked too."""
+    """Return the typed configuration; of a file with mistakes, what is left without them, so that the rest is checked
+    too."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -383,16 +345,15 @@ def _validate_part(
             for error in failure.errors(include_url=False):
                 key = dotted_key(prefix + error["loc"])
                 if first and not report.has_problem(key):
-                    report.problems.append(
-                        Problem(report.where(key), key, sentence(error, key, model, report.where(key)))
-                    )
+                    where = report.where(key)
+                    report.problems.append(Problem(where, key, sentence(error, key, model, where)))
                 _repair(data, error)
             first = False
     return None
 
 
 def _repair(data: dict[str, object], error: ErrorDetails) -> None:
-    """Takes what is wrong out of the data; what is missing is put there, so that the rest can be checked."""
+    """Take what is wrong out of the data; fill in what is missing, so that the rest can be checked."""
     *above, last = location = [part for part in dotted_key(error["loc"]).split(".") if part] or [""]
     if error["type"] != "missing":
         _remove(data, location)
@@ -404,7 +365,7 @@ def _repair(data: dict[str, object], error: ErrorDetails) -> None:
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
-    """Removes a key; for an element of a list, the whole list."""
+    """Remove a key; for an element of a list, the whole list."""
     if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location

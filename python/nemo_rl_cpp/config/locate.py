@@ -11,28 +11,28 @@ _RENAMED = {"grpo.yaml": "grpo_math_1B.yaml", "ppo.yaml": "ppo_math_1B_megatron.
 
 
 def source_tree() -> Path | None:
-    """The checkout that this package is run from, or None for an installed wheel."""
+    """Return the checkout that this package runs from, or None for an installed wheel."""
     root = PACKAGE.parents[1]
     return root if (root / "pyproject.toml").is_file() and (root / "configs").is_dir() else None
 
 
 def config_folders() -> list[Path]:
-    """Folders that hold the shipped configurations; a checkout's own come before those in the package."""
+    """Return the folders of shipped configurations; a checkout's own come before those in the package."""
     root = source_tree()
     return ([root / "configs"] if root else []) + [PACKAGE / "configs"]
 
 
 def parent_folders() -> list[str]:
-    """Folders in which `defaults:` finds a parent that is not beside its file: `grpo_tiny.yaml`, and `configs/grpo_tiny.yaml`."""
+    """Return the folders in which `defaults:` finds a parent by `grpo_tiny.yaml` or `configs/grpo_tiny.yaml`."""
     return [os.fspath(place) for folder in config_folders() for place in (folder, folder.parent)]
 
 
 def find_config(path: str | os.PathLike[str]) -> Path:
-    """The YAML file that `path` means.
+    """Return the YAML file that `path` means.
 
-    An existing file as given; else the same path below the shipped `configs/`, where a leading `examples/configs/` or
-    `configs/` is dropped, `grpo.yaml` is `grpo_math_1B.yaml` and NeMo RL's `NAME.v2.yaml` is `NAME.yaml`.
-    Raises ConfigError that lists the nearest names.
+    An existing file comes first; then the same path below the shipped `configs/`, where a leading `examples/configs/`
+    or `configs/` is dropped, `grpo.yaml` is `grpo_math_1B.yaml` and NeMo RL's `NAME.v2.yaml` is `NAME.yaml`. Raises
+    ConfigError that lists the nearest names.
     """
     given = Path(path).expanduser()
     if given.is_file():
@@ -52,7 +52,7 @@ def find_config(path: str | os.PathLike[str]) -> Path:
 
 
 def shipped_configs() -> list[str]:
-    """Names of the shipped configurations, as --config takes them."""
+    """Return the names of the shipped configurations, as --config takes them."""
     return sorted(
         {str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")}
     )

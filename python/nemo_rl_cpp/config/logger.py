@@ -80,7 +80,6 @@ class LoggerConfig(Section):
     """
 
     def is_enabled(self, name: str) -> bool:
-        """Whether the back end of this name is switched on."""
         return getattr(self, f"{name}_enabled")
 
     log_dir: str = key("logs", "folder; each run makes exp_NNN in it")
@@ -103,7 +102,7 @@ class LoggerEntry(Entry):
     package: str | None = None
 
     def keys(self, name: str) -> dict[str, FieldInfo]:
-        """The keys of `logger` that belong to it."""
+        """Return the keys of `logger` that belong to it."""
         switch, own = key(self.enabled, self.doc), section(self.section, self.doc)
         return {
             f"{name}_enabled": FieldInfo.from_annotated_attribute(bool, switch),
@@ -141,9 +140,10 @@ def register_logger(
     keys: type[Section] = Section,
     doc: str = "log by a back end of one's own",
 ) -> None:
-    """Gives the section `logger` a back end of one's own, by the keys NAME_enabled and NAME; `keys` are those of its section.
+    """Give the section `logger` a back end by the keys NAME_enabled and NAME; `keys` are those of its section.
 
-    `cls(section, log_dir=folder)` makes it, a `nemo_rl_cpp.loggers.interface.LoggerInterface`. ValueError when the name is taken.
+    `cls(section, log_dir=folder)` makes it, a `nemo_rl_cpp.loggers.interface.LoggerInterface`. Raises ValueError when
+    the name is taken.
     """
     entry = LoggerEntry(cls, keys, doc)
     if name in LoggerConfig.model_fields:

@@ -41,7 +41,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
 
 
 def estimators_of(algorithm: str) -> list[str]:
-    """The estimators that `grpo` or `ppo` may choose."""
+    """Return the estimators that an algorithm may choose."""
     return [name for name, entry in ADVANTAGE_ESTIMATORS.entries.items() if entry.algorithm == algorithm]
 
 
@@ -50,7 +50,7 @@ PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
 
 
 def checked_name(algorithm: str, name: str) -> str:
-    """`name`; ValueError where it is none of the algorithm's estimators, and no dotted name."""
+    """Return `name`. Raise ValueError for none of the algorithm's estimators and no dotted name."""
     known = estimators_of(algorithm)
     if name not in known and not is_dotted(name):
         raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
@@ -58,7 +58,7 @@ def checked_name(algorithm: str, name: str) -> str:
 
 
 def other_default(name: str, default: object) -> Any:
-    """The key `name` of `LoopConfig` with another default; meaning and bounds stay."""
+    """Return the key `name` of `LoopConfig` with another default; meaning and bounds stay."""
     info = copy(LoopConfig.model_fields[name])
     info.default = default
     return info
@@ -97,7 +97,7 @@ class RewardShapingConfig(Section):
 
 
 class AsyncConfig(Section):
-    """Rollouts of later steps beside the training of this one. Needs engines with weights of their own
+    """Rollouts of later steps while this one trains. Needs engines with separate weights
     (policy.generation.colocated.enabled=false) and importance sampling correction in the loss."""
 
     enabled: bool = key(False, "generate the batches of later steps while this one trains")
@@ -158,7 +158,8 @@ class LoopConfig(Section):
 
     @property
     def trajectory_age(self) -> int:
-        """A: how many versions of the weights a batch is old when it is trained; 0: rollouts are made in their own step."""
+        """A: how many versions of the weights a batch is old when it is trained; 0: rollouts are made in their own
+        step."""
         return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
 
     @property
@@ -280,14 +281,14 @@ class LengthPenaltyConfig(Section):
     profile_band: ProfileBandConfig | None = key(None, "factors by length; null: none")
 
     def bands(self) -> dict[str, ProfileBandChannel]:
-        """The bands that are switched on as a whole, by channel."""
+        """Return the bands that are switched on as a whole, by channel."""
         if self.profile_band is None or not self.profile_band.enabled:
             return {}
         found = {name: getattr(self.profile_band.defaults, name) for name in CHANNELS}
         return {name: band for name, band in found.items() if band is not None}
 
     def params_of(self, task: str | None) -> LengthPenaltyParams:
-        """The settings for the samples of a task: those of `default`, with the keys that its override sets in place."""
+        """Return the settings for the samples of a task: those of `default`, changed by its override."""
         params = self.default.model_copy()
         for name in self.bands():
             if f"profile_band_{name}" not in params.model_fields_set:
@@ -299,7 +300,7 @@ class LengthPenaltyConfig(Section):
 
 
 class AsyncGRPOConfig(AsyncConfig):
-    """Rollouts beside the training of GRPO."""
+    """Rollouts while GRPO trains."""
 
     max_generation_failures: Count = key(
         0, "rounds of generation and scoring that may fail in a run; a failed one is done again"
@@ -384,7 +385,7 @@ class DataPlaneConfig(Section):
 
 
 class AsyncPPOConfig(AsyncConfig):
-    """Rollouts beside the training of PPO."""
+    """Rollouts while PPO trains."""
 
 
 class GAEConfig(Section):
@@ -445,31 +446,33 @@ class PPOConfig(LoopConfig):
 
 def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
     """Report what does not go together within the section `name`."""
+    sampling, group = f"{name}.use_dynamic_sampling", f"{name}.num_generations_per_prompt"
     if not loop.use_dynamic_sampling:
         if loop.batch_multiplier != 1:
-            report.add(
-                f"{name}.batch_multiplier",
-                f"is {loop.batch_multiplier:g} but only dynamic sampling draws more prompts; "
-                f"set {name}.use_dynamic_sampling to true or batch_multiplier to 1",
-                f"{name}.use_dynamic_sampling",
+            text = (
+                f"is {loop.batch_multiplier:g}, for dynamic sampling only; set {sampling} to true or batch_multiplier "
+                "to 1"
             )
+            report.add(f"{name}.batch_multiplier", text, sampling)
         if loop.dynamic_sampling_keep_surplus:
-            report.add(f"{name}.dynamic_sampling_keep_surplus", f"needs {name}.use_dynamic_sampling: true")
+            report.add(f"{name}.dynamic_sampling_keep_surplus", f"needs {sampling}: true")
     elif loop.num_generations_per_prompt == 1:
-        report.add(
-            f"{name}.num_generations_per_prompt",
-            "is 1: rewards of a group of one never differ, so dynamic sampling would keep nothing; set at least 2",
-            f"{name}.use_dynamic_sampling",
-        )
+        text = "is 1: rewards of a group of one never differ, so dynamic sampling would keep nothing; set at least 2"
+        report.add(group, text, sampling)
     scaling = loop.reward_scaling
     if scaling.enabled and not scaling.source_min < scaling.source_max:
-        report.add(
-            f"{name}.reward_scaling.source_min",
-            f"{scaling.source_min:g} must be below source_max {scaling.source_max:g}",
-            f"{name}.reward_scaling.source_max",
-        )
+        key = f"{name}.reward_scaling.source_m"
+        text = f"{scaling.source_min:g} must be below source_max {scaling.source_max:g}"
+        report.add(f"{key}in", text, f"{key}ax")
     _check_shaping(loop, f"{name}.reward_shaping", report)
-    _check_validation(loop, name, report)
+    metric, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
+    if (metric is None) != (threshold is None):
+        given, absent = ("metric", "threshold") if threshold is None else ("threshold", "metric")
+        text = f"is missing: stop_at_validation_{given} is set; set both or neither"
+        report.add(f"{name}.stop_at_validation_{absent}", text, f"{name}.stop_at_validation_{given}")
+    if metric == "pass_k" and loop.val_num_generations_per_prompt < 2:
+        number = f"{name}.val_num_generations_per_prompt"
+        report.add(f"{name}.stop_at_validation_metric", f"is pass_k, which needs {number} above 1; raise that", number)
 
 
 def _check_shaping(loop: LoopConfig, prefix: str, report: Report) -> None:
@@ -483,32 +486,10 @@ def _check_shaping(loop: LoopConfig, prefix: str, report: Report) -> None:
         return
     overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     missing = [name for name in overlong if getattr(shaping, name) is None]
-    stop_properly = shaping.stop_properly_penalty_coef is not None
-    if shaping.compose and not stop_properly:
-        report.add(f"{prefix}.compose", "needs stop_properly_penalty_coef beside the overlong keys")
-    if missing and (shaping.compose or not stop_properly):
-        report.add(
-            f"{prefix}.{missing[0]}",
-            f"is missing: the overlong penalty needs {', '.join(overlong)} "
-            "(or set stop_properly_penalty_coef for the truncation penalty)",
-            f"{prefix}.enabled",
-        )
-    elif not missing and shaping.overlong_buffer_length == 0 and (shaping.compose or not stop_properly):
+    if shaping.compose and coefficient is None:
+        report.add(f"{prefix}.compose", "needs stop_properly_penalty_coef and the overlong keys")
+    if missing and (shaping.compose or coefficient is None):
+        text = f"is missing: the overlong penalty needs {', '.join(overlong)} (or set stop_properly_penalty_coef)"
+        report.add(f"{prefix}.{missing[0]}", text, f"{prefix}.enabled")
+    elif not missing and shaping.overlong_buffer_length == 0 and (shaping.compose or coefficient is None):
         report.add(f"{prefix}.overlong_buffer_length", "must be at least 1, not 0: the penalty grows over these tokens")
-
-
-def _check_validation(loop: LoopConfig, name: str, report: Report) -> None:
-    metric, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
-    if (metric is None) != (threshold is None):
-        given, absent = ("metric", "threshold") if threshold is None else ("threshold", "metric")
-        report.add(
-            f"{name}.stop_at_validation_{absent}",
-            f"is missing: stop_at_validation_{given} is set; set both or neither",
-            f"{name}.stop_at_validation_{given}",
-        )
-    if metric == "pass_k" and loop.val_num_generations_per_prompt < 2:
-        report.add(
-            f"{name}.stop_at_validation_metric",
-            "pass_k is measured with val_num_generations_per_prompt above 1 only; raise that",
-            f"{name}.val_num_generations_per_prompt",
-        )

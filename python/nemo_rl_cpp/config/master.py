@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, PrivateAttr, ValidationError
+from pydantic import PrivateAttr, ValidationError
 
 from nemo_rl_cpp.dotted_names import is_user_defined
 
@@ -43,7 +43,7 @@ class EvalConfig(Section):
 
 
 class MasterConfig(Section):
-    """Common to all: the plain tree and where each key was written."""
+    """Common to all: where each key was written, and what the environment gave."""
 
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -54,8 +54,8 @@ class MasterConfig(Section):
         return self._positions
 
     @property
-    def environment_values(self) -> dict[str, str]:
-        """Dotted key -> the text with `${oc.env:...}` that its value was made from, see `config.access.written`."""
+    def environment_texts(self) -> dict[str, str]:
+        """Value of an environment variable -> `${oc.env:NAME}`, see `config.access.written`."""
         return self._environment
 
     @property
@@ -64,7 +64,7 @@ class MasterConfig(Section):
         return False
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
-        """The models that are trained, by the names of their sections; empty for an evaluation."""
+        """Return the models that are trained, by the names of their sections; empty for an evaluation."""
         return {}
 
     @property
@@ -74,7 +74,7 @@ class MasterConfig(Section):
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Every dotted key, those of the tables of environments and data sets included."""
+        """Return every dotted key, those of the tables of environments and data sets included."""
         found = set(own_keys(cls))
         for name, inner in environment_sections().items():
             found.update(f"env.{name}.{key}" for key in own_keys(inner))
@@ -87,10 +87,10 @@ class MasterConfig(Section):
         return super().takes_own_key(dotted)
 
     def fill_defaults(self) -> None:
-        """Values that follow from others, where the file leaves them out."""
+        """Fill in values that follow from others, where the file leaves them out."""
 
     def check_rules(self, report: Report) -> None:
-        """Fills in what the file leaves out, and reports what is not supported and what does not go together."""
+        """Fill in what the file leaves out; report what is not supported and what does not go together."""
         self.fill_defaults()
         check_marks(self, "", report)
         if rules.sound_environments(self.env, report):
@@ -289,10 +289,8 @@ Master = TypeVar("Master", bound=MasterConfig)
 
 
 def checked(config: object, model: type[Master]) -> Master:
-    """`config` as a `model` that passed all checks of the loader, whoever made it and whatever was assigned since.
-
-    A mapping (also of pydantic's models of another package) is made one. Raises ConfigError, a ValueError.
-    """
+    """Return `config` as a `model` that passed all checks of the loader, whoever made it and whatever was assigned
+    since. Make one of a mapping. Raise ConfigError, a ValueError."""
     if isinstance(config, model):
         report = Report({}, "")
         try:
@@ -304,8 +302,6 @@ def checked(config: object, model: type[Master]) -> Master:
         if report.problems:
             raise ConfigError(report.problems)
         return config
-    if isinstance(config, BaseModel):
-        config = config.model_dump(by_alias=True)
     if isinstance(config, Mapping):
         return model(**plain_values(config))
     raise ConfigError(

@@ -214,7 +214,7 @@ def torch_optimizer(config: OptimizerConfig) -> OptimizerSettings:
 
 
 def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
-    """The schedule, or None for a constant learning rate."""
+    """Return the schedule, or None for a constant learning rate."""
     if not stages:
         return None
     named = tuple(
@@ -272,7 +272,8 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 
 
 class LoraConfig(Section):
-    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained, and all weights stay as they are."""
+    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained, and all weights stay
+    unchanged."""
 
     is_switched = True
     enabled: bool = key(
@@ -298,27 +299,28 @@ class LoraConfig(Section):
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a name of `target_modules` means a module such as model.layers.0.self_attn.q_proj: it is the name, its end behind a
-    dot, or the whole of it with * for any text."""
+    """Return whether a name of `target_modules` means a module such as model.layers.0.self_attn.q_proj: it is the name,
+    its end behind a dot, or the whole name with * for any text."""
     if module == pattern or module.endswith(f".{pattern}"):
         return True
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
 
 
 def module_of(layer: int, name: str) -> str:
-    """The whole name of one of MATRICES."""
+    """Return the whole name of one of MATRICES."""
     return f"model.layers.{layer}.{MATRICES[name]}.{name}"
 
 
 def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
-    """Every module that may have an adapter, in the order of a model's parameters; `fused`: of a model with fused tensors."""
+    """Yield every module that may have an adapter, in the order of a model's parameters; `fused`: of a model with fused
+    tensors."""
     without = [name for parts in _FUSED.values() for name in parts] if fused else _FUSED
     for layer in range(layers):
         yield from (module_of(layer, name) for name in MATRICES if name not in without)
 
 
 def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[str]:
-    """The modules of a model with so many layers that get adapters."""
+    """Return the modules of a model with `layers` layers that get adapters."""
     modules = list(modules_of_layers(layers, fused))
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if everything or not (wanted or unwanted):
@@ -329,7 +331,7 @@ def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[
 
 
 def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
-    """The key that leaves no matrix of a model to adapt, and what is wrong with it."""
+    """Return the key that leaves no matrix of a model to adapt, and what is wrong with it."""
     if lora.target_modules:
         why = f"target_modules is {lora.target_modules}, which no matrix of {model_name} with its {layers} layers is called"
     else:
@@ -353,14 +355,15 @@ def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -
 
 
 class AdapterSizes(NamedTuple):
-    """Numbers of elements: of A and B together, and of the stored matrices that are kept a second time, without adapters."""
+    """Numbers of elements: of A and B together, and of the stored matrices that are kept a second time, without
+    adapters."""
 
     trained: int
     kept: int
 
 
 def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
-    """Of a model with these sizes."""
+    """Return the numbers of elements for a model of these sizes."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     shapes = {
@@ -385,66 +388,54 @@ _ASKING = ("dim", "alpha", "target_modules", "exclude_modules")  # who sets one 
 
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Of one trained model; `name` is its section."""
+    """Report mistakes in the adapters of the section `name`."""
     lora, prefix = model.lora, f"{name}.dtensor_cfg.lora_cfg"
     if lora is None:
         if model.dtensor_cfg.lora_cfg.enabled:
-            report.add(
-                f"{prefix}.enabled",
-                f"is true, but it is read with {name}.dtensor_cfg.enabled=true and {name}.megatron_cfg.enabled=false only: set them so, or this "
-                "to false",
-                f"{name}.megatron_cfg.enabled",
+            megatron = f"{name}.megatron_cfg.enabled"
+            text = (
+                f"is true, but needs {name}.dtensor_cfg.enabled=true and {megatron}=false: set them so, or this to "
+                "false"
             )
+            report.add(f"{prefix}.enabled", text, megatron)
         else:
             _check_unused(model.dtensor_cfg.lora_cfg, prefix, report)
         return
     if model.backend == "hf":
-        report.add(
-            f"{prefix}.enabled",
-            f"is true, but adapters are trained by the native core alone, and {name}.backend is hf: set {name}.backend=native, or enabled=false",
-            f"{name}.backend",
-        )
-    given = [name for name in ("target_modules", "exclude_modules") if getattr(lora, name)]
+        text = f"is true, but the native core alone trains adapters: set {name}.backend=native, or enabled=false"
+        report.add(f"{prefix}.enabled", text, f"{name}.backend")
+    given = [listed for listed in ("target_modules", "exclude_modules") if getattr(lora, listed)]
     if lora.match_all_linear and given:
-        report.add(
-            f"{prefix}.{given[0]}",
-            f"names matrices, and match_all_linear is true, which means all of them: set {prefix}.match_all_linear=false",
-            f"{prefix}.match_all_linear",
-        )
+        every = f"{prefix}.match_all_linear"
+        report.add(f"{prefix}.{given[0]}", f"names matrices, but match_all_linear is true: set {every}=false", every)
     elif len(given) == 2:
-        report.add(
-            f"{prefix}.exclude_modules",
-            "and target_modules are both given; give one of them",
-            f"{prefix}.target_modules",
-        )
-    for name in given:
-        for pattern in getattr(lora, name):
-            if (fault := _fault(pattern, name)) is not None:
-                report.add(f"{prefix}.{name}", fault)
+        text = "and target_modules are both given; give one of them"
+        report.add(f"{prefix}.exclude_modules", text, f"{prefix}.target_modules")
+    for listed in given:
+        for pattern in getattr(lora, listed):
+            if (fault := _fault(pattern, listed)) is not None:
+                report.add(f"{prefix}.{listed}", fault)
     if not adapted_modules(lora, _MANY_LAYERS) and given == ["exclude_modules"]:
         report.add(f"{prefix}.exclude_modules", "leaves no matrix to adapt; name fewer")
 
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Keys of adapters are refused where `enabled` is false, since all weights would be trained. They are no mistake where `enabled: false`
-    stands beside them or nearer to the user: a file of NeMo RL's, or a comparison without LoRA."""
+    """Refuse keys of adapters where `enabled` is false, since all weights would be trained. They are no mistake where
+    `enabled: false` is written in the same place or nearer to the user."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:
         value, written = getattr(lora, name), report.nearness(f"{prefix}.{name}")
         is_asked = written > report.nearness(f"{prefix}.enabled") or "enabled" not in lora.model_fields_set
         if is_asked and value != type(lora).model_fields[name].get_default(call_default_factory=True):
-            also = (
-                f" and {prefix}.match_all_linear=false" if name.endswith("_modules") and lora.match_all_linear else ""
-            )
-            report.add(
-                f"{prefix}.{name}",
-                f"is {value}, but {prefix}.enabled is false, so all weights are trained: set {prefix}.enabled=true{also}, or leave this out",
-            )
+            by_name = name.endswith("_modules") and lora.match_all_linear
+            also = f" and {prefix}.match_all_linear=false" if by_name else ""
+            text = f"is {value}, but all weights are trained: set {prefix}.enabled=true{also}, or leave this out"
+            report.add(f"{prefix}.{name}", text)
 
 
 def _fault(pattern: str, key: str) -> str | None:
-    """What is wrong with a name of target_modules or exclude_modules; None: nothing."""
+    """Return what is wrong with a name of target_modules or exclude_modules; None if nothing is."""
     if any(matches(pattern, module) for fused in (False, True) for module in modules_of_layers(_MANY_LAYERS, fused)):
         return None
     if any(matches(pattern, module) for module in FROZEN):

@@ -50,7 +50,6 @@ PACKERS: Table[Entry] = Table(
 
 
 def _packing(value: object) -> object:
-    """`modified_ffd` is the name of older recipes."""
     return "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value
 
 
@@ -183,7 +182,8 @@ class TrainedModelConfig(Section):
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether several processes of the native trainer keep a shard of the gradients each (ZeRO-2); FSDP2 shares out by itself."""
+        """Whether several processes of the native trainer keep a shard of the gradients each (ZeRO-2); FSDP2 shares
+        out by itself."""
         if self.backend == "hf":
             return False
         exchange = self.megatron_cfg.distributed_data_parallel_config
@@ -211,25 +211,26 @@ class TrainedModelConfig(Section):
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The adapters that are trained in place of the weights, as the enabled backend's section says; None: the weights are."""
+        """The adapters that are trained instead of the weights, by the enabled backend's section; None: the weights are
+        trained."""
         is_read = self.dtensor_cfg.enabled and not self.megatron_cfg.enabled
         return self.dtensor_cfg.lora_cfg if is_read and self.dtensor_cfg.lora_cfg.enabled else None
 
     def effective_optimizer(self) -> OptimizerSettings:
-        """AdamW's numbers from megatron_cfg.optimizer when that backend is enabled, else from `optimizer`."""
+        """Return AdamW's numbers from megatron_cfg.optimizer when that backend is enabled, else from `optimizer`."""
         if self.megatron_cfg.enabled:
             return megatron_optimizer(self.megatron_cfg.optimizer)
         return torch_optimizer(self.optimizer or OptimizerConfig())
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
-        """The schedule of megatron_cfg when that backend is enabled, else of `scheduler`; None: constant."""
+        """Return the schedule of megatron_cfg when that backend is enabled, else of `scheduler`; None: constant."""
         if self.megatron_cfg.enabled:
             return megatron_schedule(self.megatron_cfg.optimizer, self.megatron_cfg.scheduler)
         return torch_schedule(self.scheduler)
 
     def tensor_parallel(self, processes: int) -> int:
-        """In how many slices the model lies where so many processes train it: the enabled backend's tensor parallel size, or 1 where
-        the processes cannot be cut into such groups (`config.fold` says so)."""
+        """Return into how many slices `processes` processes cut the model: the enabled backend's tensor parallel size,
+        or 1 where it does not divide them."""
         if self.backend == "hf":  # transformers' models stay whole
             return 1
         wanted = self.megatron_cfg.tensor_model_parallel_size if self.megatron_cfg.enabled else 1
@@ -238,18 +239,18 @@ class TrainedModelConfig(Section):
         return wanted if processes % wanted == 0 else 1
 
     def tensor_parallel_key(self, section: str) -> str:
-        """The key that says it."""
+        """Return the key of that size."""
         megatron = self.megatron_cfg.enabled
         return (
             f"{section}.{'megatron_cfg.tensor_model_parallel_size' if megatron else 'dtensor_cfg.tensor_parallel_size'}"
         )
 
     def effective_max_grad_norm(self) -> float | None:
-        """Bound of the gradient's global norm from the enabled backend's section, or None."""
+        """Return the bound of the gradient's global norm from the enabled backend's section, or None."""
         return (self.megatron_cfg.optimizer.clip_grad if self.megatron_cfg.enabled else self.max_grad_norm) or None
 
     def fill_batching(self) -> None:
-        """Sizes that follow from others, where the file leaves them out."""
+        """Fill in sizes that follow from others."""
         fill(self, logprob_batch_size=self.train_micro_batch_size)
         fill(self.tokenizer, name=self.model_name)
         for budget in (self.dynamic_batching, self.sequence_packing):
@@ -261,7 +262,7 @@ class TrainedModelConfig(Section):
 
 
 def fill(target: Section, **values: object) -> None:
-    """Sets keys that are None, without marking them as given by the user."""
+    """Set keys that are None, without marking them as given by the user."""
     for name, value in values.items():
         if getattr(target, name) is None:
             target.__dict__[name] = value
@@ -345,7 +346,7 @@ class ValueTokenizerConfig(TokenizerConfig):
 
 
 class ValueConfig(TrainedModelConfig):
-    """The critic: the policy's architecture with a scalar head. What is left out follows the policy."""
+    """The critic: the policy's architecture with a scalar head. Its defaults are those of the policy."""
 
     backend: Backend | None = key(None, "native or hf, as policy.backend; null: policy.backend")
     tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
@@ -354,7 +355,7 @@ class ValueConfig(TrainedModelConfig):
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
-        """Takes what the file leaves out from the policy."""
+        """Take what the file leaves out from the policy."""
         fill(
             self,
             backend=policy.backend,
@@ -372,79 +373,57 @@ class ValueConfig(TrainedModelConfig):
 
 def check_trained_model(model: TrainedModelConfig, name: str, report: Report) -> None:
     """Report what does not go together within the section `name`."""
-    _check_backend(model, name, report)
+    megatron = f"{name}.megatron_cfg"
+    _not_both(name, "megatron_cfg", "dtensor_cfg", model, report)
     check_lora(model, name, report)
-    _check_batching(model, name, report)
-    check_tokenizer(model.tokenizer, f"{name}.tokenizer", report)
-    if not model.megatron_cfg.enabled:
-        _check_torch_optimizer(model, name, report)
-    else:
-        optimizer, prefix = model.megatron_cfg.optimizer, f"{name}.megatron_cfg"
-        if optimizer.min_lr > optimizer.lr:
-            report.add(
-                f"{prefix}.optimizer.min_lr",
-                f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; lower it",
-                f"{prefix}.optimizer.lr",
-            )
-
-
-def _check_backend(model: TrainedModelConfig, name: str, report: Report) -> None:
-    if model.dtensor_cfg.enabled and model.megatron_cfg.enabled:
-        report.add(
-            f"{name}.megatron_cfg.enabled",
-            f"and {name}.dtensor_cfg.enabled are both true; set one of them to false",
-            f"{name}.dtensor_cfg.enabled",
-        )
-
-
-def _check_batching(model: TrainedModelConfig, name: str, report: Report) -> None:
-    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
-        report.add(
-            f"{name}.dynamic_batching.enabled",
-            f"and {name}.sequence_packing.enabled are both true; set one of them to false",
-            f"{name}.sequence_packing.enabled",
-        )
+    _not_both(name, "dynamic_batching", "sequence_packing", model, report)
+    longest, key = model.max_total_sequence_length, "max_total_sequence_length"
     for batching in ("sequence_packing", "dynamic_batching"):
         config = getattr(model, batching)
         for budget in ("train_mb_tokens", "logprob_mb_tokens"):
-            tokens = getattr(config, budget)
-            if config.enabled and tokens < model.max_total_sequence_length:
-                report.add(
-                    f"{name}.{batching}.{budget}",
-                    f"is {tokens}, too small for one sequence of max_total_sequence_length "
-                    f"{model.max_total_sequence_length}; raise it",
-                    f"{name}.max_total_sequence_length",
-                )
+            if config.enabled and (tokens := getattr(config, budget)) < longest:
+                text = f"is {tokens}, too small for one sequence of {key} {longest}; raise it"
+                report.add(f"{name}.{batching}.{budget}", text, f"{name}.{key}")
+    check_tokenizer(model.tokenizer, f"{name}.tokenizer", report)
+    if not model.megatron_cfg.enabled:
+        _check_torch_optimizer(model, name, report)
+    elif (optimizer := model.megatron_cfg.optimizer).min_lr > optimizer.lr:
+        text = f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; lower it"
+        report.add(f"{megatron}.optimizer.min_lr", text, f"{megatron}.optimizer.lr")
+
+
+def _not_both(name: str, one: str, other: str, model: TrainedModelConfig, report: Report) -> None:
+    if getattr(model, one).enabled and getattr(model, other).enabled:
+        second = f"{name}.{other}.enabled"
+        report.add(f"{name}.{one}.enabled", f"and {second} are both true; set one of them to false", second)
 
 
 def _check_torch_optimizer(model: TrainedModelConfig, name: str, report: Report) -> None:
     if model.optimizer is None:
-        report.add(
-            f"{name}.optimizer",
-            f"is null but {name}.megatron_cfg is not enabled; give an optimizer (torch.optim.AdamW) or enable it",
-            f"{name}.megatron_cfg.enabled",
-        )
+        backend = f"{name}.megatron_cfg.enabled"
+        text = f"is null but {backend} is false; give an optimizer (torch.optim.AdamW) or enable that backend"
+        report.add(f"{name}.optimizer", text, backend)
     elif not all(0 <= beta < 1 for beta in model.optimizer.kwargs.betas):
         report.add(f"{name}.optimizer.kwargs.betas", f"must lie in [0, 1), not {list(model.optimizer.kwargs.betas)}")
     stages = model.scheduler or []
-    named = [stage for stage in stages if stage.name is not None]
+    named = sum(stage.name is not None for stage in stages)
     milestones = [stage.milestones for stage in stages if stage.milestones is not None]
+    given = len(milestones[0]) if milestones else 0
+    fault = None
     if len(milestones) > 1:
-        report.add(f"{name}.scheduler", "has milestones twice; give them once")
+        fault = "has milestones twice; give them once"
     elif stages and not named:
-        report.add(f"{name}.scheduler", "has milestones but no schedule; add an entry with a name, or write null")
-    elif named and len(milestones[0] if milestones else []) != len(named) - 1:
-        report.add(
-            f"{name}.scheduler",
-            f"has {len(named)} schedules, which need {len(named) - 1} milestones (the steps at which the next begins), "
-            f"not {len(milestones[0]) if milestones else 0}",
+        fault = "has milestones but no schedule; add an entry with a name, or write null"
+    elif named and given != named - 1:
+        fault = (
+            f"has {named} schedules, which need {named - 1} milestones (steps at which the next begins), not {given}"
         )
+    if fault is not None:
+        report.add(f"{name}.scheduler", fault)
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, name: str, report: Report) -> None:
     template = tokenizer.chat_template
     if template is not None and template.endswith(".jinja") and find_prompt(template) is None:
-        report.add(
-            f"{name}.chat_template",
-            f"names the file {template}, which does not exist; correct the path, or write default or null",
-        )
+        text = f"names the file {template}, which does not exist; correct the path, or write default or null"
+        report.add(f"{name}.chat_template", text)

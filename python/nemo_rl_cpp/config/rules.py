@@ -1,4 +1,4 @@
-"""Rules that tie several sections of a run or an evaluation together. Each reports a key, what is wrong, and what to change."""
+"""Rules that tie several sections together. Each reports a key, what is wrong and what to change."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .distillation import check_teachers
 from .env import EnvConfigs, GuessNumberEnvConfig
 from .errors import Report
 from .logger import LOGGER_BACKENDS
-from .loop import GRPOConfig, LoopConfig, PPOConfig, check_loop
-from .loss import ClippedPGLossConfig, check_policy_loss
+from .loop import check_loop
+from .loss import check_policy_loss
 from .policy import check_tokenizer, check_trained_model
 from .sft import check_sft
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Whether `env` can be read by the rules."""
+    """Return whether the rules can read `env`."""
     check_env(env, report)
     for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name != "should_use_nemo_gym":
@@ -47,197 +47,212 @@ def sound_environments(env: EnvConfigs, report: Report) -> bool:
 
 
 def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
-    loop, name, policy = config.loop, config.algorithm, config.policy
+    loop, name = config.loop, config.algorithm
     check_loop(loop, name, report)
-    _check_beside_training(config, report)
+    _check_async(config, report)
     check_policy_loss(config.loss_fn, report)
-    estimator = "reinforce_plus_plus" if config.algorithm == "grpo" else "gae"
-    check_kl(config.loss_fn, loop, name, estimator, report)
-    if config.checkpointing.push_to_hub is not None and not config.checkpointing.enabled:
-        report.add(
-            "checkpointing.push_to_hub",
-            "uploads the last checkpoint, but checkpointing.enabled is false: set it to true, or call nemo_rl_cpp.push_to_hub on a folder",
-            "checkpointing.enabled",
-        )
+    _check_kl(config, report)
     for key, section in (("loss_fn", config.loss_fn), (f"{name}.adv_estimator", loop.adv_estimator)):
         if section.kwargs and not is_user_defined(section.name):
-            report.add(
-                f"{key}.kwargs",
-                f"go to a class or function of yours, but {key}.name is {section.name}: leave them out, or give a dotted name",
-                f"{key}.name",
-            )
+            text = f"go to a class or function of yours, but {key}.name is {section.name}: leave them out"
+            report.add(f"{key}.kwargs", text, f"{key}.name")
     _check_force_on_policy(config, report)
-    if config.algorithm == "grpo":
+    if name == "grpo":
         _check_advantages(config, report)
-    if config.algorithm in ("grpo", "distillation"):
+    if name in ("grpo", "distillation"):
         check_teachers(config, report)
-    if config.algorithm == "sft":
+    if name == "sft":
         check_sft(config, report)
-    rules_model.check_policy(policy, report)
-    _check_batches(loop, name, policy.train_global_batch_size, "policy", report)
-    if config.algorithm == "ppo":
+    rules_model.check_policy(config.policy, report)
+    _check_batches(config, "policy", report)
+    if name == "ppo":
         _check_critic(config, report)
-    _check_run(config, loop, name, report)
+    _check_run(config, report)
 
 
-def _check_beside_training(config: TrainMasterConfig, report: Report) -> None:
+# ---- loss and advantages
+
+
+def _check_async(config: TrainMasterConfig, report: Report) -> None:
     if not config.loop.beside_training.enabled:
         return
-    name = f"{config.algorithm}.async_{config.algorithm}.enabled"
-    if engines_of(config) == 0:  # another algorithm than training step by step, so it is never folded onto one device
-        report.add(
-            name,
-            "needs engines with weights of their own: set policy.generation.colocated.enabled=false and its resources, with "
-            "cluster.executor processes or ray",
-            "policy.generation.colocated.enabled",
+    name, loss = f"{config.algorithm}.async_{config.algorithm}.enabled", config.loss_fn
+    colocated = "policy.generation.colocated.enabled"
+    if engines_of(config) == 0:  # it trains otherwise than step by step, so it is never folded onto one device
+        text = (
+            f"needs engines with weights of their own: set {colocated}=false with resources, and cluster.executor to "
+            "processes or ray"
         )
-    if not config.loss_fn.use_importance_sampling_correction:
+        report.add(name, text, colocated)
+    old = "trains on responses of older weights: set loss_fn."
+    if not loss.use_importance_sampling_correction:
+        key = "use_importance_sampling_correction"
+        report.add(name, f"{old}{key}=true", f"loss_fn.{key}")
+    if loss.force_on_policy_ratio:
+        report.add(name, f"{old}force_on_policy_ratio=false", "loss_fn.force_on_policy_ratio")
+
+
+def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
+    loss, loop, name = config.loss_fn, config.loop, config.algorithm
+    penalty = loss.reference_policy_kl_penalty
+    if penalty == 0:
+        return
+    if loop.skip_reference_policy_logprobs_calculation:
         report.add(
-            name,
-            "trains on responses of older weights, which the loss must correct: set loss_fn.use_importance_sampling_correction=true",
-            "loss_fn.use_importance_sampling_correction",
+            f"{name}.skip_reference_policy_logprobs_calculation",
+            f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; set the penalty to 0 or this to false",
+            "loss_fn.reference_policy_kl_penalty",
         )
-    if config.loss_fn.force_on_policy_ratio:
-        report.add(
-            name,
-            "trains on responses of older weights: set loss_fn.force_on_policy_ratio=false",
-            "loss_fn.force_on_policy_ratio",
+    takes_kl = "reinforce_plus_plus" if name == "grpo" else "gae"  # the estimator that puts the KL into the reward
+    estimator = loop.adv_estimator.name
+    if loss.use_kl_in_reward and estimator != takes_kl and not is_user_defined(estimator):
+        text = f"needs {name}.adv_estimator.name {takes_kl}, not {estimator}; set it to false or change the estimator"
+        report.add("loss_fn.use_kl_in_reward", text, f"{name}.adv_estimator.name")
+
+
+def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
+    """Require one update a batch: the ratio is 1 in the first update only."""
+    loss, loop, name = config.loss_fn, config.loop, config.algorithm
+    if not loss.force_on_policy_ratio:
+        return
+    key, given = "loss_fn.force_on_policy_ratio", config.policy.train_global_batch_size
+    if (batch := loop.num_prompts_per_step * loop.num_generations_per_prompt) != given:
+        text = f"needs one optimizer step a batch: set policy.train_global_batch_size to {batch}, not {given}"
+        report.add(key, text, "policy.train_global_batch_size")
+    if loop.policy_epochs > 1:
+        text = (
+            f"needs one optimizer step a batch: set {name}.ppo_epochs to 1, not {loop.policy_epochs} "
+            f"({name}.critic_ppo_epochs may be more)"
         )
+        report.add(key, text, f"{name}.ppo_epochs")
+    in_reward = loss.use_kl_in_reward and loss.reference_policy_kl_penalty
+    if name == "grpo" and in_reward and loop.seq_logprob_error_threshold is None:
+        text = (
+            "needs the old policy's log-probabilities, which force_on_policy_ratio skips; set one of the two to false"
+        )
+        report.add("loss_fn.use_kl_in_reward", text, key)
 
 
 def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
-    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    loop, estimator = config.grpo, config.grpo.adv_estimator
+    low, high = loop.advantage_clip_low, loop.advantage_clip_high
     if low is not None and high is not None and low > high:
+        text = f"{low} is above advantage_clip_high {high}; swap them"
+        report.add("grpo.advantage_clip_low", text, "grpo.advantage_clip_high")
+    by_teacher = estimator.name == "opd" and estimator.outcome_advantage_weight == 0
+    whitens = estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline
+    learns = by_teacher or whitens or loop.use_dynamic_sampling or config.loss_fn.positive_example_nll_weight > 0
+    if loop.num_generations_per_prompt == 1 and not learns and not is_user_defined(estimator.name):
         report.add(
-            "grpo.advantage_clip_low",
-            f"{low} is above advantage_clip_high {high}; swap them",
-            "grpo.advantage_clip_high",
+            "grpo.num_generations_per_prompt",
+            "is 1: a response that is alone in its group is its own baseline, so every advantage is 0; set at least 2, or take "
+            "adv_estimator.name reinforce_plus_plus with minus_baseline false",
+            "grpo.adv_estimator.name",
         )
-    _check_group(config, report)
-    _check_gdpo(config, report)
-    estimator = config.grpo.adv_estimator
+    if estimator.name != "gdpo" and estimator.reward_weights is not None:
+        text = f"is read by adv_estimator.name gdpo only, not {estimator.name}; set it to null"
+        report.add("grpo.adv_estimator.reward_weights", text, "grpo.adv_estimator.name")
+    changed = {"reward_shaping.enabled": loop.reward_shaping.enabled, "length_penalty": loop.length_penalty is not None}
+    for name in [name for name, given in changed.items() if given and estimator.name == "gdpo"]:
+        text = "changes the total reward, but adv_estimator.name gdpo reads the parts of the reward; switch it off"
+        report.add(f"grpo.{name}", text, "grpo.adv_estimator.name")
     if estimator.name != "reinforce_plus_plus" and not estimator.minus_baseline:
         _not_read(report, "grpo.adv_estimator.minus_baseline", f"adv_estimator.name {estimator.name}")
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Refuses a key without effect where the user has written it, in the run's own file or nearer; a parent's may stand."""
+    """Refuse a key without effect that the run's own file or an override writes; a parent's may stand."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 
 
-def _check_unread(config: PPOMasterConfig, report: Report) -> None:
-    """Keys of the critic where there is none, and of GAE where another estimator or key decides."""
-    loop, estimator = config.ppo, config.ppo.adv_estimator
-    if not config.has_critic and loop.critic_ppo_epochs is not None:
-        _not_read(report, "ppo.critic_ppo_epochs", f"adv_estimator.name {estimator.name}, which has no critic")
-    if estimator.name != "gae":
-        for name in ("gae_lambda", "gae_gamma", "gae_lambda_value", "gae_lambda_policy", "length_adaptive_alpha"):
-            if getattr(estimator, name) != type(estimator).model_fields[name].default:
-                _not_read(report, f"ppo.adv_estimator.{name}", f"adv_estimator.name {estimator.name}")
-    elif estimator.length_adaptive_alpha > 0 and estimator.gae_lambda_policy is not None:
-        beside = (
-            f"length_adaptive_alpha {estimator.length_adaptive_alpha:g}, which gives each response a lambda of its own"
-        )
-        _not_read(report, "ppo.adv_estimator.gae_lambda_policy", beside)
-
-
 def _check_critic(config: PPOMasterConfig, report: Report) -> None:
-    loop = config.ppo
-    _check_unread(config, report)
-    if config.has_critic and not loop.adv_estimator.uses_critic:
-        report.add(
-            "ppo.adv_estimator.uses_critic",
-            f"is read with an estimator of yours only, but ppo.adv_estimator.name is {loop.adv_estimator.name}, which needs a critic: leave it "
-            "out, or take raw_reward",
-            "ppo.adv_estimator.name",
-        )
-    if config.has_critic:  # raw_reward builds no value model
+    loop, estimator, chosen = config.ppo, config.ppo.adv_estimator, "ppo.adv_estimator.name"
+    named = f"adv_estimator.name {estimator.name}"
+    if not config.has_critic and loop.critic_ppo_epochs is not None:
+        _not_read(report, "ppo.critic_ppo_epochs", f"{named}, which has no critic")
+    alpha = estimator.length_adaptive_alpha
+    for name in ("gae_lambda", "gae_gamma", "gae_lambda_value", "gae_lambda_policy", "length_adaptive_alpha"):
+        changed = getattr(estimator, name) != type(estimator).model_fields[name].default
+        if changed and estimator.name != "gae":
+            _not_read(report, f"ppo.adv_estimator.{name}", named)
+        elif changed and name == "gae_lambda_policy" and alpha > 0:
+            _not_read(report, f"ppo.adv_estimator.{name}", f"length_adaptive_alpha {alpha:g}")
+    warm_start = "ppo.warm_start_value_checkpoint"
+    if config.has_critic:  # else no value model is built
+        if not estimator.uses_critic:
+            text = f"is for an estimator of yours, but {chosen} {estimator.name} needs a critic: leave it out"
+            report.add("ppo.adv_estimator.uses_critic", text, chosen)
         check_trained_model(config.value, "value", report)
         if config.value.lora is not None and loop.warm_start_value_checkpoint is not None:
-            report.add(
-                "ppo.warm_start_value_checkpoint",
-                "begins with all weights of a critic, but value.dtensor_cfg.lora_cfg.enabled trains adapters of value.model_name: name the "
-                "critic's folder (value/weights) by value.model_name, and write null here",
-                "value.dtensor_cfg.lora_cfg.enabled",
+            lora = "value.dtensor_cfg.lora_cfg.enabled"
+            text = (
+                f"begins with all weights of a critic, but {lora} trains adapters: name the folder by value.model_name, "
+                "and write null here"
             )
-        _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
-        _check_value_length(config, report)
+            report.add(warm_start, text, lora)
+        _check_batches(config, "value", report)
+        longest, key = config.policy.max_total_sequence_length, "max_total_sequence_length"
+        if (given := config.value.max_total_sequence_length) < longest:
+            text = f"is {given}, but the policy makes sequences of up to {longest}; set it to ${{policy.{key}}}"
+            report.add(f"value.{key}", text, f"policy.{key}")
     elif loop.warm_start_value_checkpoint is not None:
-        report.add(
-            "ppo.warm_start_value_checkpoint",
-            "must be null with adv_estimator raw_reward: there is no critic to begin with weights",
-            "ppo.adv_estimator.name",
-        )
+        report.add(warm_start, "must be null with adv_estimator raw_reward, which has no critic", chosen)
     elif loop.policy_training_start_step > 0:
-        report.add(
-            "ppo.policy_training_start_step",
-            "must be 0 with adv_estimator raw_reward: there is no critic to warm up",
-            "ppo.adv_estimator.name",
-        )
+        text = "must be 0 with adv_estimator raw_reward: there is no critic to warm up"
+        report.add("ppo.policy_training_start_step", text, chosen)
 
 
-def check_eval(config: EvalMasterConfig, report: Report) -> None:
-    wanted, generation = config.eval, config.generation
-    if wanted.k_value > wanted.num_tests_per_prompt:
-        report.add(
-            "eval.k_value",
-            f"is {wanted.k_value} but each prompt gets {wanted.num_tests_per_prompt} responses; "
-            "raise eval.num_tests_per_prompt or lower eval.k_value",
-            "eval.num_tests_per_prompt",
-        )
-    if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
-        report.add(
-            "generation.temperature",
-            "is greedy, so all responses to a prompt would be equal; with eval.num_tests_per_prompt above 1 "
-            "set generation.temperature above 0 and top_k to null",
-            "generation.top_k",
-            "eval.num_tests_per_prompt",
-        )
-    if generation.num_prompts_per_step == 0:
-        report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
-    rules_model.check_engine(generation, "generation", report)
-    rules_model.check_evaluation(generation, report)
-    rules_model.check_vllm_evaluation(generation, report)
-    rules_model.check_sizes(config, report)
-    check_tokenizer(config.tokenizer, "tokenizer", report)
-    rules_model.check_cluster(config.cluster, report)
-    if config.cluster.has_workers:
-        report.add(
-            "cluster.executor",
-            f"{config.cluster.executor_text} is for training: an evaluation runs in one process; {config.cluster.one_process_text}",
-        )
-    check_eval_data(config.data, config.env, report)
+def _check_batches(config: TrainMasterConfig, model: str, report: Report) -> None:
+    loop, name, wanted = config.loop, config.algorithm, getattr(config, model).train_global_batch_size
+    prompts, generations = f"{name}.num_prompts_per_step", f"{name}.num_generations_per_prompt"
+    batch = loop.num_prompts_per_step * loop.num_generations_per_prompt
+    if batch % wanted == 0:
+        return
+    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+    nearest = [
+        max((d for d in divisors if d < wanted), default=None),
+        min((d for d in divisors if d > wanted), default=None),
+    ]
+    legal = " or ".join(str(d) for d in nearest if d is not None)
+    report.add(
+        f"{model}.train_global_batch_size",
+        f"is {wanted}, which does not divide the {batch} samples of a step ({prompts} {loop.num_prompts_per_step} x "
+        f"{generations} {loop.num_generations_per_prompt}); the nearest legal values are {legal}",
+        prompts,
+        generations,
+    )
 
 
-def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: Report) -> None:
-    check_data(config.data, config.env, loop.max_rollout_turns, f"{name}.max_rollout_turns", report)
-    limit = config.policy.max_total_sequence_length
-    longest_prompt = config.data.max_input_seq_length
-    if longest_prompt is not None and longest_prompt > limit:
-        report.add(
-            "data.max_input_seq_length",
-            f"is {longest_prompt}, more than policy.max_total_sequence_length {limit}: a prompt must leave "
-            "room for a response; lower it",
-            "policy.max_total_sequence_length",
+# ---- the run as a whole
+
+
+def _check_run(config: TrainMasterConfig, report: Report) -> None:
+    name, cluster = config.algorithm, config.cluster
+    check_data(config.data, config.env, config.loop.max_rollout_turns, f"{name}.max_rollout_turns", report)
+    limit, prompt = config.policy.max_total_sequence_length, config.data.max_input_seq_length
+    if prompt is not None and prompt > limit:
+        text = (
+            f"is {prompt}, more than policy.max_total_sequence_length {limit}, which leaves no room for a response; "
+            "lower it"
         )
-    rules_model.check_cluster(config.cluster, report)
-    if config.cluster.max_restarts > 0 and not config.cluster.has_workers:
-        report.add(
-            "cluster.max_restarts",
-            f"is {config.cluster.max_restarts}, but there are no workers that can be lost: set cluster.executor=processes or ray, or max_restarts=0",
-            "cluster.executor",
+        report.add("data.max_input_seq_length", text, "policy.max_total_sequence_length")
+    rules_model.check_cluster(cluster, report)
+    if cluster.max_restarts > 0 and not cluster.has_workers:
+        text = (
+            f"is {cluster.max_restarts}, but there are no workers that can be lost: set cluster.executor=processes or "
+            "ray, or 0 here"
         )
-    elif config.cluster.max_restarts > 0 and not config.checkpointing.enabled:
-        report.add(
-            "cluster.max_restarts",
-            f"is {config.cluster.max_restarts}, but a restart goes on from a checkpoint and checkpointing.enabled is false; set it true, or max_restarts=0",
-            "checkpointing.enabled",
+        report.add("cluster.max_restarts", text, "cluster.executor")
+    elif cluster.max_restarts > 0 and not config.checkpointing.enabled:
+        text = (
+            f"is {cluster.max_restarts}, but a restart goes on from a checkpoint: set checkpointing.enabled=true, or 0 "
+            "here"
         )
+        report.add("cluster.max_restarts", text, "checkpointing.enabled")
     rules_model.check_resources(config, report)
-    for model in ("policy", "value") if config.has_critic else ("policy",):
-        section = getattr(config, model)
-        count = trainers_of(config)
+    count = trainers_of(config)
+    for model, section in config.trained_models().items():
         rules_model.check_blocks(section, model, count // section.tensor_parallel(count), report)
         rules_model.check_model(section, model, report)
     rules_model.check_engines(config, report)
@@ -246,162 +261,79 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
     rules_model.check_offload(config, report)
     rules_model.check_serving(config, report)
     _check_checkpointing(config, report)
-    _check_epochs(config, report)
-    for name, entry in LOGGER_BACKENDS.entries.items():
-        package = entry.package if config.logger.is_enabled(name) else None
-        if package is not None and importlib.util.find_spec(package) is None:
-            report.add(
-                f"logger.{name}_enabled",
-                f"is true but {name} is not installed; install it (the extra `{name}` of this package) "
-                "or set it to false",
-            )
-
-
-def _check_epochs(config: TrainMasterConfig, report: Report) -> None:
-    """Several loaders begin again without end. Who writes a number of epochs beside a number of steps from further away is told."""
-    epochs, steps = f"{config.algorithm}.max_num_epochs", f"{config.algorithm}.max_num_steps"
+    epochs, steps = f"{name}.max_num_epochs", f"{name}.max_num_steps"
     written = report.nearness(epochs)
     if config.data.use_multiple_dataloader and written >= 2 and written > report.nearness(steps):
-        report.add(
-            epochs,
-            "ends no run with data.use_multiple_dataloader, whose loaders begin again without end: leave it out, and set "
-            f"{steps}",
-            "data.use_multiple_dataloader",
-        )
-
-
-def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """The ratio is 1 in the first update of a batch only: a later one needs the policy of before it."""
-    if not config.loss_fn.force_on_policy_ratio:
-        return
-    loop, name = config.loop, config.algorithm
-    batch = loop.num_prompts_per_step * loop.num_generations_per_prompt
-    if batch != config.policy.train_global_batch_size:
-        report.add(
-            "loss_fn.force_on_policy_ratio",
-            f"needs one optimizer step a batch: set policy.train_global_batch_size to {batch} "
-            f"(num_prompts_per_step x num_generations_per_prompt), not {config.policy.train_global_batch_size}",
-            "policy.train_global_batch_size",
-        )
-    if loop.policy_epochs > 1:
-        report.add(
-            "loss_fn.force_on_policy_ratio",
-            f"needs one optimizer step a batch: set {name}.ppo_epochs to 1, not {loop.policy_epochs} "
-            f"({name}.critic_ppo_epochs gives the critic more)",
-            f"{name}.ppo_epochs",
-        )
-    if (
-        config.algorithm == "grpo"
-        and config.loss_fn.use_kl_in_reward
-        and config.loss_fn.reference_policy_kl_penalty
-        and loop.seq_logprob_error_threshold is None
-    ):
-        report.add(
-            "loss_fn.use_kl_in_reward",
-            "needs the old policy's log-probabilities, which force_on_policy_ratio skips; set one of the two to false",
-            "loss_fn.force_on_policy_ratio",
-        )
-
-
-def _check_group(config: GRPOMasterConfig, report: Report) -> None:
-    """A group of one is its own baseline: rewards teach nothing."""
-    loop, estimator = config.grpo, config.grpo.adv_estimator
-    if (
-        loop.num_generations_per_prompt > 1
-        or loop.use_dynamic_sampling
-        or config.loss_fn.positive_example_nll_weight > 0
-    ):
-        return
-    if estimator.name == "opd" and estimator.outcome_advantage_weight == 0:
-        return
-    if is_user_defined(estimator.name) or (estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline):
-        return
-    report.add(
-        "grpo.num_generations_per_prompt",
-        "is 1: a response that is alone in its group is its own baseline, so every advantage is 0 and nothing is learnt; "
-        "set at least 2, or take grpo.adv_estimator.name reinforce_plus_plus with minus_baseline false",
-        "grpo.adv_estimator.name",
-    )
-
-
-def _check_gdpo(config: GRPOMasterConfig, report: Report) -> None:
-    loop = config.grpo
-    if loop.adv_estimator.name != "gdpo":
-        if loop.adv_estimator.reward_weights is not None:
-            report.add(
-                "grpo.adv_estimator.reward_weights",
-                f"is read by adv_estimator.name gdpo only, not {loop.adv_estimator.name}; set it to null or change the estimator",
-                "grpo.adv_estimator.name",
+        several = "data.use_multiple_dataloader"
+        text = f"ends no run with {several}, whose loaders begin again without end: leave it out, and set {steps}"
+        report.add(epochs, text, several)
+    for backend, entry in LOGGER_BACKENDS.entries.items():
+        package = entry.package if config.logger.is_enabled(backend) else None
+        if package is not None and importlib.util.find_spec(package) is None:
+            text = (
+                f"is true but {backend} is not installed; install the extra `{backend}` of this package, or set it to "
+                "false"
             )
-        return
-    for name, given in (
-        ("reward_shaping.enabled", loop.reward_shaping.enabled),
-        ("length_penalty", loop.length_penalty is not None),
-    ):
-        if given:
-            report.add(
-                f"grpo.{name}",
-                "changes the total reward, which adv_estimator.name gdpo does not read: it takes the parts of the reward; switch it off or "
-                "change the estimator",
-                "grpo.adv_estimator.name",
-            )
-
-
-def _check_batches(loop: LoopConfig, name: str, global_batch: int, model: str, report: Report) -> None:
-    prompts, generations = loop.num_prompts_per_step, loop.num_generations_per_prompt
-    batch = prompts * generations
-    if batch % global_batch == 0:
-        return
-    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    below = max((d for d in divisors if d < global_batch), default=None)
-    above = min((d for d in divisors if d > global_batch), default=None)
-    legal = " or ".join(str(d) for d in (below, above) if d is not None)
-    report.add(
-        f"{model}.train_global_batch_size",
-        f"is {global_batch}, which does not divide the {batch} samples of a step "
-        f"({name}.num_prompts_per_step {prompts} x {name}.num_generations_per_prompt {generations}); "
-        f"the nearest legal values are {legal}",
-        f"{name}.num_prompts_per_step",
-        f"{name}.num_generations_per_prompt",
-    )
-
-
-def _check_value_length(config: PPOMasterConfig, report: Report) -> None:
-    if config.value.max_total_sequence_length < config.policy.max_total_sequence_length:
-        report.add(
-            "value.max_total_sequence_length",
-            f"is {config.value.max_total_sequence_length}, but the policy makes sequences of up to "
-            f"{config.policy.max_total_sequence_length}; set it to ${{policy.max_total_sequence_length}}",
-            "policy.max_total_sequence_length",
-        )
+            report.add(f"logger.{backend}_enabled", text)
 
 
 def _check_checkpointing(config: TrainMasterConfig, report: Report) -> None:
-    checkpoints = config.checkpointing
-    metric = checkpoints.metric_name
+    settings, section = config.checkpointing, "checkpointing"
+    if settings.push_to_hub is not None and not settings.enabled:
+        text = "uploads the last checkpoint, but checkpointing.enabled is false: set it to true"
+        report.add(f"{section}.push_to_hub", text, f"{section}.enabled")
+    metric, limit = settings.metric_name, settings.checkpoint_must_save_by
     if metric is not None and not (metric.startswith(("train:", "val:")) and metric.partition(":")[2]):
-        report.add(
-            "checkpointing.metric_name",
-            f"must be train:NAME, val:NAME or null, not {metric!r}; for example val:accuracy",
+        text = f"must be train:NAME, val:NAME or null, not {metric!r}; for example val:accuracy"
+        report.add(f"{section}.metric_name", text)
+    parts = [] if limit is None else limit.split(":")
+    if limit is not None and (len(parts) != 4 or not all(part.isdigit() for part in parts)):
+        text = f"must be DD:HH:MM:SS (days, hours, minutes, seconds), not {limit!r}"
+        report.add(f"{section}.checkpoint_must_save_by", text)
+
+
+def check_eval(config: EvalMasterConfig, report: Report) -> None:
+    wanted, generation, several = config.eval, config.generation, "eval.num_tests_per_prompt"
+    if wanted.k_value > wanted.num_tests_per_prompt:
+        text = (
+            f"is {wanted.k_value}, but each prompt gets {wanted.num_tests_per_prompt} responses; raise {several} or "
+            "lower it"
         )
-    limit = checkpoints.checkpoint_must_save_by
-    if limit is not None:
-        parts = limit.split(":")
-        if len(parts) != 4 or not all(part.isdigit() for part in parts):
-            report.add(
-                "checkpointing.checkpoint_must_save_by",
-                f"must be DD:HH:MM:SS (days, hours, minutes, seconds), not {limit!r}",
-            )
+        report.add("eval.k_value", text, several)
+    if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
+        text = (
+            f"is greedy, so all responses to a prompt would be equal; with {several} above 1 set it above 0, and top_k "
+            "to null"
+        )
+        report.add("generation.temperature", text, "generation.top_k", several)
+    if generation.num_prompts_per_step == 0:
+        report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
+    rules_model.check_engine(generation, "generation", report)
+    rules_model.check_evaluation(generation, report)
+    rules_model.check_sizes(config, report)
+    check_tokenizer(config.tokenizer, "tokenizer", report)
+    rules_model.check_cluster(config.cluster, report)
+    if config.cluster.has_workers:
+        cluster = config.cluster
+        text = f"{cluster.executor_text} is for training: an evaluation runs in one process; {cluster.one_process_text}"
+        report.add("cluster.executor", text)
+    _check_eval_data(config.data, config.env, report)
+
+
+# ---- data and environments
 
 
 def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:
-    """`turns`: the value of `turns_key`, grpo.max_rollout_turns or ppo.max_rollout_turns."""
+    """Check the data sets of a training. `turns`: the value of `turns_key`, grpo.max_rollout_turns or
+    ppo.max_rollout_turns."""
     check_env(env, report)
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
     default = data.default or DatasetDefaults()
     _check_files(default, "data.default", report)
-    _check_default(default, report)
+    if default.dataset_name is None or _is_known(default.dataset_name, "data.default", report):
+        every = tuple({key for keys in dataset_keys().values() for key in keys})
+        _check_extra_keys(default, "data.default", every, default.dataset_name, report)
     used, names = set(), set()
     for split in ("train", "validation"):
         for dotted, dataset in datasets_of(getattr(data, split), f"data.{split}"):
@@ -413,29 +345,24 @@ def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, re
             used.add(name)
     for key in default.model_extra or {}:
         if not any(name is not None and takes(name, key) for name in names):
-            report.add(
-                f"data.default.{key}",
-                f"is taken by none of the data sets {', '.join(sorted(map(str, names)))}; remove it",
-            )
+            sets = ", ".join(sorted(map(str, names)))
+            report.add(f"data.default.{key}", f"is taken by none of the data sets {sets}; remove it")
     if "guess_number" in used & env.keys():
         guesses = GuessNumberEnvConfig(**(env["guess_number"] or {})).max_guesses
         if guesses > turns:
-            report.add(
-                turns_key,
-                f"is {turns}, but a game of env.guess_number takes up to {guesses} turns (max_guesses) and would be cut "
-                "off; raise it, or lower max_guesses",
-                "env.guess_number.max_guesses",
+            text = (
+                f"is {turns}, but a game of env.guess_number takes up to {guesses} turns; raise it, or lower "
+                "max_guesses"
             )
+            report.add(turns_key, text, "env.guess_number.max_guesses")
 
 
-def check_eval_data(data: EvalDataConfig, env: EnvConfigs, report: Report) -> None:
+def _check_eval_data(data: EvalDataConfig, env: EnvConfigs, report: Report) -> None:
     check_env(env, report)
     _check_dataset(data, "data", report)
     if data.env_name is None and len(env) != 1:
-        report.add(
-            "data.env_name",
-            f"is missing: which environment scores the responses? env has {', '.join(env) or 'no entry'}; name one",
-        )
+        known = ", ".join(env) or "no entry"
+        report.add("data.env_name", f"is missing: which environment scores the responses? env has {known}; name one")
     _check_env_name(data.env_name, "data", env, report)
 
 
@@ -449,103 +376,62 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
     if not _is_known(name, "data.default" if inherits else dotted, report) or is_class_name(name):
         return
     name = DATASET_ALIASES.get(name, name)
-    _check_extra_keys(dataset, dotted, DATASET_REGISTRY.entries[name].keys, report)
+    _check_extra_keys(dataset, dotted, DATASET_REGISTRY.entries[name].keys, name, report)
     given = {*(dataset.model_extra or {}), *((default.model_extra or {}) if default is not None else ())}
     if name == "ResponseDataset" and "data_path" not in given:
-        report.add(
-            f"{dotted}.data_path",
-            "is missing: ResponseDataset reads a file or a data set of the hub",
-            f"{dotted}.dataset_name",
-        )
+        text = "is missing: ResponseDataset reads a file or a data set of the hub"
+        report.add(f"{dotted}.data_path", text, f"{dotted}.dataset_name")
 
 
 def _is_known(name: str, dotted: str, report: Report) -> bool:
-    """Whether there is such a data set; reports a name that is neither known nor a class."""
+    """Return whether there is such a data set; report a name that is neither known nor a class."""
     if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
         return True
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]
     meant = next((known for known in names if known.lower() == name.lower()), name)
     hint = did_you_mean(meant, names, f"known are {', '.join(DATASET_REGISTRY)}", 0.5)
-    report.add(
-        f"{dotted}.dataset_name",
-        f"{name} is unknown; {hint} (a data set of the hub is read by dataset_name: ResponseDataset with data_path: OWNER/NAME, "
-        "input_key and output_key; a class of your own is written package.module.Name)",
+    text = (
+        f"{name} is unknown; {hint} (a data set of the hub is ResponseDataset with data_path: OWNER/NAME; a class of "
+        "yours is package.module.Name)"
     )
+    report.add(f"{dotted}.dataset_name", text)
     return False
 
 
-def _check_default(default: DatasetDefaults, report: Report) -> None:
-    """Its keys may be those of any data set: which one takes them is not known here."""
-    name = default.dataset_name
-    if name is not None and (not _is_known(name, "data.default", report) or is_class_name(name)):
+def _check_extra_keys(
+    dataset: DatasetDefaults, dotted: str, allowed: tuple[str, ...], name: str | None, report: Report
+) -> None:
+    if name is not None and is_class_name(name):
         return
-    _check_extra_keys(default, "data.default", tuple({key for keys in dataset_keys().values() for key in keys}), report)
-
-
-def _check_extra_keys(dataset: DatasetDefaults, dotted: str, allowed: tuple[str, ...], report: Report) -> None:
     known = sorted({*type(dataset).model_fields, *allowed})
     for key in dataset.model_extra or {}:
-        if key in allowed:
-            continue
         if key == "_override_":
             report.add(f"{dotted}.{key}", "works in a section at the top of the file only, not deeper")
-            continue
-        hint = did_you_mean(key, known, f"known are {', '.join(known)}")
-        report.add(f"{dotted}.{key}", f"is unknown; {hint}")
+        elif key not in allowed:
+            report.add(f"{dotted}.{key}", f"is unknown; {did_you_mean(key, known, 'known are ' + ', '.join(known))}")
 
 
 def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
     for name in ("prompt_file", "system_prompt_file"):
         path = getattr(dataset, name)
         if path is not None and find_prompt(path) is None:
-            report.add(
-                f"{dotted}.{name}", f"names the file {path}, which does not exist; correct the path or write null"
-            )
+            report.add(f"{dotted}.{name}", f"names the file {path}, which does not exist; correct it or write null")
 
 
 def check_env(env: EnvConfigs, report: Report) -> None:
-    """NeMo RL's switches below `env` for what scores or runs the responses elsewhere: they would leave another environment in charge."""
+    """Refuse NeMo RL's switches for what scores or runs the responses elsewhere: another environment would stay in
+    charge."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     if env.get("should_use_nemo_gym"):
-        report.add(
-            "env.should_use_nemo_gym", f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}"
-        )
+        text = f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}"
+        report.add("env.should_use_nemo_gym", text)
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):
-        report.add(
-            "env.reward_model.enabled",
-            f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}",
-        )
+        text = f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}"
+        report.add("env.reward_model.enabled", text)
 
 
 def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:
-    if name is None or name in env:
-        return
-    hint = did_you_mean(name, env, f"env has {', '.join(env) or 'no entry'}", 0.5)
-    report.add(f"{dotted}.env_name", f"{name} has no section env.{name}; {hint}")
-
-
-def check_kl(
-    loss: ClippedPGLossConfig, loop: GRPOConfig | PPOConfig, name: str, kl_estimator: str, report: Report
-) -> None:
-    """`kl_estimator` is the advantage estimator that takes the KL into the reward."""
-    penalty = loss.reference_policy_kl_penalty
-    if penalty == 0:
-        return
-    if loop.skip_reference_policy_logprobs_calculation:
-        report.add(
-            f"{name}.skip_reference_policy_logprobs_calculation",
-            f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; set the penalty to 0 or this to false",
-            "loss_fn.reference_policy_kl_penalty",
-        )
-    if (
-        loss.use_kl_in_reward
-        and loop.adv_estimator.name != kl_estimator
-        and not is_user_defined(loop.adv_estimator.name)
-    ):
-        report.add(
-            "loss_fn.use_kl_in_reward",
-            f"has an effect with {name}.adv_estimator.name {kl_estimator} only, not {loop.adv_estimator.name}; set it to false "
-            "or change the estimator",
-            f"{name}.adv_estimator.name",
-        )
+    if name is not None and name not in env:
+        hint = did_you_mean(name, env, f"env has {', '.join(env) or 'no entry'}", 0.5)
+        report.add(f"{dotted}.env_name", f"{name} has no section env.{name}; {hint}")

@@ -5,7 +5,6 @@ docs/configuration.md follow from it, also for an entry that a program adds whil
 """
 
 import pkgutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -42,7 +41,6 @@ class Table(Mapping[str, Any], Generic[E]):
     def __init__(self, what: str, entries: Mapping[str, E]) -> None:
         self.what = what
         self.entries = dict(entries)
-        self._keys: dict[str, list[tuple[type[BaseModel], str]]] = {}
 
     def __getitem__(self, name: str) -> Any:
         return self.entries[name].load()
@@ -59,17 +57,12 @@ class Table(Mapping[str, Any], Generic[E]):
     def add(
         self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, FieldInfo] | None = None
     ) -> None:
-        """A further entry; `section` takes `keys` (name -> field) from here on. ValueError where the name is taken."""
+        """Add an entry; `section` takes `keys` (name -> field) from then on. Raise ValueError where the name is taken."""
         if name in self.entries:
             raise ValueError(f"the {self.what} {name} is there already: choose another name")
-        self._keys[name] = [] if section is None else [(section, key) for key in add_keys(section, keys or {})]
+        if section is not None:
+            add_keys(section, keys or {})
         self.entries[name] = entry
-
-    def remove(self, name: str) -> None:
-        """Takes an entry away that `add` made, and its keys."""
-        for section, key in self._keys.pop(name):
-            remove_key(section, key)
-        del self.entries[name]
 
 
 class OneOf:
@@ -82,7 +75,7 @@ class OneOf:
 
     @property
     def choices(self) -> list[str]:
-        """What may stand there, for the documentation."""
+        """What may be written, for the documentation."""
         return [*self.names(), *(["a dotted name"] if self.dotted else [])]
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -97,40 +90,15 @@ class OneOf:
         return value
 
 
-def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> list[str]:
-    """Gives a section, and what derives from it, further keys; the names of those that are not its own. Whole configurations take
-    them, too. A key that two entries add stays until both are removed."""
-    added = [name for name in keys if name not in section.model_fields or (section, name) in _users]
-    for name in added:
-        _users[section, name] += 1
-    try:
-        for each in _below(section):
-            each.model_fields.update({name: keys[name] for name in added if name not in each.model_fields})
-        rebuild(section)
-    except BaseException:
-        for name in added:
-            remove_key(section, name)
-        raise
-    return added
-
-
-_users: Counter[tuple[type[BaseModel], str]] = Counter()
-"""How many entries have added a key to a section."""
-
-
-def remove_key(section: type[BaseModel], key: str) -> None:
-    """Takes back what one `add_keys` gave."""
-    _users[section, key] -= 1
-    if _users[section, key] > 0:
-        return
-    del _users[section, key]
+def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
+    """Give a section, and what derives from it, those of the keys that it does not have. Whole configurations take them, too."""
     for each in _below(section):
-        each.model_fields.pop(key, None)
+        each.model_fields.update({name: info for name, info in keys.items() if name not in each.model_fields})
     rebuild(section)
 
 
 def rebuild(section: type[BaseModel]) -> None:
-    """Has pydantic read the keys of a section again, and of every section that holds it."""
+    """Let pydantic read the keys of a section again, and of every section that holds it."""
     forget_keys()
     level, done = _below(section), set()
     while level:

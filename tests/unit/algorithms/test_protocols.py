@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp.config.env import ENV_REGISTRY
-from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, TensorboardConfig, register_logger
+from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig, TensorboardConfig, register_logger
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.loading import create_env, environment_class
@@ -25,6 +25,7 @@ from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, 
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.weight_sync import SharedWeights, WeightSynchronizer
+from registered import forget
 
 NATIVE = {
     PolicyInterface: [HfPolicy, Policy],
@@ -91,7 +92,7 @@ def asked(tmp_path_factory):
                     for model in run.models.values():
                         assert model.learning_rate > 0  # which only the message about weights that are not finite asks
     finally:
-        LOGGER_BACKENDS.remove("watched")
+        forget(LOGGER_BACKENDS.entries, "watched", LoggerConfig, ("watched", "watched_enabled"))
     return names
 
 

@@ -56,7 +56,7 @@ WRONG = [
     ({"loss_fn__ratio_clip_mx": 1}, "argument loss_fn__ratio_clip_mx: loss_fn.ratio_clip_mx is unknown; did you mean ratio_clip_max?"),
     ({"num_generation": 4}, "num_generation is unknown; did you mean num_generations?"),
     ({"lora": "yes"}, "lora is .*: give True, a rank such as 16, or a mapping of keys of policy.dtensor_cfg.lora_cfg"),
-    ({"policy__dtensor_cfg__lora_cfg__alpha": 8}, "lora_cfg.alpha is 8, but .*enabled is false, so all weights are trained"),
+    ({"policy__dtensor_cfg__lora_cfg__alpha": 8}, "lora_cfg.alpha is 8, but all weights are trained"),
     ({"lora": {"r": 8}}, "lora_cfg.r is unknown"),
     ({"ppo_epochs": 2}, "ppo_epochs is unknown; it is a key of train_ppo"),
     ({"prompts": reward, "reward_funcs": ROWS}, "prompts is a function: .* the order of arguments is model, prompts, reward_funcs"),
@@ -80,8 +80,8 @@ WRONG = [
      "reward_weights and grpo__adv_estimator__reward_weights are the same thing: give one of them"),
     ({"callbacks": print}, "callbacks is a builtin_function_or_method: give objects of classes derived from nemo_rl_cpp.Callback, in a list"),
     ({"callbacks": [Plateau]}, "callbacks[0] is the class Plateau: give an object of it, Plateau()"),
-    ({"callbacks": OnSteps()}, "callbacks[0] has the method OnSteps.on_steps, which nothing calls; here it is on_step(event)"),
-    ({"callbacks": [OfTRL()]}, "callbacks[0] has the method OfTRL.on_step_end, which nothing calls; here it is on_step(event)"),
+    ({"callbacks": OnSteps()}, "callbacks[0] has the method OnSteps.on_steps, which nothing calls; the methods are on_step, on_validation, on_checkpoint, on_end"),
+    ({"callbacks": [OfTRL()]}, "callbacks[0] has the method OfTRL.on_step_end, which nothing calls; the methods are on_step, on_validation, on_checkpoint, on_end"),
     ({"adv_estimator": "gdop"}, "argument adv_estimator: grpo.adv_estimator.name must be one of grpo, gdpo, .*; did you mean gdpo?"),
     ({"adv_estimator": "no_such.Thing"}, "grpo.adv_estimator.name cannot be used: advantage estimator 'no_such.Thing' cannot be imported"),
     ({"adv_estimator": NoMethod}, "advantage estimator NoMethod lacks compute_advantage, which nemo_rl_cpp.AdvantageEstimator asks for"),
@@ -123,7 +123,7 @@ def test_a_wrong_call_is_one_sentence(tmp_path, monkeypatch, given, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"ppo__adv_estimator__uses_critic": False}, "ppo.adv_estimator.uses_critic is read with an estimator of yours only, but .* is gae"),
+        ({"ppo__adv_estimator__uses_critic": False}, "ppo.adv_estimator.uses_critic is for an estimator of yours, but .* gae needs a critic"),
         ({"critic_learning_rate": -1.0}, "argument critic_learning_rate: value.optimizer.kwargs.lr"),
         ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, a dotted name, not 'grpo'"),
     ],

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from nemo_rl_cpp import _config
-from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config import load_grpo_config
 
 
 def applied(overrides):
@@ -141,10 +141,3 @@ def test_a_null_section_becomes_one(small):
 def test_both_spellings_of_a_key(small, overrides):
     config = load_grpo_config(small, ["grpo.use_dynamic_sampling=true", *overrides])
     assert config.grpo.batch_multiplier == 3
-
-
-def test_two_spellings_with_two_values_fail(small):
-    with pytest.raises(ConfigError, match="is another name of grpo.dapo_batch_multiplier.*keep one"):
-        load_grpo_config(
-            small, ["grpo.use_dynamic_sampling=true", "grpo.dapo_batch_multiplier=3", "grpo.batch_multiplier=2"]
-        )

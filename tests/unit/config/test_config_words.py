@@ -24,32 +24,6 @@ def problems(text="", overrides=(), load=load_grpo_config):
     return [str(problem) for problem in caught.value.problems]
 
 
-# lines of YAML, the text as it was written
-TEXTS = {
-    "checkpointing:\n  checkpoint_must_save_by: 1:00:00:00   # a day": "1:00:00:00",
-    "checkpointing: {checkpoint_must_save_by: 1:00:00:00}": "1:00:00:00",
-    "logger:\n  wandb: {name: NO, project: text}": "NO",
-    "logger:\n  wandb:\n    name: off": "off",
-    "logger:\n  wandb: {entity: x, project: 0123}": "0123",
-    "logger:\n  wandb:\n    'name':   12e03": "12e03",
-    "logger:\n  wandb:\n    name: 2_000": "2_000",
-    "policy:\n  generation:\n    stop_strings: [a, yes, b]": "yes",
-    "policy:\n  generation:\n    stop_strings:\n      - a\n      - 12:30 # noon": "12:30",
-    "policy:\n  tokenizer: {name: 7}": "7",
-}
-
-
-@pytest.mark.parametrize("lines", TEXTS)
-def test_the_value_is_quoted_as_it_was_written_and_quotes_help(lines):
-    (problem,) = problems(lines + "\n")
-    assert "must be a text" in problem and problem.endswith(f"(write '{TEXTS[lines]}' in quotes)")
-    line = int(re.match(r"run.yaml:(\d+): ", problem)[1])
-    followed = (TINY + lines).splitlines()
-    followed[line - 1] = followed[line - 1].replace(TEXTS[lines], f"'{TEXTS[lines]}'")
-    Path("followed.yaml").write_text("\n".join(followed) + "\n")
-    load_grpo_config("followed.yaml")
-
-
 @pytest.mark.parametrize("override, key", [("logger.wandb.name=1e5", "name"), ("logger.wandb.project=true", "project")])
 def test_an_override_is_quoted_as_a_shell_needs_it(override, key):
     (problem,) = problems(overrides=[override])

@@ -293,12 +293,6 @@ def test_engines_of_their_own_need_whole_models():
     assert list(sizes_of(config)) == [TP.partition("=")[0]]
 
 
-def test_blocks_are_shared_by_groups():
-    of_workers("cluster.gpus_per_node=4", TP, "policy.gradient_blocks=2")
-    with pytest.raises(ConfigError, match="gradient_blocks is 2, which 4 processes"):
-        of_workers("cluster.gpus_per_node=4", "policy.gradient_blocks=2")
-
-
 def test_a_slice_of_the_model_takes_a_share_of_the_memory():
     def weights(*overrides):
         phases = forecast(

@@ -1,7 +1,6 @@
 """Configurations made in Python: values arrive as they are given, and every check of a file holds."""
 
 import copy
-import dataclasses
 import pickle
 from pathlib import Path
 
@@ -232,13 +231,8 @@ def test_settings_in_other_forms_are_as_strict():
     from nemo_rl_cpp.algorithms.reward_functions import scale_rewards
     from nemo_rl_cpp.environments.math_environment import MathEnvironment
 
-    @dataclasses.dataclass
-    class Settings:
-        ratio_clip_mx: float = 0.28
-
-    for given in ({"ratio_clip_mx": 0.28}, Settings()):
-        with pytest.raises(ConfigError, match="ratio_clip_mx is unknown; did you mean ratio_clip_max?"):
-            ClippedPGLossFn(given)
+    with pytest.raises(ConfigError, match="ratio_clip_mx is unknown; did you mean ratio_clip_max?"):
+        ClippedPGLossFn({"ratio_clip_mx": 0.28})
     with pytest.raises(ConfigError, match="expected a ClippedPGLossConfig or a mapping, not int"):
         ClippedPGLossFn(3)
     assert ClippedPGLossFn({"ratio_clip_max": 0.28}).ratio_clip_max == 0.28

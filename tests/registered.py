@@ -1,0 +1,14 @@
+"""Takes back what a test has registered in a table of the configuration."""
+
+from nemo_rl_cpp.config.tables import rebuild
+
+
+def forget(entries, name, section=None, keys=()):
+    """Remove an entry, and the keys that it has added to a section and to those that derive from it."""
+    del entries[name]
+    if section is None:
+        return
+    for each in (section, *section.__subclasses__()):
+        for key in keys:
+            each.model_fields.pop(key)
+    rebuild(section)

@@ -5,8 +5,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from fnmatch import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import numpy as np
 from nemo_rl_cpp.config.access import to_json, to_plain
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.logger import TensorboardConfig
-from nemo_rl_cpp.files.durable import fsync_path, own_copy, read_text, write_atomic
+from nemo_rl_cpp.files.durable import fsync_path, write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
 
@@ -27,19 +26,19 @@ PATTERN = "events.out.tfevents.*"
 
 
 class SummaryWriter:
-    """Writes the event file of a folder: the newest one (or the one that `own_files` names), else a new one.
+    """Writes the newest event file of a folder, else a new one; with `run` only files whose names end in it are this run's.
 
     tensorboardX's own writer has a queue that its `flush` does not empty: a process that was killed after `flush` had 94 of
     100 events in its file. Here an event is one write, and a resumed run continues in the same file. A record is: length
     u64, masked CRC-32C of it, `Event` message, masked CRC-32C of it.
     """
 
-    def __init__(self, log_dir: str | Path, own_files: Collection[str] | None = None) -> None:
+    def __init__(self, log_dir: str | Path, run: str = "") -> None:
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        files = sorted(path for path in folder.glob(PATTERN) if own_files is None or path.name in own_files)
-        self.path = files[-1] if files else _new_file(folder)
-        own_copy(self.path)
+        files = sorted(folder.glob(f"{PATTERN}{run}"))
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{run}"
+        self.path = files[-1] if files else folder / name
         if files:
             # a record torn by a kill would hide everything written after it
             truncate_events(self.path, None)
@@ -86,16 +85,8 @@ class SummaryWriter:
         self._append(step=0, summary=text("hyperparams", f"```yaml\n{lines}\n```"))
 
 
-def _new_file(folder: Path) -> Path:
-    name, number = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}", 1
-    path = folder / name
-    while path.exists():  # another run's
-        path, number = folder / f"{name}.{number}", number + 1
-    return path
-
-
 def truncate_events(path: Path, step: int | None) -> None:
-    """Keeps the whole records whose step is not later (None: of any step), unchanged byte for byte. Atomic."""
+    """Keep the whole records whose step is not later (None: of any step), unchanged byte for byte. Atomic."""
     content = path.read_bytes()
     kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
     if kept != content:
@@ -134,8 +125,6 @@ def _masked_crc(data: bytes) -> bytes:
 METRICS = "metrics.jsonl"
 SYSTEM = "system.jsonl"
 HYPERPARAMS = "hyperparams.json"
-# never through a link to elsewhere, never into a fifo, which would wait
-_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class JsonlLogger(LoggerInterface):
@@ -168,7 +157,7 @@ class JsonlLogger(LoggerInterface):
         write_atomic(self.log_dir / HYPERPARAMS, json.dumps(to_json(params), indent=1), durable=False)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Nothing: the per-step rollout files hold every value."""
+        """Do nothing: the per-step rollout files hold every value."""
 
     def flush(self) -> None:
         for name, descriptor in self._files.items():
@@ -186,14 +175,13 @@ class JsonlLogger(LoggerInterface):
 
     def truncate_after(self, step: int) -> None:
         self.finish()
-        truncate_jsonl(self.log_dir / METRICS, step)
+        _truncate_jsonl(self.log_dir / METRICS, step)
 
     def _append(self, name: str, line: str) -> None:
         if name not in self._files:
             path = self.log_dir / name
-            own_copy(path)
-            drop_torn_line(path)
-            self._files[name] = os.open(path, _APPENDING, 0o666)
+            _drop_torn_line(path)
+            self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._waiting[name] = self._waiting.get(name, b"") + (line + "\n").encode()
         self._write(name, self._files[name])
 
@@ -206,28 +194,13 @@ class TensorboardLogger(LoggerInterface):
     """TensorBoard events (see `SummaryWriter`): neither TensorBoard nor torch is needed to write them."""
 
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
-        """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument. Several runs may share that folder: this one
-        goes on in the event files that its own folder (the argument) lists, and leaves the others alone."""
+        """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument. Several runs may share that folder: names of
+        this run's event files end in the name of its log folder."""
         given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
         self.log_dir = str(given or log_dir or "tensorboard")
-        self._list = Path(log_dir) / "event_files.txt" if given and log_dir else None
-        self.writer = self._open()
+        self._run = f".{Path(log_dir).absolute().parent.name}" if given and log_dir else ""
+        self.writer = SummaryWriter(self.log_dir, self._run)
         self._skipped: set[str] = set()
-
-    def _open(self) -> SummaryWriter:
-        if self._list is None:
-            return SummaryWriter(log_dir=self.log_dir)
-        own = self._own_files()
-        writer = SummaryWriter(log_dir=self.log_dir, own_files=own)
-        if writer.path.name not in own:
-            write_atomic(self._list, "".join(f"{name}\n" for name in [*own, writer.path.name]))
-        return writer
-
-    def _own_files(self) -> list[str]:
-        if self._list is None:
-            return [path.name for path in Path(self.log_dir).glob(PATTERN)]
-        listed = read_text(self._list).split() if self._list.is_file() else []
-        return [name for name in listed if fnmatch(name, PATTERN) and "/" not in name]
 
     def log_metrics(
         self,
@@ -237,7 +210,7 @@ class TensorboardLogger(LoggerInterface):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Adds a scalar for every number; other values are skipped, with one message a name."""
+        """Add a scalar for every number; skip other values, with one message a name."""
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)
             if number is not None and not isinstance(number, str):
@@ -264,14 +237,13 @@ class TensorboardLogger(LoggerInterface):
 
     def truncate_after(self, step: int) -> None:
         self.writer.close()
-        for path in (Path(self.log_dir) / name for name in self._own_files()):
-            if path.is_file():
-                truncate_events(path, step)
-        self.writer = self._open()
+        for path in Path(self.log_dir).glob(f"{PATTERN}{self._run}"):
+            truncate_events(path, step)
+        self.writer = SummaryWriter(self.log_dir, self._run)
 
 
-def truncate_jsonl(path: Path, step: int) -> None:
-    """Keeps the whole lines whose `step` is not later, unchanged byte for byte. Atomic."""
+def _truncate_jsonl(path: Path, step: int) -> None:
+    """Keep the whole lines whose `step` is not later, unchanged byte for byte. Atomic."""
     if not path.is_file():
         return
 
@@ -289,11 +261,8 @@ def truncate_jsonl(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
-def drop_torn_line(path: Path) -> None:
-    """Cuts off what follows the last newline: the rest of a write that a kill interrupted."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_size == 0:
-        return
-    with open(path, "rb+") as file:
-        content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what follows the last newline: the rest of a write that a kill interrupted."""
+    content = path.read_bytes() if path.is_file() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,125 +1,68 @@
-"""The log folders exp_NNN of runs, and the ledger of the files that a run wrote into its own."""
+"""The log folders exp_NNN of runs, and whose logs a folder holds."""
 
-import errno
 import json
-import os
 import re
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypedDict, cast
 
-from nemo_rl_cpp.files.durable import fsync_path, json_rows, manifest_facts, own_copy, read_text, write_atomic
+from nemo_rl_cpp.files.durable import fsync_path, json_rows, manifest_facts
 
 LEDGER = ".run_files"
-_STEP_FILE = re.compile(r"(?:[^/]+/)*[^/]*_step(\d+)\.(?:jsonl|svg)", re.ASCII)
-
-
-class LedgerRow(TypedDict, total=False):
-    """One line: a file of a step, or whose logs these are."""
-
-    step: int
-    file: str
-    owner: str
-    run: str
+_STEP_FILE = re.compile(r"(?:train|val)_data_step(\d+)\.jsonl", re.ASCII)
 
 
 class LogLedger:
-    """The ledger of one log folder, and the files in it that are not yet synced."""
+    """Says whose logs a folder holds, and which of its files are not yet synced.
+
+    Attributes:
+        owner: the checkpoint folder of the run that wrote here; None where no run has said so.
+        run: the random number of that run.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._path = folder / LEDGER
-        self._rows = _rows(self._path)
-        self._known = {row.get("file") for row in self._rows}
+        self.folder, self._path = folder, folder / LEDGER
         self._unsynced: dict[Path, None] = {}
-
-    @property
-    def owner(self) -> str | None:
-        """The checkpoint folder of the run that wrote here; None when nobody said."""
-        return self._last("owner")
-
-    @property
-    def run(self) -> str | None:
-        """The random number of the run that wrote here."""
-        return self._last("run")
+        self.owner: str | None = None
+        self.run: str | None = None
+        try:
+            rows = list(json_rows(self._path.read_text(encoding="utf-8").splitlines()))
+        except (OSError, ValueError):
+            rows = []
+        for row in rows:
+            if isinstance(row.get("owner"), str) and isinstance(row.get("run"), str):
+                self.owner, self.run = row["owner"], row["run"]
 
     def own(self, checkpoint_dir: Path) -> None:
-        """Says whose logs these are."""
+        """Note whose logs these are."""
         if self.owner != str(checkpoint_dir):
-            self._append({"owner": str(checkpoint_dir), "run": self.run or secrets.token_hex(8)})
-
-    def _last(self, key: Literal["owner", "run"]) -> str | None:
-        return next((row[key] for row in reversed(self._rows) if isinstance(row.get(key), str)), None)
+            self.owner, self.run = str(checkpoint_dir), self.run or secrets.token_hex(8)
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps({"owner": self.owner, "run": self.run}) + "\n")
 
     def add(self, path: Path) -> None:
-        """Call before a file of a step is written; other files need no entry."""
+        """Note that a file is about to be written."""
         self._unsynced[path] = None
-        name = path.relative_to(self.folder).as_posix()
-        match = _STEP_FILE.fullmatch(name)
-        if match and name not in self._known:
-            self._append({"step": int(match[1]), "file": name})
-            self._known.add(name)
 
     def cut(self, step: int) -> None:
-        """Removes the files of later steps that stand in the ledger, and their entries."""
-        later = [row for row in self._rows if _later(row, step)]
-        for row in later:
-            path = self.folder / row["file"]
-            if not path.is_symlink() and path.is_file() and path.resolve().is_relative_to(self.folder.resolve()):
+        """Remove the files of samples of later steps."""
+        for path in self.folder.iterdir():
+            if (match := _STEP_FILE.fullmatch(path.name)) and int(match[1]) > step:
                 path.unlink()
-        if later:
-            self._rows = [row for row in self._rows if not _later(row, step)]
-            self._known = {row.get("file") for row in self._rows}
-            write_atomic(self._path, "".join(json.dumps(row) + "\n" for row in self._rows))
 
     def sync(self) -> None:
-        """Brings every file that was added since the last call to the disk, with its folder's entry."""
+        """Bring every file that was added since the last call to the disk, with its folder's entry."""
         files = [path for path in (*self._unsynced, self._path) if path.is_file()]
-        for path in files:
+        for path in (*files, *{path.parent for path in files}):
             fsync_path(path)
-        for folder in {path.parent for path in files}:
-            fsync_path(folder)
         self._unsynced.clear()
-
-    def _append(self, row: LedgerRow) -> None:
-        self._rows.append(row)
-        text = json.dumps(row) + "\n"
-        own_copy(self._path)
-        descriptor = os.open(
-            self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
-        )
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "not an ordinary file", str(self._path))
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a kill in the middle of a line
-            os.write(descriptor, (("\n" if torn else "") + text).encode())
-        finally:
-            os.close(descriptor)
-
-
-def _later(row: LedgerRow, step: int) -> bool:
-    """Whether an entry is well-formed, stays in the folder and belongs to a later step."""
-    name = row.get("file")
-    if not isinstance(name, str) or (match := _STEP_FILE.fullmatch(name)) is None:
-        return False
-    return ".." not in name.split("/") and not name.startswith("/") and int(match[1]) > step
-
-
-def _rows(path: Path) -> list[LedgerRow]:
-    try:
-        return [cast(LedgerRow, row) for row in json_rows(read_text(path).splitlines())]
-    except (OSError, ValueError):
-        return []
 
 
 _TRAINING_INFO = "training_info.json"
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:
-    """Makes and returns `<base_log_dir>/exp_NNN` with the next free number."""
+    """Make and return `<base_log_dir>/exp_NNN` with the next free number."""
     base = Path(base_log_dir)
     base.mkdir(parents=True, exist_ok=True)
     number = _next_number(base)
@@ -134,12 +77,12 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 def get_experiment_dir(
     base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
 ) -> str:
-    """The log folder of a run below `base_log_dir`: the one that its checkpoint names (`log_dir` of training_info), if it
-    is there and is this run's own; else a new one.
+    """Return the log folder of a run below `base_log_dir`: the one that its checkpoint names (`log_dir` of
+    training_info), if it is there and is this run's own; else a new one.
 
-    Only the name counts, since a checkpoint may have been copied or moved. A folder is the run's own when its ledger has
-    the number that the manifest of `checkpoint` (a folder step_N) has, and names the folder that holds it, or one that is
-    gone: it was moved. In every other case the logs go on in a new folder, and a line says so.
+    Only the name counts, since a checkpoint may have been copied or moved. A folder is the run's own when its ledger
+    has the number that the manifest of `checkpoint` (a folder step_N) has, and names the folder that holds it, or one
+    that is gone. Otherwise a line says that the logs go into a new folder.
     """
     recorded = (training_info or {}).get("log_dir")
     candidate = _recorded(base_log_dir, training_info)
@@ -163,12 +106,12 @@ def get_experiment_dir(
 
 
 def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -> Path:
-    """What `get_experiment_dir` will return for a run that goes on from this checkpoint (None: that begins), unless another run
-    takes the folder before. Nothing is made."""
+    """Return what `get_experiment_dir` will return for a run that resumes from this checkpoint (None: that begins).
+    Make nothing."""
     base = Path(base_log_dir)
     if checkpoint is not None:
         try:
-            info = json.loads(read_text(checkpoint / _TRAINING_INFO))
+            info = json.loads((checkpoint / _TRAINING_INFO).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             info = {}
         candidate = _recorded(base_log_dir, info if isinstance(info, dict) else {})
@@ -190,7 +133,6 @@ def _next_number(base: Path) -> int:
 
 
 def _recorded(base: str | Path, training_info: Mapping[str, object] | None) -> Path | None:
-    """The folder that a checkpoint names, below `base`."""
     recorded = (training_info or {}).get("log_dir")
     name = Path(str(recorded)).name if recorded else ""
     return Path(base) / name if re.fullmatch(r"exp_\d+", name, re.ASCII) else None

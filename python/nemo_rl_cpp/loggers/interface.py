@@ -24,50 +24,50 @@ class LoggerBackend(Protocol):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Logs `prefix/name` for every entry: numbers, and texts or lists that a back end may leave out. It is called several
-        times a step. `step_metric` names an entry that is the x axis instead of `step`; `step_finished` says that nothing more
-        of this step follows."""
+        """Log `prefix/name` for every entry: numbers, and texts or lists that a back end may leave out. Called several
+        times a step. `step_metric` names an entry that is the x axis instead of `step`; `step_finished` says that
+        nothing more of this step follows."""
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Logs the configuration as nested plain values, without its secrets; called once, before the first step."""
+        """Log the configuration as nested plain values, without its secrets; called once, before the first step."""
 
     @abstractmethod
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Logs a distribution of values, which need not be finite."""
+        """Log a distribution of values, which need not be finite."""
 
     def flush(self) -> None:
-        """Brings everything logged so far to its file; called before a checkpoint is published."""
+        """Bring everything logged so far to its file; called before a checkpoint is published."""
 
     def truncate_after(self, step: int) -> None:
-        """Forgets everything of later steps, where the back end can; called before the first step of a run that resumes."""
+        """Forget everything of later steps, where the back end can; called before the first step of a run that resumes."""
 
     def finish(self) -> None:
-        """Closes the back end; called at the end, perhaps twice."""
+        """Close the back end; called at the end, perhaps twice."""
 
 
 class LoggerInterface(LoggerBackend):
     """The base class of logger back ends, under NeMo RL's name: a `LoggerBackend` that writes nothing to files."""
 
     def flush(self) -> None:
-        """Nothing waits to be written."""
+        """Do nothing: nothing waits to be written."""
 
     def truncate_after(self, step: int) -> None:
-        """What is logged elsewhere stays."""
+        """Do nothing: what is logged elsewhere stays."""
 
     def finish(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def prefixed(metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, object]:
-    """The metrics under `prefix/name`; the entry that is the step itself keeps its name."""
+    """Return the metrics under `prefix/name`; the entry that is the step itself keeps its name."""
     if not prefix:
         return dict(metrics)
     return {name if name == step_metric else f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def scalar_of(value: object) -> int | float | bool | str | None:
-    """A Python scalar for numbers, strings and one-element arrays or tensors; None for everything else."""
+    """Return a Python scalar for numbers, strings and one-element arrays or tensors; None for everything else."""
     if not isinstance(value, (int, float, bool, str)):
         value = to_plain(value) if hasattr(value, "tolist") else None
         while isinstance(value, list) and len(value) == 1:
@@ -76,10 +76,8 @@ def scalar_of(value: object) -> int | float | bool | str | None:
 
 
 def flatten_dict(d: Mapping[str, object], sep: str = ".", expand_lists: bool = True) -> dict[str, object]:
-    """One level of keys joined by `sep`: `{"a": {"b": [1, 2]}}` gives `{"a.b.0": 1, "a.b.1": 2}`.
-
-    With `expand_lists=False` lists stay whole under their key.
-    """
+    """Return one level of keys joined by `sep`: `{"a": {"b": [1, 2]}}` gives `{"a.b.0": 1, "a.b.1": 2}`. With
+    `expand_lists=False` lists stay whole under their key."""
     flat: dict[str, object] = {}
 
     def walk(value: object, key: str) -> None:

@@ -1,20 +1,20 @@
-"""The logger of a run: files always, trackers when enabled, rollouts beside them."""
+"""The logger of a run: files always, trackers when enabled, and rollouts."""
 
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from nemo_rl_cpp.config.access import as_number, to_json, to_plain, written
+from nemo_rl_cpp.config.access import to_json, to_plain, written
 from nemo_rl_cpp.config.base import Settings, as_model
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
-from nemo_rl_cpp.files.durable import disk_trouble, json_rows, own_copy, read_text
+from nemo_rl_cpp.files.durable import disk_trouble
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.loggers.backends import TrackerLogger, WandbLogger
-from nemo_rl_cpp.loggers.files import METRICS, JsonlLogger
+from nemo_rl_cpp.loggers.backends import WandbLogger
+from nemo_rl_cpp.loggers.files import JsonlLogger
 from nemo_rl_cpp.loggers.folders import LogLedger
 from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
 from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger
@@ -23,14 +23,13 @@ from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger
 class Logger(LoggerInterface):
     """Sends everything to metrics.jsonl, TensorBoard events, and the enabled trackers (`loggers`).
 
-    `cfg` is the `logger` section, or a mapping or an object with its keys. `tensorboard_enabled` is on unless set to false;
-    `wandb_enabled`, `swanlab_enabled`, `mlflow_enabled` and `trackio_enabled` are off unless set to true.
-    A tracker that fails while the run goes on is warned about once and does not end the run; a file that cannot be
-    written does.
+    `cfg` is the `logger` section, or a mapping with its keys. `tensorboard_enabled` is on unless set to false; the
+    trackers are off unless set to true. A tracker that fails while the run goes on is warned about once and does not
+    end the run; a file that cannot be written does.
     """
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
-        """ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
+        """Raise ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
         if isinstance(cfg, Mapping):
             cfg = {"log_dir": "", "monitor_gpus": False} | cfg
         section = as_model(cfg, LoggerConfig, "logger")
@@ -60,7 +59,7 @@ class Logger(LoggerInterface):
 
     @staticmethod
     def backends() -> dict[str, Callable[..., LoggerBackend]]:
-        """What makes the backend of each `NAME_enabled`, in the order in which they are made."""
+        """Return what makes the backend of each `NAME_enabled`, in the order in which they are made."""
         return dict(LOGGER_BACKENDS)
 
     new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
@@ -68,12 +67,12 @@ class Logger(LoggerInterface):
 
     @property
     def run_id(self) -> str | None:
-        """A number that only this log folder has, for the manifests of the run's checkpoints; None before `claim`."""
+        """A number that only this log folder has, for the manifests of checkpoints; None before `claim`."""
         return self._ledger.run
 
     def claim(self, checkpoint_dir: Path | None = None) -> None:
-        """Keeps other runs out of the folder until `finish`, and notes that these are the logs of the run that saves into
-        `checkpoint_dir`. FolderInUseError (a ValueError) when another run is at work in it."""
+        """Keep other runs out of the folder until `finish`, and note that these are the logs of the run that saves into
+        `checkpoint_dir`. Raise FolderInUseError (a ValueError) when another run is at work in it."""
         self._lock = self._lock or FolderLock(self.log_dir, "logger.log_dir")
         if checkpoint_dir is not None:
             self._ledger.own(checkpoint_dir.resolve())
@@ -97,11 +96,11 @@ class Logger(LoggerInterface):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Logs `prefix/name` for every entry, at `step` (counted from 1)."""
+        """Log `prefix/name` for every entry, at `step` (counted from 1)."""
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
     def log_hyperparams(self, params: Settings) -> None:
-        """Logs the configuration (a mapping or a model) once, without its secrets: see `access.written`."""
+        """Log the configuration (a mapping or a model) once, without its secrets: see `access.written`."""
         plain = written(params)
         self._each(lambda logger: logger.log_hyperparams(plain))
 
@@ -109,9 +108,9 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
-        """Writes one line a sample, with its `idx`, into a file of the log folder (replacing it).
+        """Write one line a sample, with its `idx`, into a file of the log folder (replacing it).
 
-        Every value holds one entry a sample (tensor, array or list). ValueError when their lengths differ.
+        Every value holds one entry a sample (tensor, array or list). Raises ValueError when their lengths differ.
         """
         columns = {
             key: value if isinstance(value, list) else cast("list[Plain]", to_plain(value))
@@ -122,33 +121,23 @@ class Logger(LoggerInterface):
             raise ValueError(f"{filename}: every column needs one entry a sample, but their lengths are {lengths}")
         count = next(iter(lengths.values()), 0)
         rows = ({key: value[i] for key, value in columns.items()} | {"idx": i} for i in range(count))
-        self._write_lines(filename, (_json_line(row) for row in rows))
+        self._write_lines(self.log_dir / filename, (_json_line(row) for row in rows))
 
-    def _write_lines(self, filename: str, lines: Iterable[str]) -> None:
-        def replace(path: Path) -> None:
-            temporary = path.with_name(f".{path.name}.tmp")
-            try:
-                with open(temporary, "w", encoding="utf-8") as file:
-                    file.writelines(lines)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-
-        self._write(filename, replace)
-
-    def _write(self, filename: str, write: Callable[[Path], None]) -> None:
-        """`write(path)` of a file of the log folder; a full disk leaves it out, with a warning."""
-        path = self.log_dir / filename
+    def _write_lines(self, path: Path, lines: Iterable[str]) -> None:
+        """Replace a file; a full disk leaves it out, with a warning."""
+        temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._ledger.add(path)
-            own_copy(path)
-            write(path)
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.writelines(lines)
+            os.replace(temporary, path)
         except OSError as error:
+            temporary.unlink(missing_ok=True)
             self._note_full_disk("files of steps", error)
 
     def _note_full_disk(self, name: str, error: OSError) -> None:
-        """Warns once that logs are left out for want of space; any other error goes on to the caller."""
+        """Warn once that logs are left out for want of space; raise any other error."""
         if (trouble := disk_trouble(error)) is None:
             raise error
         if name not in self._failed:
@@ -159,29 +148,18 @@ class Logger(LoggerInterface):
             )
 
     def flush(self) -> None:
-        """Syncs the files: call it before a checkpoint is published, so that no checkpoint is newer than its logs."""
+        """Sync the files: call it before a checkpoint is published, so that no checkpoint is newer than its logs."""
         self._each(lambda logger: logger.flush())
         self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Forgets every metric, event, rollout and plot of a step later than `step`: the run resumes there. Only files that
-        this folder's runs wrote are touched (see `LogLedger`).
-
-        A tracker that has later steps keeps them in its run, and gets a new run with the lines of metrics.jsonl up to
-        `step`, so that it shows one curve (`TrackerLogger.restart`).
-        """
-        metrics = self.log_dir / METRICS
-        later = any(row["step"] > step for row in _metric_rows(metrics))
+        """Forget every metric, event and rollout of a step later than `step`: the run resumes there. Trackers keep
+        what they have."""
         self._each(lambda logger: logger.truncate_after(step))
-        if later and (trackers := [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]):
-            self._each(lambda logger: logger.restart(step) if logger in trackers else None)
-            for row in _metric_rows(metrics):
-                number = int(row.pop("step"))
-                self._each(lambda logger: logger.log_metrics(row, number) if logger in trackers else None)
         self._ledger.cut(step)
 
     def finish(self) -> None:
-        """Stops the monitor, closes all backends and gives the folder free; may be called again."""
+        """Stop the monitor, close all backends and unlock the folder; may be called again."""
         if self.gpu_monitor is not None:
             self.gpu_monitor.stop()
             self.gpu_monitor = None
@@ -212,14 +190,6 @@ class Logger(LoggerInterface):
 
     def __exit__(self, *exc: object) -> None:
         self.finish()
-
-
-def _metric_rows(path: Path) -> Iterator[dict[str, Plain]]:
-    """Yield the lines of a metrics.jsonl with numbers for what `to_json` wrote as "nan", "inf" and "-inf"."""
-    if path.is_file():
-        for row in json_rows(read_text(path).splitlines()):
-            if isinstance(row.get("step"), int):
-                yield {name: value if (number := as_number(value)) is None else number for name, value in row.items()}
 
 
 _encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for every line

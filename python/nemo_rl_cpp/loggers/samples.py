@@ -12,8 +12,8 @@ _ROLE_COLORS = {"system": "magenta", "user": "blue", "assistant": "green", "envi
 
 
 def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
-    """Indices of up to `num_samples` samples, half from the highest rewards, half from the lowest, an odd one from the
-    middle; all of them, in order, when there are not more."""
+    """Return the indices of up to `num_samples` samples, half from the highest rewards, half from the lowest, an odd
+    one from the middle; all of them, in order, when there are not more."""
     if len(rewards) <= num_samples:
         return list(range(len(rewards)))
     ranked = sorted(range(len(rewards)), key=lambda index: rewards[index], reverse=True)
@@ -29,8 +29,11 @@ def print_message_log_samples(
     step: int = 0,
     console: "Console | None" = None,
 ) -> None:
-    """Shows how the rewards are spread and `num_samples` conversations. `message_logs`: one list of messages (`role`,
-    `content`) a sample; `rewards`: one number each. ValueError when their numbers differ."""
+    """Print how the rewards are spread and `num_samples` conversations.
+
+    `message_logs`: one list of messages (`role`, `content`) a sample; `rewards`: one number each. Raises ValueError
+    when their numbers differ.
+    """
     from rich.console import Console, Group
     from rich.panel import Panel
     from rich.text import Text

@@ -258,7 +258,7 @@ def build_run(
         resources.push(partial(close_environments, made.environments))
         checkpoints = CheckpointManager(config.checkpointing)
         resources.callback(checkpoints.shutdown)
-        resume = open_checkpoints(checkpoints, config, tokenizer, made.train, made.validation)
+        resume = open_checkpoints(checkpoints, config)
         state = resume.state
         state.max_num_steps, state.max_num_epochs = loop.max_num_steps, loop.max_num_epochs
         loader = make_dataloader(config.data, made.train, loop.prompts_per_round, loop.seed, config.algorithm)

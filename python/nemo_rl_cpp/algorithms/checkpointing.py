@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds, when it is written, and how a run goes on from one.
+"""What a checkpoint of a training run holds, when it is written, and how a run resumes from one.
 
     step_N/
       policy/weights/           Hugging Face folder with the tokenizer and a model card
@@ -7,7 +7,6 @@
       train_dataloader.json     position in the data
       trainer_state/sampler.*   prompt groups kept for the next step: JSON and safetensors, nothing that runs code
       trainer_state/ready_batches.*  rollouts that were made ahead for later steps (`algorithms/collector.py`)
-      trainer_state/identity.json   which model, tokenizer and rows these are, see `run_identity`
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 
 Nothing else of ours has a state: every random number is a function of the seed and of what is saved here. Functions of the
@@ -18,12 +17,10 @@ The model card and the upload to the hub are here, too: what a run tells others 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import pickle
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,7 +37,6 @@ from nemo_rl_cpp.algorithms.validation import Validator, headline
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
 from nemo_rl_cpp.checks import resumed
-from nemo_rl_cpp.checks.resumed import IDENTITY
 from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.config.data import environments_of_training
@@ -51,30 +47,24 @@ from nemo_rl_cpp.data.dataloader import (
     load_dataloader_state,
     save_dataloader_state,
 )
-from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
-from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.errors import short_path
 from nemo_rl_cpp.files.durable import disk_trouble
 from nemo_rl_cpp.files.folder_lock import FolderError
 from nemo_rl_cpp.files.plain_state import read_state, write_state
-from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.hub_upload import push_to_hub
 from nemo_rl_cpp.models.interfaces import TrainedModelInterface
 from nemo_rl_cpp.models.memory import size_text
-from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.step import Critic, NoCritic
-    from nemo_rl_cpp.environments.response_data import Datasets
 
 
 SAMPLER_STATE = Path("trainer_state") / "sampler"
 READY_BATCHES = Path("trainer_state") / "ready_batches"
-_SAMPLED_ROWS = 256
 
 
 class NotSavedError(FolderError):
@@ -82,7 +72,7 @@ class NotSavedError(FolderError):
 
 
 class Resume(NamedTuple):
-    """Where a run goes on: the newest whole checkpoint, or nothing for a new run."""
+    """Where a run resumes: the newest whole checkpoint, or nothing for a new run."""
 
     path: Path | None
     state: TrainState
@@ -224,9 +214,6 @@ class Saver:
                 write_state(folder / SAMPLER_STATE, kept)
             if ready := collector.state_dict():
                 write_state(folder / READY_BATCHES, ready)
-            if manager.identity:
-                text = json.dumps(manager.identity, indent=1, sort_keys=True) + "\n"
-                (folder / IDENTITY).write_text(text, encoding="utf-8")
         return Path(folder).with_name(f"step_{state.step}")
 
     def check_metric_name(self, result: StepResult) -> None:
@@ -377,36 +364,26 @@ def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, s
 # ---- which run a folder is of
 
 
-def open_checkpoints(
-    checkpoints: CheckpointManager,
-    config: TrainMasterConfig,
-    tokenizer: TokenizerType,
-    dataset: Datasets,
-    val_dataset: AllTaskProcessedDataset | None,
-) -> Resume:
+def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) -> Resume:
     """Lock the checkpoint folder, and return where to continue. The caller ends the lock (`CheckpointManager.shutdown`).
 
-    Print the first lines of a resumed run: the checkpoint, its time, each key that changed. What `checks/resumed.py` sees in
-    configuration and model files is checked again, and what only the loaded tokenizer and rows can tell. Raise ResumeError (a
-    ValueError) for another model, tokenizer, data set or algorithm, and FolderError for a folder that another run holds.
+    Print the first lines of a resumed run: the checkpoint, its time, each key that changed. Raise ResumeError (a ValueError) for
+    another run by `checks/resumed.py`, and FolderError for a folder that another run holds.
     """
     checkpoints.claim()
     resume = find_resume(checkpoints)
-    if checkpoints.enabled:
-        checkpoints.identity = run_identity(config, tokenizer, dataset, val_dataset)
     if resume.path is not None:
-        announce(resume, config, checkpoints.identity)
+        announce(resume, config)
     return resume
 
 
-def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, object]) -> None:
+def announce(resume: Resume, config: TrainMasterConfig) -> None:
     """Print what is resumed and what changed since. Raise ResumeError if it would be another run."""
     saved = resumed.read_saved(resume.path)
-    refused = [*resumed.refusals(saved, config), *_loaded_refusals(saved, config, identity)]
-    if refused:
+    if refused := list(resumed.refusals(saved, config)):
         raise ResumeError(resumed.refusal_text(saved, refused))
-    print(resumed.headline(saved, [*resumed.changes(saved, config), *_said(saved, identity)]), flush=True)
-    if unknown := sorted(config.environment_values):
+    print(resumed.headline(saved, resumed.changes(saved, config)), flush=True)
+    if unknown := resumed.environment_keys(config):
         print(f"Not compared, since their values come from environment variables: {', '.join(unknown)}", flush=True)
     if text := end_reached(resume.state, config):
         print(f"{resumed.short(resume.path)} {text}", flush=True)
@@ -425,127 +402,3 @@ def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
                 "give another checkpointing.checkpoint_dir"
             )
     return None
-
-
-def run_identity(
-    config: TrainMasterConfig, tokenizer: TokenizerType, dataset: Datasets, val_dataset: AllTaskProcessedDataset | None
-) -> dict[str, object]:
-    """Return the content of identity.json: digests of each model's weights (if they are in a folder), of the tokenizer, its chat
-    template, the prompt files and the rows."""
-    sections = [name for name in ("policy", "value") if hasattr(config, name)]
-    return {
-        "models": {name: resumed.weights_identity(getattr(config, name).model_name) for name in sections},
-        "tokenizer": tokenizer_identity(tokenizer),
-        "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
-        "prompt_files": _digest(sorted(_prompt_texts(dataset))),
-        "train": rows_identity(dataset),
-        "validation": rows_identity(val_dataset),
-    }
-
-
-def tokenizer_identity(tokenizer: TokenizerType) -> str | None:
-    """Return a digest of vocabulary, merges and special tokens; None if the tokenizer does not give them."""
-    named = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if hasattr(backend, "to_str"):
-        content = json.loads(backend.to_str())
-        content.pop("truncation", None), content.pop("padding", None)  # of the last call
-    elif hasattr(tokenizer, "get_vocab"):
-        content = tokenizer.get_vocab()
-    else:
-        return None
-    return _digest([content, named])
-
-
-def rows_identity(dataset: object) -> Plain:
-    """Return {"rows": how many, "sha256": digest of up to 256 of them, evenly spread}, by task name for several data sets; None
-    without a data set and for one whose rows cannot be read by number."""
-    if isinstance(dataset, Mapping):
-        return {str(name): rows_identity(one) for name, one in dataset.items()}
-    rows = getattr(dataset, "dataset", dataset)
-    try:
-        count = len(rows)
-        picked = sorted(
-            {i * (count - 1) // max(1, min(count, _SAMPLED_ROWS) - 1) for i in range(min(count, _SAMPLED_ROWS))}
-        )
-        return {"rows": count, "sha256": _digest([_content(rows[i]) for i in picked])}
-    except (TypeError, KeyError, IndexError):
-        return None
-
-
-def _content(row: object) -> object:
-    """Return a row without its task's name, which follows from the name of its file."""
-    return {key: value for key, value in row.items() if key != "task_name"} if isinstance(row, Mapping) else row
-
-
-def _prompt_texts(dataset: object) -> Iterator[str]:
-    """Yield the texts of the prompt files of a data set, and its system prompts."""
-    for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
-        table = getattr(one, "task_data_processors", None)
-        specs = [entry[0] for entry in table.values()] if isinstance(table, Mapping) else []
-        for spec in [*specs, getattr(one, "default_task_data_spec", None)]:
-            yield from (
-                f"{name}: {text}" for name in ("prompt", "system_prompt") if (text := getattr(spec, name, None))
-            )
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(_canonical(value), sort_keys=True).encode()).hexdigest()
-
-
-def _canonical(value: object) -> Plain:
-    """Return plain data. Other objects count by their type."""
-    if isinstance(value, Mapping):
-        return {str(key): _canonical(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_canonical(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if hasattr(value, "tolist"):
-        return _canonical(value.tolist())
-    return type(value).__name__
-
-
-# ---- compared with a checkpoint's
-
-
-def _loaded_refusals(
-    saved: resumed.Saved, config: TrainMasterConfig, identity: Mapping[str, object]
-) -> Iterator[tuple[str, str]]:
-    before = saved.identity
-    if _differ(before, identity, "tokenizer"):
-        yield "policy.tokenizer.name", f"{config.policy.tokenizer.name} is another tokenizer"
-    if _differ(before, identity, "train"):
-        counts = [
-            side["train"].get("rows") if isinstance(side["train"], Mapping) else None for side in (before, identity)
-        ]
-        how = f"{counts[0]} -> {counts[1]} rows" if counts[0] != counts[1] else "other rows"
-        yield "data.train", f"{how}: another data set"
-    for section in ("policy", "value"):
-        if hasattr(config, section) and (saved.path / section / "weights").is_dir():
-            model = getattr(config, section)
-            if model.backend == "hf":
-                from nemo_rl_cpp.models.hf.folder import hf_refusals  # transformers, which such a run has
-
-                yield from hf_refusals(saved.path / section / "weights", model, section)
-                continue
-            yield from resumed.architecture_refusals(
-                saved, section, model, open_model_folder(model.model_name, model.hf_config_overrides).config
-            )
-
-
-def _said(saved: resumed.Saved, identity: Mapping[str, object]) -> list[resumed.Change]:
-    names = {
-        "chat_template": "the chat template",
-        "prompt_files": "the prompt files",
-        "validation": "the validation rows",
-    }
-    return [
-        resumed.Change(text, "those of the checkpoint", "others")
-        for name, text in names.items()
-        if _differ(saved.identity, identity, name)
-    ]
-
-
-def _differ(before: Mapping[str, object], now: Mapping[str, object], name: str) -> bool:
-    return before.get(name) is not None and now.get(name) is not None and before[name] != now[name]

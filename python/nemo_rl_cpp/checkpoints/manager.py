@@ -35,7 +35,7 @@ from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 
 
 class ResumeError(FolderError):
-    """A run must not go on from what its checkpoint folder holds, or must not begin there."""
+    """A run must not resume from its checkpoint folder, or must not begin there."""
 
 
 class CheckpointManager:
@@ -49,7 +49,6 @@ class CheckpointManager:
     An exception in the block (no space left, Ctrl-C) removes the unfinished folder; earlier checkpoints are untouched.
 
     Attributes:
-        identity: which model, tokenizer and rows every checkpoint is of.
         metric_seen: whether `metric_name` was found among the metrics of this run.
         metric_missed: whether the user was told that a checkpoint goes without it.
         owed: whether a checkpoint that was due could not be saved for want of space.
@@ -68,7 +67,6 @@ class CheckpointManager:
         self.enabled, self.metric_name, self.save_period = config.enabled, config.metric_name, config.save_period
         self.save_optimizer = config.save_optimizer
         self.checkpoint_dir = Path(config.checkpoint_dir).absolute()  # the user's code may change the working folder
-        self.identity: dict[str, Plain] = {}
         self.metric_seen = self.metric_missed = self.owed = False
         self.facts: dict[str, Plain] = {}
         self._store = CheckpointStore(self.checkpoint_dir)
@@ -143,8 +141,7 @@ class CheckpointManager:
         """Keep every other run out of the folder until `shutdown`, or until this process ends.
 
         Raise FolderInUseError (a ValueError) with the process, host and time of a run in it, and FolderError if the
-        folder cannot be
-        made or written. Do nothing when checkpointing is off.
+        folder cannot be made or written. Do nothing when checkpointing is off.
         """
         if self.enabled:
             self._store.claim()
@@ -177,8 +174,7 @@ class CheckpointManager:
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
         """Raise ResumeError if `checkpointing.resume` does not go with `latest`, the newest whole checkpoint, or if
-        there are checkpoints
-        but none is whole."""
+        there are checkpoints but none is whole."""
         if latest is not None and self.config.resume == "never":
             raise ResumeError(
                 f"checkpointing.resume=never, but {self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name}): give the run "
@@ -197,7 +193,7 @@ class CheckpointManager:
 
     def load_training_info(self, checkpoint_path: Path | str) -> dict[str, Plain]:
         """Load training_info.json of a checkpoint."""
-        return json.loads(durable.read_text(Path(checkpoint_path) / TRAINING_INFO))
+        return json.loads((Path(checkpoint_path) / TRAINING_INFO).read_text(encoding="utf-8"))
 
     @staticmethod
     def get_resume_paths(

@@ -71,13 +71,8 @@ class CheckpointStore:
                 self.root.rmdir()
 
     def acquire(self) -> None:
-        """Take the lock for a save; raise FolderInUseError if another process has it. A lock that is held already is taken anew
-        if its file or the whole folder was moved away meanwhile: another run may have taken the place."""
-        if self._lock is not None and not self._lock.is_the_file_on_disk():
-            self._lock.close()
-            self._lock = None
-        if self._lock is None:
-            self._lock = FolderLock(self.root, _KEY)
+        """Take the lock for a save; raise FolderInUseError if another process has it."""
+        self._lock = self._lock or FolderLock(self.root, _KEY)
         self.saving = True
 
     def release(self) -> None:
@@ -170,7 +165,7 @@ class CheckpointStore:
     def history(self) -> list[CheckpointRecord]:
         """List every step_N that is whole by manifest and sizes and whose training_info can be read."""
         return [
-            CheckpointRecord(step, path, json.loads(durable.read_text(path / TRAINING_INFO)))
+            CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
             for prefix, step, path in self.folders()
             if prefix == "" and self.quick_problem(path) is None
         ]
@@ -181,7 +176,7 @@ class CheckpointStore:
         if problem is not None:
             return problem
         try:
-            info = json.loads(durable.read_text(path / TRAINING_INFO))
+            info = json.loads((path / TRAINING_INFO).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             return f"{TRAINING_INFO} cannot be read ({error})"
         return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"

@@ -1,11 +1,8 @@
 """Compare a configuration with the run of its checkpoint. A resumed run reports some differences and refuses others.
 
-This needs no torch and no weights. `checks` compares before the start; the run compares again, when tokenizer and rows are
-loaded too (`algorithms/checkpointing.py`).
+This needs no torch and no weights. `checks` compares before the start; the run compares again (`algorithms/checkpointing.py`).
 """
 
-import hashlib
-import json
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -17,14 +14,12 @@ from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import SCRIPTS, shown
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
-from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, read_text
+from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.models.hf_config import native_config, read_config, read_config_file
 from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
-from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 
-IDENTITY = Path("trainer_state") / "identity.json"
 # what `dump_yaml` writes of a configuration
 _OWN_LINE = re.compile(r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII)
 _HF_NAMES = {
@@ -45,12 +40,11 @@ WHAT_TO_DO = (
 
 
 class Saved(NamedTuple):
-    """A checkpoint: its folder, when it was saved, its configuration (None: cannot be read) and its `identity.json`."""
+    """A checkpoint: its folder, when it was saved, and its configuration (None: cannot be read)."""
 
     path: Path
     time: str
     config: dict[str, dict[str, object]] | None
-    identity: dict[str, dict[str, str]]
 
 
 class Change(NamedTuple):
@@ -71,20 +65,14 @@ def read_saved(folder: Path) -> Saved:
         when = manifest_facts(folder).get("saved") or time.strftime("%Y-%m-%d %H:%M:%S", written_at)
     except OSError:
         when = "at a time that is not known"
-    try:
-        identity = json.loads(read_text(folder / IDENTITY))
-    except (OSError, ValueError, RecursionError):
-        identity = {}
-    if not isinstance(identity, dict) or not isinstance(identity.get("models", {}), dict):
-        identity = {}
-    return Saved(folder, str(when), _saved_config(folder / "config.yaml"), identity)
+    return Saved(folder, str(when), _saved_config(folder / "config.yaml"))
 
 
 def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
     """Load config.yaml of a checkpoint without resolving interpolations. Return None unless this package wrote the file, since
     another program's file may include further files."""
     try:
-        if all(_OWN_LINE.fullmatch(line) for line in read_text(file).splitlines()):
+        if all(_OWN_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines()):
             tree = _config.load_file(str(file))
             return {name: section for name, section in tree.items() if isinstance(section, dict)}
     except (OSError, ValueError):
@@ -120,6 +108,11 @@ def headline(saved: Saved, changed: list[Change]) -> str:
     )
 
 
+def environment_keys(config: WholeConfig) -> list[str]:
+    """Return the keys whose values come from environment variables: they are not written down, so they cannot be compared."""
+    return sorted(key for key, value in flatten_dict(written(config)).items() if "${oc.env:" in str(value))
+
+
 # ---- changes that are refused
 
 
@@ -147,13 +140,22 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
     now, old = flatten_dict(written(config), expand_lists=False), flatten_dict(before, expand_lists=False)
     for key, why in fixed.items():
         # a value from an environment variable is not written down, so it cannot be compared
-        if key in old and key in now and old[key] != now[key] and key not in config.environment_values:
+        if key in old and key in now and old[key] != now[key] and "${" not in f"{old[key]}{now[key]}":
             yield key, f"{shown(old[key])} -> {shown(now[key])}: {why}"
+    key = "policy.tokenizer.name"
+    if _is_another(old.get(key), now.get(key)):
+        yield key, f"{old[key]} -> {now[key]} is another tokenizer"
     names = [_data_sets(tree) for tree in (before, written(config))]
     if saved.config is not None and names[0] != names[1]:
         yield "data.train.dataset_name", f"{names[0]} -> {names[1]} is another data set"
     for section in ("policy", "value") if config.has_critic else ("policy",):
         yield from _model_refusals(saved, section, getattr(config, section))
+
+
+def _is_another(before: object, now: object) -> bool:
+    """Return whether two names of a model or tokenizer differ; folders of one name are one that was moved."""
+    known = before is not None and now is not None and "${" not in f"{before}{now}"
+    return known and Path(str(before)).name != Path(str(now)).name
 
 
 def _data_sets(tree: Mapping[str, Mapping[str, object]]) -> str:
@@ -166,13 +168,9 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
     if not (saved.path / section / "weights").is_dir():
         yield section, f"the checkpoint holds no {section} model"
         return
-    key, before = f"{section}.model_name", ((saved.config or {}).get(section) or {}).get("model_name")
-    known, now = saved.identity.get("models", {}).get(section), weights_identity(config.model_name)
-    moved = known is not None and known == now
-    if before is not None and before != config.model_name and not moved and "${" not in str(before):
-        yield key, f"{before} -> {config.model_name} is another model"
-    elif known is not None and now is not None and known != now:
-        yield key, f"{config.model_name} holds other weights than when the run began"
+    before = ((saved.config or {}).get(section) or {}).get("model_name")
+    if _is_another(before, config.model_name):
+        yield f"{section}.model_name", f"{before} -> {config.model_name} is another model"
     if config.backend == "hf":
         yield from hf_architecture_refusals(saved, section, config)
         return
@@ -221,22 +219,6 @@ def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelCon
         if k in saved_config and saved_config[k] != value:
             why = f"{k} {shown(saved_config[k])} -> {shown(value)} is another architecture"
             yield f"{section}.hf_config_overrides.{k}", why
-
-
-def weights_identity(folder: str | Path) -> str | None:
-    """Return a digest of a model folder's weights: of every tensor's name, dtype, shape and 192 of its bytes, whatever the files
-    are called. Return None where no weights can be read."""
-    if not Path(folder).is_dir():
-        return None
-    lines = []
-    try:
-        for name, tensor in raw_tensors(weight_files(Path(folder))):
-            size = len(tensor.data)
-            sample = b"".join(bytes(tensor.data[at : at + 64]) for at in (0, max(0, size // 2 - 32), max(0, size - 64)))
-            lines.append(f"{name} {tensor.dtype} {tensor.shape} {hashlib.sha256(sample).hexdigest()}")
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:

@@ -9,8 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import stat
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +17,6 @@ from pathlib import Path
 from nemo_rl_cpp.files.yaml_text import Plain
 
 MANIFEST = "manifest.json"
-_LONGEST_TEXT = 256 << 20
 
 
 def fsync_path(path: Path | str) -> None:
@@ -65,25 +62,6 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
         raise
     if durable:
         fsync_path(path.parent)
-
-
-def own_copy(path: Path) -> None:
-    """Copy a file that has another name too (a link made by `cp -al` or `ln -s`), so that changing it in place writes
-    nothing outside the
-    run's folder. Raise OSError for what is no ordinary file: a fifo would wait for ever."""
-    if not os.path.lexists(path):
-        return
-    if path.is_symlink() or os.lstat(path).st_nlink > 1:
-        if not path.exists():  # a link to nothing
-            path.unlink()
-            return
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            shutil.copyfile(_regular(path), temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    _regular(path)
 
 
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
@@ -138,7 +116,7 @@ def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> 
 def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
     """Return name -> (size, SHA-256) by the manifest. Raise ValueError unless it is well-formed, matches its own digest and stays
     inside its folder."""
-    manifest = json.loads(read_text(root / MANIFEST))
+    manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     files = manifest["files"]
     if manifest["digest"] != _digest(files):
         raise ValueError("it does not match its own digest")
@@ -151,20 +129,11 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
 def manifest_facts(root: Path) -> dict[str, Plain]:
     """Return the `facts` that a folder was sealed with; nothing if its manifest cannot be read."""
     try:
-        manifest = json.loads(read_text(root / MANIFEST))
+        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     facts = manifest if isinstance(manifest, dict) else {}
     return {key: value for key, value in facts.items() if key not in ("files", "digest")}
-
-
-def read_text(path: Path) -> str:
-    """Return the text of an ordinary file. Raise OSError for anything else (a fifo would wait for ever), and for one
-    that no memory holds."""
-    with open(_regular(path), encoding="utf-8") as file:
-        if os.fstat(file.fileno()).st_size > _LONGEST_TEXT:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-        return file.read()
 
 
 def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
@@ -176,15 +145,8 @@ def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of an ordinary file's content, in hexadecimal."""
-    with open(_regular(path), "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _regular(path: Path) -> Path:
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
-    return path
 
 
 _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import socket
-import stat
 import time
 import warnings
 from pathlib import Path
@@ -29,7 +28,7 @@ class FolderInUseError(FolderError, RuntimeError):
 class FolderLock:
     """Held from construction to `close`, or to the end of the process; forked children do not inherit it.
 
-    Raises FolderInUseError with process, host and time if somebody else holds it, and FolderError if the folder cannot hold a
+    Raises FolderInUseError with process, host and time if another run holds it, and FolderError if the folder cannot hold a
     lock. `key` names the setting to change. On a file system without locks a warning tells that nothing is locked.
     """
 
@@ -37,8 +36,6 @@ class FolderLock:
         from filelock import FileLock, Timeout  # 20 ms, which a run that saves nothing does not need
 
         self._path = folder / LOCK
-        if os.path.lexists(self._path) and not stat.S_ISREG(os.lstat(self._path).st_mode):
-            raise FolderError(f"{self._path} is not a file: a run keeps its lock there, so remove it, or change {key}")
         self._lock = FileLock(self._path, thread_local=False, fallback_to_soft=False)
         try:
             self._lock.acquire(timeout=_PATIENCE, poll_interval=_PATIENCE / 5)
@@ -55,32 +52,22 @@ class FolderLock:
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with contextlib.suppress(OSError):  # the lock holds without it, on a full disk too
             self._path.write_text(json.dumps(me) + "\n")
-        self._file = os.stat(self._path)
-
-    def is_the_file_on_disk(self) -> bool:
-        """Whether the lock file that others find is the one that is held: it may have been removed or moved away."""
-        try:
-            return os.path.samestat(self._file, os.stat(self._path))
-        except OSError:
-            return False
 
     def close(self, remove: bool = False) -> None:
         """Give the lock back; may be called again. `remove`: take the file away too."""
-        if self._lock.is_locked and self.is_the_file_on_disk():
+        if self._lock.is_locked:
             with contextlib.suppress(OSError):
                 self._path.unlink() if remove else os.truncate(self._path, 0)
         self._lock.release()
 
 
 def holder_of(folder: Path) -> dict[str, Plain] | None:
-    """Return who holds the lock of a folder, as far as the lock file tells (`pid`, `host`, `since`); None if nobody
-    does, or if that
-    cannot be told. Make no file."""
+    """Return who holds the lock of a folder, as far as the lock file tells (`pid`, `host`, `since`); None if nobody does."""
     from filelock import FileLock, Timeout
 
     path = folder / LOCK
     try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
+        if not path.is_file():
             return None
         with FileLock(path, timeout=0, fallback_to_soft=False):
             return None

@@ -1,7 +1,6 @@
 """Nested plain data with tensors, kept in two files that hold no code: NAME.json and, for its tensors, NAME.safetensors.
 
-write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]})
-read_state(folder / "sampler")
+write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]}) read_state(folder / "sampler")
 """
 
 import base64

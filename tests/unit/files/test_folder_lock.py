@@ -101,30 +101,6 @@ def test_a_folder_that_was_taken_away_does_not_end_the_shutdown(tmp_path):
     manager.shutdown()
 
 
-def _folder(path):
-    path.mkdir()
-
-
-def _fifo(path):
-    os.mkfifo(path)
-
-
-def _link(path):
-    path.with_name("precious.txt").write_text("mine")
-    path.symlink_to(path.with_name("precious.txt"))
-
-
-@pytest.mark.parametrize("make", [_folder, _fifo, _link])
-def test_a_lock_that_is_no_file_is_named(tmp_path, make):
-    (tmp_path / "ck").mkdir()
-    make(tmp_path / "ck" / ".lock")
-    with pytest.raises(FolderError, match=r"\.lock is not a file.*" + KEY):
-        claim(tmp_path / "ck")
-    assert holder_of(tmp_path / "ck") is None
-    if make is _link:
-        assert (tmp_path / "ck" / "precious.txt").read_text() == "mine"
-
-
 @pytest.mark.parametrize("name", ["file", "file/below", "dangling", "x" * 300])
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, name):
     (tmp_path / "file").write_text("")
@@ -163,37 +139,6 @@ def test_a_lock_file_that_says_nothing_still_locks(tmp_path, content):
     with pytest.raises(FolderInUseError, match="in use by"):
         FolderLock(tmp_path, KEY)
     lock.close()
-
-
-def save(manager, step):
-    with manager.saving(step, {}):
-        pass
-
-
-def test_a_lock_file_that_was_removed_is_taken_anew_at_the_next_save(tmp_path):
-    manager = claim(tmp_path / "ck")
-    (tmp_path / "ck" / ".lock").unlink()
-    save(manager, 1)
-    with pytest.raises(FolderInUseError, match="by this very process"):
-        claim(tmp_path / "ck")
-    manager.shutdown()
-
-
-@pytest.mark.parametrize("what", ["the lock file", "the folder"])
-def test_a_run_whose_place_another_one_took_saves_nothing_there(tmp_path, what):
-    manager = claim(tmp_path / "ck")
-    if what == "the folder":
-        os.rename(tmp_path / "ck", tmp_path / "moved")
-    else:
-        (tmp_path / "ck" / ".lock").unlink()
-    second = claim(tmp_path / "ck")
-    save(second, 1)
-    with pytest.raises(FolderInUseError):
-        save(manager, 2)
-    manager.shutdown()
-    save(second, 3)
-    assert sorted(path.name for path in (tmp_path / "ck").glob("*step_*")) == ["step_1", "step_3"]
-    second.shutdown()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, nearest
+from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable
 from nemo_rl_cpp.errors import one_sentence, user_code
 from nemo_rl_cpp.user_code import call_user
 
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
 METHODS = ("on_step", "on_validation", "on_checkpoint", "on_end")
-_ELSEWHERE = {  # methods of transformers' TrainerCallback
-    "on_step_begin": "on_step",
-    "on_step_end": "on_step",
-    "on_log": "on_step",
-    "on_epoch_end": "on_step",
-    "on_evaluate": "on_validation",
-    "on_save": "on_checkpoint",
-    "on_train_end": "on_end",
-}
 
 
 @dataclass(frozen=True)
@@ -136,37 +127,24 @@ def _tell(callback: Callback, method: str, event: RunEvent) -> None:
 
 def checked_callbacks(given: object) -> Callbacks:
     """Return one callback or several as a run takes them. Raise ValueError for anything else."""
-    several = [] if given is None else [given] if _is_one(given) else given
+    several = [] if given is None else [given] if _methods(given) else given
     if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
         raise ValueError(
             f"callbacks is {described(given)}: give objects of classes derived from nemo_rl_cpp.Callback, in a list"
         )
-    callbacks = list(several)
+    callbacks, known = list(several), ", ".join(METHODS)
     for index, callback in enumerate(callbacks):
-        _check(callback, f"callbacks[{index}]")
+        where, name, methods = f"callbacks[{index}]", type(callback).__name__, _methods(callback)
+        if inspect.isclass(callback):
+            raise ValueError(f"{where} is the class {callback.__name__}: give an object of it, {callback.__name__}()")
+        if unknown := next((method for method in methods if method not in METHODS), None):
+            raise ValueError(f"{where} has the method {name}.{unknown}, which nothing calls; the methods are {known}")
+        if not methods:
+            raise ValueError(
+                f"{where} is {in_a_line(callback)}: derive its class from nemo_rl_cpp.Callback, which has {known}"
+            )
     return Callbacks(callbacks)
 
 
-def _is_one(given: object) -> bool:
-    return inspect.isclass(given) or any(name.startswith("on_") for name in dir(given))
-
-
-def _check(callback: object, where: str) -> None:
-    if inspect.isclass(callback):
-        raise ValueError(f"{where} is the class {callback.__name__}: give an object of it, {callback.__name__}()")
-    name = type(callback).__name__
-    hooks = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
-    unknown = next((hook for hook in hooks if hook not in METHODS), None)
-    if unknown is not None:
-        near = _ELSEWHERE.get(unknown) or nearest(unknown, METHODS, 0.6)
-        hint = f"here it is {near}(event)" if near else f"the methods are {', '.join(METHODS)}"
-        raise ValueError(f"{where} has the method {name}.{unknown}, which nothing calls; {hint}")
-    if not hooks:
-        raise ValueError(
-            f"{where} is {in_a_line(callback)}: derive its class from nemo_rl_cpp.Callback, which has {', '.join(METHODS)}"
-        )
-    for hook in hooks:
-        try:
-            inspect.signature(getattr(callback, hook)).bind(None)
-        except TypeError as error:
-            raise ValueError(f"{where}: {name}.{hook} must take (self, event), but {error}") from None
+def _methods(given: object) -> list[str]:
+    return [name for name in dir(given) if name.startswith("on_")]

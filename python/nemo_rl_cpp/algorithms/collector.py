@@ -44,7 +44,7 @@ class Collected:
         finished_epochs: of the data, while the prompts were drawn.
         weight_version: which weights generated.
         metrics: of the refit, and of the wait for rollouts beside training.
-        seconds: times of the stages, where they were measured beside the step.
+        seconds: times of the stages, where they were measured outside the step.
     """
 
     samples: Rollouts
@@ -193,7 +193,7 @@ class SyncCollector(RolloutCollector):
 
 @dataclass
 class AsyncCollector(RolloutCollector):
-    """Generates the batches of later steps while the present one trains. The engine has weights of its own.
+    """Generates the batches of later steps while the present one trains. The engine has separate weights.
 
     In step s, before training, all generation has ended: the engine gets version s, and begins the batch of step s + A. So a
     batch is A versions old when it is trained, but for the first ones, which version 0 generates; and a run gives the same bits

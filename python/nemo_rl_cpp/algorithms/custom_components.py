@@ -1,4 +1,4 @@
-"""Losses and advantage estimators of the user's: by dotted name in a configuration, or as they are from Python.
+"""Losses and advantage estimators of the user: by dotted name in a configuration, or as objects from Python.
 
 Each stands in a wrapper that gives it the inputs that it asks for, says in one sentence what is wrong with what it returns, and
 tells its exceptions from ours.
@@ -27,7 +27,7 @@ from nemo_rl_cpp.user_code import call_user
 
 
 class AdvantageEstimator(Protocol):
-    """From the rewards of a batch to the advantages of its tokens. The base class of estimators of one's own.
+    """Turns the rewards of a batch into advantages of its tokens. The base class of the user's estimators.
 
     class Best(nemo_rl_cpp.AdvantageEstimator):
         def compute_advantage(self, rewards, group_id, **batch):
@@ -44,7 +44,7 @@ class AdvantageEstimator(Protocol):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
 
-        `batch` has what an algorithm knows beside these. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
+        `batch` has what else an algorithm knows. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
         `logprobs_policy` and `logprobs_reference` [B, S] or None, with a teacher also `teacher_logprobs` and `prev_logprobs`. PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None.
         An estimator of PPO returns (advantages, returns), the latter None where there is no critic.
 

@@ -26,28 +26,24 @@ _SMALLEST_RELATIVE_MAD = 0.015  # lengths that spread less than this around thei
 Lengths = dict[str, list[int]]
 
 
-def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig, quiet: bool = False) -> BatchT:
+def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
     """Shape `total_reward` of the batch in place and return it; the raw one stays as `unshaped_total_reward`.
-
-    Prints what stop-properly did and which keys it leaves out, as NeMo RL does; not when `quiet` (the training loop says
-    once, at its start, what `shaping_warning` gives, and logs `truncation_rate`).
 
     Stop-properly: reward * coef where `truncated` is set. Overlong (DAPO, arXiv:2503.14476), with L the length of the
     first assistant message (or `response_token_lengths`): reward + min(-(L - (max - buffer)) / buffer * penalty, 0).
-    The penalty keeps growing beyond max_response_length.
-
-    Raises ValueError when shaping is enabled with neither complete; AssertionError for a coefficient outside [0, 1], a
-    negative penalty, or data that lacks `truncated` or an assistant message; ZeroDivisionError for a buffer of 0.
+    The penalty keeps growing beyond max_response_length. The rules of the configuration check the numbers.
     """
     cfg = as_model(cfg, RewardShapingConfig)
     if not cfg.enabled:
         return batch
-    batch["unshaped_total_reward"] = batch["total_reward"].clone()
-    if cfg.stop_properly_penalty_coef is not None:
-        _stop_properly(batch, cfg, quiet)
-        if not cfg.compose:
-            return batch
-    _overlong(batch, cfg)
+    rewards: Tensor = batch["total_reward"]
+    batch["unshaped_total_reward"] = rewards.clone()
+    coef = cfg.stop_properly_penalty_coef
+    if coef is not None:
+        truncated = torch.as_tensor(batch["truncated"], device=rewards.device).bool()
+        batch["total_reward"] = torch.where(truncated, rewards * coef, rewards)
+    if coef is None or cfg.compose:
+        _overlong(batch, cfg)
     return batch
 
 
@@ -63,58 +59,19 @@ def shaping_warning(cfg: RewardShapingConfig) -> str | None:
     )
 
 
-def _stop_properly(batch: MutableMapping[str, Tensor], cfg: RewardShapingConfig, quiet: bool) -> None:
-    coef = cfg.stop_properly_penalty_coef
-    assert 0 <= coef <= 1, f"stop_properly_penalty_coef must be in [0, 1], but it is {coef}"
-    if not quiet and (warning := shaping_warning(cfg)):
-        print(warning, flush=True)
-    rewards: Tensor = batch["total_reward"]
-    truncated = batch.get("truncated")
-    assert truncated is not None, (
-        "truncated field not found in the batch: reward_shaping.stop_properly_penalty_coef needs it"
-    )
-    truncated = torch.as_tensor(truncated, device=rewards.device).bool()
-    batch["total_reward"] = torch.where(truncated, rewards * coef, rewards)
-    if not quiet:
-        print(
-            f"[INFO] stop properly: {int(truncated.sum())} of {truncated.numel()} samples truncated, reward times {coef}",
-            flush=True,
-        )
-
-
 def _overlong(batch: MutableMapping[str, Tensor], cfg: RewardShapingConfig) -> None:
     buffer, penalty, longest = cfg.overlong_buffer_length, cfg.overlong_buffer_penalty, cfg.max_response_length
-    missing = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is None]
-    if missing:
-        raise ValueError(
-            "DAPO reward shaping is currently supported with all of its keys, or stop_properly_penalty_coef alone: "
-            f"reward_shaping is enabled but {', '.join(missing)} is not set"
-        )
-    assert penalty >= 0, f"overlong_buffer_penalty is {penalty}; expected a number >= 0"
-    if buffer == 0:
-        raise ZeroDivisionError("reward_shaping.overlong_buffer_length is 0; expected at least 1 token")
     rewards: Tensor = batch["total_reward"]
-    lengths = _response_lengths(batch)
-    assert len(lengths) == len(rewards), (
-        "The number of messages in the batch must match the number of rewards, "
-        f"but there are {len(lengths)} message logs and {len(rewards)} rewards"
-    )
-    excess = torch.tensor(lengths, dtype=torch.float64, device=rewards.device) - (longest - buffer)
-    overlong = torch.clamp(-excess / buffer * penalty, max=0.0)
+    lengths = torch.as_tensor(_response_lengths(batch), dtype=torch.float64, device=rewards.device)
+    overlong = torch.clamp(-(lengths - (longest - buffer)) / buffer * penalty, max=0.0)
     batch["total_reward"] = (rewards.double() + overlong).to(rewards.dtype)
 
 
-def _response_lengths(batch: MutableMapping[str, Tensor]) -> list[int]:
+def _response_lengths(batch: MutableMapping[str, Tensor]) -> Tensor | list[int]:
     """Count the tokens of each sample's first assistant message."""
-    known = batch.get("response_token_lengths")
-    if known is not None:
-        return known.tolist() if isinstance(known, Tensor) else list(known)
-    lengths = []
-    for message_log in batch["message_log"]:
-        found = next((len(m["token_ids"]) for m in message_log if m["role"] == "assistant"), None)
-        assert found is not None, "Assistant response not found during reward shaping: its length is needed"
-        lengths.append(found)
-    return lengths
+    if "response_token_lengths" in batch:
+        return batch["response_token_lengths"]
+    return [next(len(m["token_ids"]) for m in log if m["role"] == "assistant") for log in batch["message_log"]]
 
 
 def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfig) -> BatchT:
@@ -147,7 +104,7 @@ def apply_length_penalty(
 ) -> dict[str, float]:
     """Change `total_reward` [B] of the rollouts by length, group by group (`group_id`), and return the metrics.
 
-    A group whose rewards are not all 0 or 1, or come in parts (`reward/<name>`), is left as it is. A reward is never
+    A group whose rewards are not all 0 or 1, or come in parts (`reward/<name>`), stays unchanged. A reward is never
     taken below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before), `reward_delta_mean`,
     `wiped_correct_frac` (right ones that end at 0), `adjusted_frac` and `skipped_non_binary_frac`.
     """

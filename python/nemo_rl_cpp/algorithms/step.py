@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:
     """Apply `reward_scaling`, then `reward_shaping`."""
-    return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping, quiet=True)
+    return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping)
 
 
 class NothingToTrainOnError(RuntimeError):

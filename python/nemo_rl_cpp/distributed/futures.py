@@ -13,9 +13,8 @@ _SLICE = 0.5  # seconds of one wait: Python looks at signals between them, also 
 
 
 class Answer(NamedTuple):
-    """How a worker's call ended: with a value, or with an error, its traceback as text, and the sentence about it if
-    it arose in the
-    user's code."""
+    """How a worker's call ended: with a value, or with an error, its traceback as text, and the sentence about it if it
+    arose in the user's code."""
 
     value: object = None
     error: BaseException | None = None

@@ -1,10 +1,9 @@
 """Ranks that `torchrun` or `srun` has started, as their environment variables say, and how they reach rank 0.
 
-Rank 0 is the run: it drives, and has a worker of its own. The others are workers: they meet at torch's store
-(MASTER_ADDR, MASTER_PORT),
-find there where rank 0 listens, connect and answer its calls, which are pickles. Nothing is unpickled before both ends
-have proved that
-they know a secret: NEMO_RL_LAUNCH_TOKEN, or a random one that rank 0 leaves in the store.
+Rank 0 is the run: it drives, and starts a worker for itself. The others are workers: they meet at torch's store
+(MASTER_ADDR, MASTER_PORT), find there where rank 0 listens, connect and answer its calls, which are pickles. Nothing is
+unpickled before both ends have proved that they know a secret: NEMO_RL_LAUNCH_TOKEN, or a random one that rank 0 leaves
+in the store.
 """
 
 import json
@@ -47,37 +46,25 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launch of this process; None if nobody launched several. Raise ValueError for variables that
-    contradict each other."""
+    """Return the launch of this process; None if nobody launched several."""
     variables = launcher_variables(environment)
     if variables is None:
         return None
     rank_name, size_name = variables
-    rank, size = (_number(environment, name) for name in (rank_name, size_name))
+    rank, size = int(environment[rank_name]), int(environment[size_name])
     if size == 1:
         return None
-    if not 0 <= rank < size:
-        raise ValueError(f"{rank_name} is {rank}, but {size_name} is {size}: ranks count from 0 to {size - 1}")
     host = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
     if not host:
         raise ValueError(
             "MASTER_ADDR is not set: export the address of the node of rank 0 before srun (docs/cluster.md)"
         )
-    port = _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else 29500
-    return Launch(rank, size, host, port, size_name)
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environment[name])
-    except (KeyError, ValueError):
-        raise ValueError(f"{name} is {environment.get(name)!r}: the launcher must set it to a whole number") from None
+    return Launch(rank, size, host, int(environment.get("MASTER_PORT") or 29500), size_name)
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
     """Raise ConfigError if the file asks for another number of workers than were launched, for restarts, which are the
-    launcher's, for
-    `engines` on workers that train nothing, or for an executor with which every rank would be a run."""
+    launcher's, for `engines` on workers that train nothing, or for an executor with which every rank would be a run."""
     if cluster.executor not in ("processes", "auto"):
         text = (
             f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or "
@@ -183,9 +170,8 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 
 
 def as_connection(reached: socket.socket) -> Connection:
-    """Make a connection of a socket, which notices that the other machine is gone. Until `_wait_at_most(connection,
-    0)` nothing on it
-    takes longer than a handshake may, so a silent stranger holds nobody up."""
+    """Make a connection of a socket, which notices that the other machine is gone. Until `_wait_at_most(connection, 0)`
+    nothing on it takes longer than a handshake may, so a silent stranger holds nobody up."""
     reached.setblocking(True)
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -140,7 +140,7 @@ class SocketPeer:
 
 
 class ProcessWorker(SocketPeer):
-    """One process, started by exec in a session of its own, so that a Ctrl-C in the terminal reaches the run's process alone."""
+    """One process, started by exec in another session, so that a Ctrl-C in the terminal reaches the run's process alone."""
 
     def __init__(self, join: dict, changed: threading.Condition, role: str = "rank") -> None:
         ours, theirs = socket.socketpair()

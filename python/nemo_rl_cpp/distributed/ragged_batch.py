@@ -129,8 +129,7 @@ class RaggedBatch:
 
     def ragged(self, value: Tensor) -> Tensor:
         """Take [T, ...] from [B, S, ...]; what is behind the end of a sample is dropped, and S may be that of the
-        longest sample. [T] is
-        given back as it is; one value a sample, [B] or [B, 1], goes to each of its tokens."""
+        longest sample. [T] is given back as it is; one value a sample, [B] or [B, 1], goes to each of its tokens."""
         if value.dim() >= 2 and len(value) == self.size and value.shape[1] >= int(self.lengths.max()):
             width = min(value.shape[1], self.width)
             return value[:, :width][self._inside[:, :width]]

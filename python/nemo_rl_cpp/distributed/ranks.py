@@ -266,8 +266,7 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
         units: for each rank the samples that stay together, and what they cost.
 
     From the busiest rank to the idlest one goes the unit that leaves the smaller maximum of both, the first of equal
-    ones, as long as that
-    gains something. The result depends on the arguments alone, so every rank finds the same one.
+    ones, as long as that gains something. The result depends on the arguments alone, so every rank finds the same one.
     """
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
@@ -297,8 +296,7 @@ def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
     """Return the rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt
-    has one answer a row
-    and the rows stay as they are, in global batches of so many."""
+    has one answer a row and the rows stay as they are, in global batches of so many."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)

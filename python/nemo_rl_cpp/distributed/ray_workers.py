@@ -1,6 +1,5 @@
 """Workers as Ray actors, on one machine or on many: one actor a device, in a placement group. Ray is imported only
-where it is asked for,
-started where none runs, and ended by the last who holds it."""
+where it is asked for, started where none runs, and ended by the last who holds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that the workers of a cluster make together: whose failure counts, and that nobody waits for one that has failed."""
+"""Calls that the workers of a cluster make together: whose failure counts, and how the others stop waiting for it."""
 
 import threading
 import time

@@ -30,12 +30,11 @@ def push_to_hub(
     """Upload a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its card; return the address.
 
     The model's files go: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA
-    (`adapter/`). A repository
-    that does not exist is made, private unless `private` is False; one that exists keeps its visibility. `token` None: that of
-    `hf auth login` or HF_TOKEN. `client` replaces `huggingface_hub.HfApi`.
+    (`adapter/`). A repository that does not exist is made, private unless `private` is False; one that exists keeps its
+    visibility. `token` None: that of `hf auth login` or HF_TOKEN. `client` replaces `huggingface_hub.HfApi`.
 
-    Raises ValueError for a folder that holds no model and for a name that can be none, UploadError (a ValueError) where the hub
-    refuses or does not answer.
+    Raises ValueError for a folder that holds no model and for a name that can be none, UploadError (a ValueError) where
+    the hub refuses or does not answer.
     """
     if not isinstance(repo_id, str):
         raise ValueError(f"repo_id is {in_a_line(repo_id)}: give the name of a repository, organisation/name")

@@ -1,6 +1,5 @@
-"""What the training loop asks of a policy and of a value model, wherever they run; the contract of generation is
-beside them, as the
-GRPO guide has it."""
+"""What the training loop asks of a policy and of a value model, wherever they run; the contract of generation is beside
+them, as the GRPO guide has it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +16,10 @@ from nemo_rl_cpp.models.policy.train_step import Exactness, Loss
 class TrainingResult(TypedDict):
     """What `train` gives.
 
-    loss, grad_norm: float32 [global batches].
-    all_mb_metrics: name -> one value a micro-batch.
-    packed_tokens: how many were computed, a shared prompt once.
-    prev_logprobs: float32 [T], or [B, S] of a padded batch, of the weights before the first update (a policy's).
-    exactness: generation's log-probabilities against the training forward's (a policy's; None where nothing was compared).
+    loss, grad_norm: float32 [global batches]. all_mb_metrics: name -> one value a micro-batch. packed_tokens: how many
+    were computed, a shared prompt once. prev_logprobs: float32 [T], or [B, S] of a padded batch, of the weights before
+    the first update (a policy's). exactness: generation's log-probabilities against the training forward's (a policy's;
+    None where nothing was compared).
     """
 
     loss: torch.Tensor

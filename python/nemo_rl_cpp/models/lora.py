@@ -53,7 +53,7 @@ class Lora:
         layers: how many the model has.
         dim, alpha, init: as in `lora_cfg`.
         base: what the adapter is for, as PEFT's adapter_config.json says it.
-        value_head: the model is a critic, whose head is trained beside the adapters, whole.
+        value_head: the model is a critic, whose whole head is trained with the adapters.
         base_digest: of the weights that the adapters are for; empty where this process has a slice of them.
     """
 
@@ -70,8 +70,7 @@ class Lora:
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
         """Return the adapters of a section of the configuration; None if all weights are trained. Raise ValueError if
-        no matrix of the model is
-        meant."""
+        no matrix of the model is meant."""
         wanted = config.lora
         if wanted is None:
             return None

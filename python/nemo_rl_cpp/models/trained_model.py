@@ -34,7 +34,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     Scoring,
     without_removed_tokens,
 )
-from nemo_rl_cpp.models.policy.updates import Updates, first_bad_gradient
+from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.weights import Slices, load_weights, named_whole, save_weights
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class TrainedModel(NoOffload):
     Args:
         cluster: one device (`Cluster` of world size 1), which says where the model lies; None: on the CPU.
         config: the section of the configuration that the class names.
-        tokenizer: saved beside the weights.
+        tokenizer: saved with the weights.
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
         total_steps: length of the run, for schedules that decay over the whole of it.
@@ -259,34 +259,29 @@ class TrainedModel(NoOffload):
                 after_first(result)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if not eval_mode:
-                alone = way.alone().forward_backward
-                updates.norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, alone))
+                updates.norms.append(self._step(batch, lr, weight_decay))
             updates.add(result, {"lr": lr, "wd": weight_decay})
         if not eval_mode:
             self.schedule.step()
         return updates
 
-    def _step(
-        self, data: RaggedBatch, rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., object]
-    ) -> float:
-        """Make the optimizer step on the gathered gradients of these rows; return their norm before clipping.
-        `run(data, begin, end)`
-        makes the gradients of some rows again, by this process alone, to find where one is not finite."""
+    def _step(self, data: RaggedBatch, lr: float, weight_decay: float) -> float:
+        """Make the optimizer step on the gathered gradients; return their norm before clipping. `data` is kept if it is
+        not finite."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
             lr=lr, beta1=settings.betas[0], beta2=settings.betas[1], eps=settings.eps, weight_decay=weight_decay,
             max_grad_norm=self.config.effective_max_grad_norm() or 0.0,
         )  # fmt: skip
         if not result.finite:
-            if self.ranks.size > 1:  # the sum lies in shards
-                self.trainer.zero_grad()
-                run(data, *rows)
-            grads = named_whole(self.trained.own, self.trainer.grads)  # of this slice
-            names = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
-            where = first_bad_gradient(self.trainer, data, *rows, run)
+            names: list[str] = []
+            if self.ranks.size == 1:  # else the sum lies in shards
+                grads = named_whole(self.trained.own, self.trainer.grads)
+                names = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
             bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
             error = NonFiniteError(
-                f"{self.section}: the gradient norm is {result.grad_norm}{where}{bad}; the learning rate is {lr:g}; the weights were not updated"
+                f"{self.section}: the gradient norm is {result.grad_norm}{bad}; the learning rate is {lr:g}; the weights "
+                "were not updated"
             )
             raise self._with_replay(error, data) if self.ranks.is_first else error
         return result.grad_norm
@@ -312,10 +307,8 @@ class TrainedModel(NoOffload):
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
     ) -> None:
         """Make `weights_path` a Hugging Face folder (weights, config, generation config, tokenizer), and write into
-        `optimizer_path` what
-        a bit-identical resume needs too: moments, master weights, schedule. Raise NonFiniteError, and write nothing,
-        if a parameter is
-        infinite or NaN."""
+        `optimizer_path` what a bit-identical resume needs too: moments, master weights, schedule. Raise NonFiniteError,
+        and write nothing, if a parameter is infinite or NaN."""
         error, bad = None, self.non_finite_parameters()
         if bad:
             error = NonFiniteError(

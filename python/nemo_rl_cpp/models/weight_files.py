@@ -1,7 +1,4 @@
-"""What a Hugging Face folder's safetensors files hold, and whether that is what a model needs. Works without torch.
-
-Training, evaluation, `generate` and the checks before a run all read weights here.
-"""
+"""Reads a Hugging Face folder's safetensors files, and compares them with what a model needs. Works without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from os.path import isfile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -57,59 +53,35 @@ def weight_files(folder: Path) -> list[Path]:
     Raises ModelFolderError if there are none, the index is damaged, or a file is missing or lies outside the folder.
     """
     folder = Path(folder)
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.is_file():
-        return [_inside(folder, SINGLE_FILE, str(folder))]
-    if single.is_symlink():
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.is_file():
         raise ModelFolderError(
-            f"{single} is a link to {single.readlink()}, which is not there: copy or download the file again"
+            f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read){_other_weights(folder)}"
         )
-    if index.is_file():
-        return _shards(folder, index)
-    raise ModelFolderError(
-        f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read){_other_weights(folder)}"
-    )
-
-
-def _shards(folder: Path, index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not (weight_map and isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())):
         raise ModelFolderError(
             f"{index} has no weight_map that names a file for each tensor: copy or download it again"
         )
     names = sorted(set(weight_map.values()))
-    files = [_inside(folder, name, str(index)) for name in names]
-    absent = [name for name, file in zip(names, files) if not isfile(file)]
-    if absent:
+    for name in names:
+        path = PurePath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+            raise ModelFolderError(f"{index} names the file {name!r}: a file inside the folder was expected")
+    if absent := [name for name in names if not (folder / name).is_file()]:
         raise ModelFolderError(f"{index} names files that are not there: {', '.join(absent)}")
-    return files
-
-
-def _inside(folder: Path, name: str, named_by: str) -> Path:
-    """Return the file of that name. Raise ModelFolderError if that is no file inside the folder. The hub's cache keeps
-    the contents of
-    its `snapshots` in a folder `blobs` next to them, and these count as inside."""
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise ModelFolderError(f"{named_by} names the file {name!r}: a file inside the folder was expected")
-    file = folder / name
-    try:
-        root, real = folder.resolve(), file.resolve()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ModelFolderError(f"{file} cannot be read: {error}") from None
-    blobs = [above.parent.parent / "blobs" for above in (root, *root.parents) if above.parent.name == "snapshots"]
-    if not any(real.is_relative_to(place) for place in (root, *blobs)):
-        raise ModelFolderError(f"{file} is a link to {real}, outside the model folder: copy the file into the folder")
-    return file
+    return [folder / name for name in names]
 
 
 def _other_weights(folder: Path) -> str:
     """Tell what a folder without safetensors holds in their place, and the remedy."""
     if found := sorted(file.name for file in folder.glob("*.safetensors")):
         return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
-    for pattern in ("pytorch_model*.bin", "*.gguf", "consolidated*", "*.pth", "*.pt"):
-        if found := sorted(file.name for file in folder.glob(pattern)):
-            return f"; it holds {found[0]}: load the model with transformers and write it with save_pretrained"
+    others = (file.name for pattern in ("*.bin", "*.gguf", "consolidated*", "*.pt*") for file in folder.glob(pattern))
+    if found := next(others, None):
+        return f"; it holds {found}: load the model with transformers and write it with save_pretrained"
     return ""
 
 
@@ -135,7 +107,13 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
             handle.seek(8)
             header = json.loads(handle.read(length).decode("utf-8"))
         entries = {name: _entry(name, said, 8 + length) for name, said in header.items() if name != "__metadata__"}
-        _check_bytes(entries, 8 + length, size)
+        end = 8 + length
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != end or entry.end < end:
+                raise ValueError(f"{name} begins at byte {entry.begin}, but the tensor before it ends at {end}")
+            end = entry.end
+        if end != size:
+            raise ValueError(f"its tensors end at byte {end}, and the file at {size}")
     except ModelFolderError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
@@ -145,28 +123,9 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
 
 def _entry(name: str, said: Mapping[str, Plain], begins: int) -> TensorEntry:
     dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
-    if not isinstance(dtype, str) or not all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, begin, end)
-    ):
-        raise ValueError(f"its header describes {name} by {str(said)[:80]}")
     if dtype in _BYTES and end - begin != math.prod(shape) * _BYTES[dtype]:
-        raise ValueError(
-            f"its header gives {name} {end - begin} bytes, but {dtype} {shape} takes {math.prod(shape) * _BYTES[dtype]}"
-        )
+        raise ValueError(f"its header gives {name} {end - begin} bytes, but says {dtype} {shape}")
     return TensorEntry(dtype, shape, begins + begin, begins + end)
-
-
-def _check_bytes(entries: Mapping[str, TensorEntry], begins: int, size: int) -> None:
-    """Raise ValueError unless the tensors lie side by side and fill the file."""
-    place = begins
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.end > size:
-            raise ValueError(f"{name} ends at byte {entry.end}, behind the end of the file at {size}")
-        if entry.begin != place or entry.end < entry.begin:
-            raise ValueError(f"{name} begins at byte {entry.begin}, but the tensor before it ends at {place}")
-        place = entry.end
-    if place != size:
-        raise ValueError(f"its tensors end at byte {place}, and the file at {size}")
 
 
 def _damaged(file: Path, error: Exception) -> ModelFolderError:
@@ -219,7 +178,7 @@ def fill_parameters(
 ) -> None:
     """Call put(name, tensor) for every parameter of `shapes` that `tensors` (of `folder`) hold.
 
-    A causal checkpoint may be read into a value model: its head is left out, and score.weight need not be there. Of tied
+    A causal checkpoint may be read into a value model: its head is skipped, and score.weight may be missing. Of tied
     weights either may be there: the head stands for the embedding where that is missing.
 
     Raises:

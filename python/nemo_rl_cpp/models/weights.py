@@ -105,7 +105,7 @@ def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) ->
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     """Fill a native `DecoderModel`, or its slice, from the folder's safetensors files.
 
-    A causal checkpoint may be read into a value model: its head is left out and the scalar head starts at zero (so that
+    A causal checkpoint may be read into a value model: its head is skipped and the scalar head starts at zero (so that
     the first values are 0). Weights in another dtype are converted.
 
     Raises:

@@ -102,8 +102,7 @@ class SentWeights(CheckedWeights, abc.ABC):
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
         """Return the metrics of the last refit: `refit/bytes`, `refit/seconds` (digests included), `refit/gb_per_s`,
-        `refit/version` and
-        `weights/digest`, the policy's own.
+        `refit/version` and `weights/digest`, the policy's own.
 
         Raise RuntimeError if an engine has other weights than the policy afterwards.
         """
@@ -198,10 +197,8 @@ def create_weight_synchronizer(
     version: Callable[[], int] = lambda: 0,
 ) -> WeightSynchronizer:  # fmt: skip
     """Make the synchronizer for an engine of `generation_backend`: on the policy's own weights where `colocated`, else
-    with weights of
-    its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A `VllmGeneration`
-    always has weights
-    of its own.
+    with weights of its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A
+    `VllmGeneration` always has weights of its own.
 
     Raise ValueError for what no synchronizer can bring together.
     """

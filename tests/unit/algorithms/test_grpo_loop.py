@@ -1,12 +1,10 @@
 """The loop with stand-ins for policy and engine: order of the steps, what each gets, what is logged, saved and stopped by."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
-from nemo_rl_cpp.algorithms import algorithm
 from nemo_rl_cpp.algorithms.advantage_estimator import GroupAdvantages
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.loop import GRPOConfig
@@ -245,9 +243,3 @@ def test_advantage_clipping(low, high, expected):
     batch = TrainBatch.of({"input_lengths": torch.tensor([3]), **of_tokens, **of_samples})
     GroupAdvantages(Given(), GRPOConfig(advantage_clip_low=low, advantage_clip_high=high)).add(batch)
     assert batch["advantages"].tolist() == [expected]
-
-
-def test_an_unknown_estimator_is_named():
-    unknown = SimpleNamespace(grpo=SimpleNamespace(adv_estimator=SimpleNamespace(name="gae")), loss_fn=None)
-    with pytest.raises(ValueError, match="adv_estimator.name is 'gae'"):
-        algorithm.grpo_advantages(unknown)

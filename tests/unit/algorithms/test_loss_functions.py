@@ -1,6 +1,5 @@
 """The loss classes: settings, autograd, and the exceptional cases."""
 
-import dataclasses
 import pickle
 
 import pytest
@@ -75,16 +74,10 @@ def test_bad_values_fail_at_the_first_call():
         ClippedPGLossFn(TIS | dict(truncated_importance_sampling_type="other"))
 
 
-def test_settings_come_as_model_mapping_or_object():
-    @dataclasses.dataclass
-    class Settings:
-        ratio_clip_min: float = 0.1
-        use_kl_in_reward: bool = True
-
+def test_settings_come_as_model_or_mapping():
     for settings in (
         ClippedPGLossConfig(ratio_clip_min=0.1, use_kl_in_reward=True),
         {"ratio_clip_min": 0.1, "use_kl_in_reward": True},
-        Settings(),
     ):
         fn = ClippedPGLossFn(settings)
         assert fn.ratio_clip_min == 0.1 and fn.reference_policy_kl_penalty == 0 and fn.ratio_clip_max == 0.2

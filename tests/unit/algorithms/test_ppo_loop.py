@@ -1,12 +1,10 @@
 """PPO's loop with stand-ins for the models: order of the steps, epochs, warm-up, what critic and policy get, what is logged and saved."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
-from nemo_rl_cpp.algorithms import algorithm
 from nemo_rl_cpp.algorithms.step import critic_metrics
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs
 from nemo_rl_cpp.config import load_ppo_config
@@ -220,9 +218,3 @@ def test_checkpoints_hold_both_models(tmp_path):
     assert info["total_steps"] == 2 and info["draw_counter"] == 4
     again = make(tmp_path, "ppo.max_num_steps=2")
     assert again.state.step == 2 and again.log_dir == run.log_dir
-
-
-def test_an_unknown_estimator_is_named():
-    unknown = SimpleNamespace(ppo=SimpleNamespace(adv_estimator=SimpleNamespace(name="grpo")), loss_fn=None)
-    with pytest.raises(ValueError, match="adv_estimator.name is 'grpo'"):
-        algorithm.ppo_advantages(unknown)

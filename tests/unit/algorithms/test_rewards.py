@@ -58,7 +58,7 @@ def test_overlong_counts_the_first_assistant_message_only():
     assert out["total_reward"].tolist() == [0.0]
 
 
-def test_stop_properly_comes_alone_unless_composed(capsys):
+def test_stop_properly_comes_alone_unless_composed():
     make = lambda: {
         "total_reward": torch.tensor([1.0, 1.0, -1.0]),
         "truncated": [False, True, True],
@@ -66,7 +66,6 @@ def test_stop_properly_comes_alone_unless_composed(capsys):
     }  # noqa: E731
     alone = apply_reward_shaping(make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, **DAPO))
     assert alone["total_reward"].tolist() == [1.0, 0.5, -0.5]
-    assert "[WARN]" in capsys.readouterr().out
     both = apply_reward_shaping(
         make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, compose=True, **DAPO)
     )
@@ -75,32 +74,10 @@ def test_stop_properly_comes_alone_unless_composed(capsys):
         1.0,
         -1.0,
     ]
-    assert "[WARN]" not in capsys.readouterr().out
 
 
-def test_shaping_errors():
-    rewards = {"total_reward": torch.ones(1)}
-    assert "unshaped_total_reward" not in apply_reward_shaping(dict(rewards), RewardShapingConfig())
-    with pytest.raises(ValueError, match="overlong_buffer_penalty, max_response_length is not set"):
-        apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, overlong_buffer_length=4))
-    with pytest.raises(AssertionError, match="but it is 2.0"):
-        apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=2.0))
-    with pytest.raises(AssertionError, match="truncated"):
-        apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5))
-    with pytest.raises(AssertionError, match="Assistant response not found"):
-        apply_reward_shaping(rewards | {"message_log": [[]]}, RewardShapingConfig(enabled=True, **DAPO))
-    with pytest.raises(AssertionError, match="2 message logs and 1 rewards"):
-        apply_reward_shaping(rewards | {"message_log": logs(1, 1)}, RewardShapingConfig(enabled=True, **DAPO))
-    with pytest.raises(AssertionError, match="penalty is -1"):
-        apply_reward_shaping(
-            rewards | {"message_log": logs(1)},
-            RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_penalty": -1}),
-        )
-    with pytest.raises(ZeroDivisionError, match="overlong_buffer_length is 0"):
-        apply_reward_shaping(
-            rewards | {"message_log": logs(1)},
-            RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_length": 0}),
-        )
+def test_rewards_stay_where_shaping_is_off():
+    assert "unshaped_total_reward" not in apply_reward_shaping({"total_reward": torch.ones(1)}, RewardShapingConfig())
 
 
 def error_data():

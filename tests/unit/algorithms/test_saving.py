@@ -85,7 +85,7 @@ def test_any_other_error_of_a_save_ends_the_run(tmp_path):
     [
         ("1e38", 1e9, "parameters are not finite, first model.embed_tokens"),
         ("1e30", 1e9, "parameters are not finite, first model.embed_tokens"),
-        ("1e30", 0, r"it comes from sample \d+, token \d+"),
+        ("1e30", 0, "the gradient norm is .*first bad parameters"),
     ],
 )
 def test_weights_that_are_not_finite_are_never_sealed(tmp_path, lr, decay, words):

@@ -9,7 +9,6 @@ from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.algorithms.validation import Validator, reached_target
 from nemo_rl_cpp.api.writing import Writer
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.config.loop import GRPOConfig, PPOConfig
 from nemo_rl_cpp.models.generation import interfaces
 
 TOKENIZER = ByteTokenizer()
@@ -113,23 +112,6 @@ def test_no_interval_for_rewards_outside_0_and_1():
 
     checked = Validator(FakeGeneration(respond=lambda p, k: p), batches(4), TOKENIZER, {"t": Big()}, loop(), policy())
     assert "accuracy_ci95_low" not in checked.run(step=0).metrics
-
-
-def test_no_prompts_is_an_error():
-    with pytest.raises(ValueError, match="gave no prompts"):
-        Validator(FakeGeneration(), [], TOKENIZER, {}, loop(), policy()).run(step=0)
-
-
-def test_errors_name_the_section_in_use():
-    ppo = PPOConfig(stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.9)
-    with pytest.raises(ValueError, match="check data.validation and ppo.max_val_samples"):
-        Validator(FakeGeneration(), [], TOKENIZER, {}, ppo, policy()).run(step=0)
-    with pytest.raises(ValueError, match="^ppo.stop_at_validation_metric='accuracy'"):
-        reached_target({"other": 1.0}, ppo)
-    with pytest.raises(ValueError, match="^grpo.stop_at_validation_metric='accuracy'"):
-        reached_target(
-            {"other": 1.0}, GRPOConfig(stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.9)
-        )
 
 
 def test_early_stop_by_metric():

@@ -58,11 +58,6 @@ def test_blocks_do_not_depend_on_the_number_of_ranks(size):
     assert [block for turn in zip(*in_turns) for block in turn] == one
 
 
-def test_blocks_that_ranks_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="gradient_blocks is 4, which 3 processes cannot share equally"):
-        Ranks(0, 3).blocks(batch([1, 2, 3]), 0, 3, 4)
-
-
 def test_samples_are_trained_where_they_were_generated():
     """Two answers a prompt; the prompts' tokens decide, unless the answers make a block much too long."""
     prompts = batch([6, 6, 2, 2, 5, 5, 3, 3], [0, 0, 1, 1, 2, 2, 3, 3])

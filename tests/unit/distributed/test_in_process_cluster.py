@@ -2,12 +2,6 @@ import pytest
 from nemo_rl_cpp.distributed.cluster import Cluster, check_device
 
 
-@pytest.mark.parametrize("bundles", [[2], [1, 1], [8, 8], [0]])
-def test_more_devices_are_an_error_with_the_keys_to_change(bundles):
-    with pytest.raises(ValueError, match="cluster.gpus_per_node=1 and cluster.num_nodes=1"):
-        Cluster(bundles)
-
-
 @pytest.mark.parametrize(
     "usable, use_gpus, precision, device",
     [(True, True, "bfloat16", "cuda"), (True, True, "float32", "cuda"), (True, True, "float64", "cpu"), (True, False, "float32", "cpu"),

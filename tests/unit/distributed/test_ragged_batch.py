@@ -1,6 +1,5 @@
 """A batch without padding, and the same in NeMo RL's padded layout."""
 
-import pytest
 import torch
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 
@@ -55,12 +54,3 @@ def test_a_copy_has_names_of_its_own():
     other = batch.copy()
     other["reward"], other.tokens["mask"] = torch.zeros(3), torch.zeros(6)
     assert batch["reward"].tolist() == [1, 2, 3] and batch.tokens["mask"].sum() == 4
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [([2, 3], "got \\(3, 4\\) and \\(2,\\)"), ([2, 5, 1], "from 1 to 5; expected 1 to 4"), ([2, 0, 1], "from 0 to 2; expected 1 to 4")],
-)  # fmt: skip
-def test_lengths_that_do_not_fit_are_refused(lengths, message):
-    with pytest.raises(ValueError, match=message):
-        RaggedBatch.of({**padded(), "input_lengths": torch.tensor(lengths)})

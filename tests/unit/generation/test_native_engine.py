@@ -238,36 +238,6 @@ def test_cache_is_allocated_by_need_and_given_back():
         make(kv_cache_gb=2e-6).generate(batch([[3] * 30]))
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"input_lengths": torch.tensor([2, 4])}, "input_lengths"),
-        ({"input_lengths": torch.tensor([0, 2])}, "input_lengths"),
-        ({"input_lengths": torch.tensor([2])}, "input_lengths"),
-        ({"input_ids": torch.tensor([3, 4])}, "input_ids"),
-        ({"input_ids": torch.tensor([[3, 4, 0], [3, VOCABULARY, 0]])}, "vocabulary"),
-        ({"draw_ids": torch.tensor([1])}, "draw_ids"),
-        ({"draw_ids": torch.tensor([-1, 0])}, "draw_ids"),
-        ({"sample_index": [0, 1, 2]}, "sample_index"),
-        ({"stream": "test"}, "stream"),
-        ({"stream": ["train", "val"]}, "stream"),
-        ({"stop_strings": [None]}, "stop_strings"),
-        ({"stop_strings": [None, [""]]}, "empty"),
-    ],
-)
-def test_bad_batches_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        make().generate(batch([[3, 4, 5], [6, 7]]) | change)
-
-
-@pytest.mark.parametrize(
-    "config", [{"temperature": -0.5}, {"top_p": 0}, {"max_batch_size": -1}, {"prefill_chunk_tokens": -1}]
-)
-def test_bad_configurations_are_refused_at_once(config):
-    with pytest.raises(ValueError, match=next(iter(config))):
-        make(**config)
-
-
 def test_an_exception_of_the_model_reaches_the_caller_and_the_engine_lives_on():
     class Lost(Exception):
         pass

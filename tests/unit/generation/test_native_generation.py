@@ -255,8 +255,3 @@ def test_the_engine_reads_the_trainers_storage():
     policy.state_dict()["model.norm.weight"].mul_(0.5)
     assert generation.weight_digest() == policy.weight_digest()
     assert not torch.equal(generation.generate(prompts([8]), greedy=True)["logprobs"], before)
-
-
-def test_an_unknown_stream_is_refused():
-    with pytest.raises(ValueError, match="train, val, eval"):
-        make_policy().create_generation().generate({**prompts([3]), "stream": "test"})

@@ -10,7 +10,6 @@ import time
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
 import vllm_server_stand_in
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
@@ -157,13 +156,6 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_command_that_starts_on
         with pytest.raises(ValueError, match=re.escape(REFUSED[wrong])) as error:
             check_server(client_of(policy), policy)
     assert f"is started like this:\n  {server_command(policy)}" in str(error.value)
-
-
-def test_nobody_listens(model):
-    with vllm_server_stand_in.serving("good", model[True]) as server:
-        policy = policy_of(True, {"server_url": server.url})
-    with pytest.raises(ValueError, match="where no vLLM answers .*nobody listens at this address"):
-        check_server(client_of(policy.config), policy.config)
 
 
 def test_a_server_of_another_model_or_another_extension_is_refused(model, monkeypatch):
@@ -354,15 +346,6 @@ def test_workers_that_do_not_come_are_an_error(by_nccl, monkeypatch):
     with pytest.raises(WorkerLostError, match="did not meet the trainer: rank 0 of 3: meeting"):
         engine.update_weights(policy.state_dict(), 0)
     assert not server.paused
-
-
-def test_nccl_greets_nobody_but_nccl():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="a communicator that is not NCCL's|built without NCCL"):
-            C.nccl_greeting(C.gloo_communicator(dist.group.WORLD.group_name, 5.0), "greeting")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_the_command():

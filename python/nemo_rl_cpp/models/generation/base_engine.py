@@ -57,8 +57,7 @@ class BaseEngine(GenerationInterface):
     """An engine, but for how it answers: by default its weights are in place and it holds nothing between two calls.
 
     What a row yields depends on its prompt, its sampling settings and its random key (seed, stream, draw id, sample)
-    alone. The token
-    or the text that ends a response stays part of it, so that what is trained on is what was sampled.
+    alone. The token or the text that ends a response stays part of it, so that what is trained on is what was sampled.
 
     Args:
         config: section `policy.generation`; a mapping is read as one.
@@ -102,8 +101,7 @@ class BaseEngine(GenerationInterface):
 
     def generate(self, data: Prompts, greedy: bool = False, on_finished: OnFinished | None = None) -> Answer:
         """Return a response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of
-        `GenerationDatumSpec`: a
-        `GenerationOutputSpec`.
+        `GenerationDatumSpec`: a `GenerationOutputSpec`.
 
         `greedy` takes the likeliest token each time and reports log-probabilities at temperature 1 without a filter.
         Rows of the stream "val" use val_temperature, val_top_p and val_top_k where these are set. A prompt that leaves

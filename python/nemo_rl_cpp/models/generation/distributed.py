@@ -1,6 +1,5 @@
-"""Generation in several processes: each engine answers its share of the prompts, from its own trainer's weights, or,
-on workers that train
-nothing, from a copy of the weights that a refit brings.
+"""Generation in several processes: each engine answers its share of the prompts, from its own trainer's weights, or, on
+workers that train nothing, from a copy of the weights that a refit brings.
 
 A response does not depend on which engine gives it: its draws follow from its prompt's number and its own (`draw_ids`,
 `sample_index`), never from the rest of a batch.

@@ -164,9 +164,8 @@ class _Work(ResponseBuffer):
 
 
 def decoder_of(module: nn.Module) -> CachedDecoder | WholeTextDecoder:
-    """Choose a decoder: with a cache where transformers keeps keys and values of attention alone; states of other
-    kinds (Mamba and the like) see
-    padding, so that such texts are computed anew for each token."""
+    """Choose a decoder: with a cache where transformers keeps keys and values of attention alone; states of other kinds
+    (Mamba and the like) see padding, so that such texts are computed anew for each token."""
     return CachedDecoder(module) if _cache(module) is not None else WholeTextDecoder(module)
 
 
@@ -201,9 +200,8 @@ def _cache(module: nn.Module) -> object | None:
 
 
 class CachedDecoder:
-    """A batch of texts that grow by a token at a time. Prompts are padded on the left and computed once each; then
-    each step computes one
-    token a row."""
+    """A batch of texts that grow by a token at a time. Prompts are padded on the left and computed once each; then each
+    step computes one token a row."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._cache = module, _cache(module)

@@ -169,7 +169,7 @@ def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
     """Call `finish_generation` after an error or Ctrl-C; without one, the caller does.
 
     An error of `finish_generation` does not hide the first one, but is a note of it. After Ctrl-C, which may end the program
-    within seconds, it goes on in a thread of its own where it needs longer than a second.
+    within seconds, it continues in another thread where it needs longer than a second.
     """
     try:
         yield

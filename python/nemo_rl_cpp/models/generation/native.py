@@ -103,8 +103,7 @@ class NativeGeneration(BaseEngine):
 
     def plan_with_peers(self, least: Callable[[int], int]) -> None:
         """Give the caches of engines with slices of one model one size, since they must plan the same steps. `least`
-        gives the least
-        of a number over all of them, who make the same calls."""
+        gives the least of a number over all of them, who make the same calls."""
         self._agree = least
         self._limit_cache()
 

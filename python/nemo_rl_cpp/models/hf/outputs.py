@@ -1,6 +1,5 @@
 """What a module of transformers takes of a batch, and what it says of each wanted token: its log-probability, or the
-value of the state
-before it, by a critic's head."""
+value of the state before it, by a critic's head."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,8 +159,7 @@ def outputs_of(
 
 def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
     """Return [b, C, V] in the module's precision, and the column [W] of each wanted token there. The head is computed
-    for the columns that
-    are wanted by some row, where the architecture can leave the others out."""
+    for the columns that are wanted by some row, where the architecture can leave the others out."""
     inputs = _inputs(module, rows)
     if accepts(module, "logits_to_keep") is None:
         return module(**inputs).logits, rows.column
@@ -183,9 +181,8 @@ class _Places(NamedTuple):
 
 
 class _InChunks(torch.autograd.Function):
-    """Log-probabilities of some places of logits, some at a time. For the backward pass nothing but the logits is
-    kept: each chunk is
-    computed again there, so that besides the logits only their gradient is as large as they are."""
+    """Log-probabilities of some places of logits, some at a time. For the backward pass nothing but the logits is kept:
+    each chunk is computed again there, so that besides the logits only their gradient is as large as they are."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor, Tensor]:

@@ -164,10 +164,6 @@ class HfTrainer:
         """AdamW's second moment [n]."""
         return self._both_moments()[1]
 
-    def grads_are_finite(self) -> bool:
-        """Whether no gradient is infinite or NaN."""
-        return all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in self.grads.split(_BLOCK))
-
     def _both_moments(self) -> tuple[Tensor, Tensor]:
         if self._moments is None:
             self._moments = self._zero_moments(self.model.masters)
@@ -221,10 +217,8 @@ class ShardedTrainer(HfTrainer):
     """As `HfTrainer`, whose model is a `ShardedModel`.
 
     A pass gathers weights of all ranks, and ranks have different numbers of micro-batches, some of which have no
-    gradient. So a rank says
-    before each pass what it wants, and takes part in what others want: in a forward pass with two tokens of its own
-    that nobody reads, in a
-    backward pass with a gradient of 0.
+    gradient. So a rank says before each pass what it wants, and takes part in what others want: in a forward pass with
+    two tokens of its own that nobody reads, in a backward pass with a gradient of 0.
     """
 
     model: ShardedModel
@@ -243,8 +237,7 @@ class ShardedTrainer(HfTrainer):
     @contextmanager
     def together(self) -> Iterator[None]:
         """Surround a turn over this rank's micro-batches. It ends when all ranks are through with theirs, or by an
-        error on each of them
-        where one has failed."""
+        error on each of them where one has failed."""
         try:
             yield
             self._agree(NextCollective.END)
@@ -299,10 +292,6 @@ class ShardedTrainer(HfTrainer):
     def grads(self) -> Tensor:
         """float32 [n] of this rank's rows, a copy."""
         return self.model.grads
-
-    def grads_are_finite(self) -> bool:
-        """Whether no gradient on any rank is infinite or NaN. All ranks call it."""
-        return self._ranks.sum(0.0 if super().grads_are_finite() else 1.0) == 0
 
     def _squares(self, grads: Tensor) -> float:
         return self._ranks.sum(super()._squares(grads))

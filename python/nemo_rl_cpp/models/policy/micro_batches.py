@@ -105,9 +105,8 @@ def wanted_tokens(data: RaggedBatch) -> Tensor:
 def plan(
     data: RaggedBatch, wanted: Tensor, rows: Iterable[int], batching: MicroBatching, apart: Tensor | None = None
 ) -> tuple[RowBatch, list[list[int]]]:
-    """Return the native batch and the micro-batches of `rows`, ascending samples; those without a wanted token are
-    left out, and those
-    of `apart` (bool [B]) come last, in micro-batches of their own."""
+    """Return the native batch and the micro-batches of `rows`, ascending samples; those without a wanted token are left
+    out, and those of `apart` (bool [B]) come last, in micro-batches of their own."""
     batch = RowBatch(data, wanted)
     used = (data.by_sample(wanted.int()) > 0).tolist()
     last = [False] * data.size if apart is None else apart.tolist()

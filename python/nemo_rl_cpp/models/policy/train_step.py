@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -142,10 +142,6 @@ class MicroBatchRunner:
     ranks: Ranks = Ranks()
     blocks: int | None = None
     sums: GradientSums = GradientSums()
-
-    def alone(self) -> MicroBatchRunner:
-        """Return the same for this process alone; the slices of a model still work together."""
-        return replace(self, ranks=Ranks(), blocks=None, sums=GradientSums())
 
     @property
     def own_blocks(self) -> int:

@@ -1,20 +1,16 @@
-"""What the optimizer steps of one `train` call came to, of one rank or of all, and where a gradient that is not finite comes from."""
+"""What the optimizer steps of one `train` call came to, of one rank or of all."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Self, TypeVar
 
 import torch
-from torch import Tensor
 
-from nemo_rl_cpp._native import C
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.metrics import extremum
 from nemo_rl_cpp.models.interfaces import TrainingResult
-from nemo_rl_cpp.models.policy.micro_batches import wanted_tokens
-from nemo_rl_cpp.models.policy.train_step import GlobalBatchResult, NonFiniteError
+from nemo_rl_cpp.models.policy.train_step import GlobalBatchResult
 
 Value = TypeVar("Value")
 
@@ -100,36 +96,3 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
                 values = [value / len(global_batches) for value in values]
             collected.setdefault(name, []).extend(values)
     return collected
-
-
-def first_bad_gradient(trainer: C.Trainer, data: RaggedBatch, begin: int, end: int, run: Callable[..., object]) -> str:
-    """Find where a gradient that is not finite comes from: " (it comes from sample 3, token 7)", or "" if no sample alone gives one.
-
-    Samples, then tokens, are tried by halves, `run(data, begin, end)` forward and backward each, since the sum over a batch does
-    not say it. The trainer's gradients are lost.
-    """
-
-    def is_bad(rows: range, mask: Tensor) -> bool:
-        trainer.zero_grad()
-        tried = data.copy()
-        tried.tokens["token_mask"] = mask
-        try:
-            run(tried, rows.start, rows.stop)
-        except NonFiniteError:
-            return True
-        return not trainer.grads_are_finite()
-
-    rows, mask = range(begin, end), data.tokens["token_mask"]
-    if not is_bad(rows, mask):
-        return ""
-    while len(rows) > 1:
-        half = rows[: len(rows) // 2]
-        rows = half if is_bad(half, mask) else rows[len(half) :]
-    start, stop = int(data.offsets[rows.start]), int(data.offsets[rows.stop])
-    tokens = start + wanted_tokens(data)[start:stop].nonzero().flatten()
-    while len(tokens) > 1:
-        half = tokens[: len(tokens) // 2]
-        only = torch.zeros_like(mask)
-        only[half] = mask[half]
-        tokens = half if is_bad(rows, only) else tokens[len(half) :]
-    return f" (it comes from sample {rows.start}, token {int(tokens[0]) - start})" if len(tokens) else ""

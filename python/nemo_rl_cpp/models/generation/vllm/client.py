@@ -15,7 +15,7 @@ _LARGEST_ANSWER = 1 << 28
 
 
 class VllmError(RuntimeError):
-    """vLLM could not do what it was asked; its server goes on."""
+    """vLLM could not do what it was asked; its server still runs."""
 
 
 class ServerStatusError(VllmError):
@@ -58,8 +58,7 @@ class ServerClient:
 
     def stream(self, what: str, path: str, body: object) -> Iterator[dict]:
         """Yield the events of an answer, until the server tells that there are no more. Leaving it early closes the
-        connection, and vLLM gives
-        the request up. Raises as `call`; VllmError for an event that is an error."""
+        connection, and vLLM gives the request up. Raises as `call`; VllmError for an event that is an error."""
         with self._asked(what, "POST", path, body) as response:
             while True:
                 with self._told(what):

@@ -159,7 +159,7 @@ def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
 class StartedServer:
     """vLLM's server in the interpreter `vllm_cfg.python`, with random weights. It ends with this process, however that ends.
 
-    It runs in a session of its own, so that a Ctrl-C in the terminal reaches the trainer alone, and listens on 127.0.0.1.
+    It runs in another session, so that a Ctrl-C in the terminal reaches the trainer alone, and listens on 127.0.0.1.
 
     Args:
         policy: section `policy`.
@@ -256,7 +256,7 @@ def client_of(policy: PolicyConfig) -> ServerClient:
 def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu") -> dict:
     """Return what the server says of itself (`nemo_rl_cpp_vllm.Weights`).
 
-    Raises ValueError if this run cannot use it; the error of one that somebody else has started ends with a command that fits.
+    Raises ValueError if this run cannot use it; the error about one that the user has started ends with a command that fits.
     """
     vllm = policy.generation.vllm_cfg
 

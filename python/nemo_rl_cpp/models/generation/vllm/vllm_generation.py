@@ -1,4 +1,4 @@
-"""Generation by a vLLM server, which the run has started or somebody else, with weights that each refit brings there."""
+"""Generation by a vLLM server, which the run or its user has started; each refit brings the weights there."""
 
 import contextlib
 import time
@@ -68,16 +68,13 @@ class Response:
 class VllmGeneration(BaseEngine):
     """NeMo RL's generation interface on a vLLM server: `policy.generation.vllm_cfg.server_url`, or one that `vllm_cfg.python` runs.
 
-    A server that somebody else has started stays when the run ends, with the last weights, and others may use it, too:
-    their requests
-    end before each refit. vLLM generates nothing before the first `update_weights`. Requests go to vLLM's route of
-    token ids as streams,
-    so that every token is a sign of life, and a response that a stop string has ended is given up there. A sample is
-    drawn by vLLM with
-    a seed made from (seed, stream, draw id, sample, length of the prompt), so that a run that is repeated asks for the same. vLLM's
-    log-probabilities are not those of training to the bit. `generate` raises, besides what `BaseEngine.generate` does,
-    VllmError before
-    the first refit, and WorkerLostError when the server has ended, or has made no token for vllm_cfg.timeout_s.
+    A server that the user has started stays when the run ends, with the last weights. Other clients may use it, too:
+    their requests end before each refit. vLLM generates nothing before the first `update_weights`. Requests go to
+    vLLM's route of token ids as streams, so that every token is a sign of life, and a response that a stop string has
+    ended is given up there. A sample is drawn by vLLM with a seed made from (seed, stream, draw id, sample, length of
+    the prompt), so that a run that is repeated asks for the same. vLLM's log-probabilities are not those of training to
+    the bit. `generate` raises what `BaseEngine.generate` does, VllmError before the first refit, and WorkerLostError
+    when the server has ended, or has made no token for vllm_cfg.timeout_s.
 
     Args:
         policy: whose weights vLLM gets.
@@ -89,7 +86,7 @@ class VllmGeneration(BaseEngine):
     Attributes:
         model_config: config.json of the policy's model.
         weight_version: of the weights that vLLM has; None before the first refit.
-        server: what the run has started; None: somebody else has.
+        server: the one that the run has started, else None.
 
     Raises ValueError for a server that the run cannot use, WorkerLostError for one that does not start.
     """
@@ -224,7 +221,7 @@ class VllmGeneration(BaseEngine):
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> RefitResult:
         """Bring the weights to vLLM, in its own types where they differ; those of `version` from then on.
 
-        Requests of others end first. If it fails before the update begins, the server goes on with its old weights; later it stays
+        Requests of others end first. If it fails before the update begins, the server continues with its old weights; later it stays
         paused, since it has some of the new ones. Raises RuntimeError when what arrived has another digest than what was sent, or a
         parameter of vLLM's model got nothing; vLLM generates nothing then.
         """

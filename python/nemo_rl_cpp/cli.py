@@ -9,6 +9,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("runs:train", "train with GRPO, DAPO, ProRLv2 or PPO, as the configuration says"),
     "eval": ("runs:evaluate", "evaluate a model or a checkpoint"),
     "generate": ("generate:main", "write text with a model or a checkpoint"),
+    "chat": ("chat:main", "talk to a model or a checkpoint"),
     "serve": ("serve:main", "serve a model or a checkpoint over HTTP, as OpenAI and vLLM do"),
     "export": ("export:main", "write a model or a checkpoint as a GGUF file, for llama.cpp, Ollama and LM Studio"),
     "check": ("runs:check", "check a configuration with its overrides, without loading anything else"),

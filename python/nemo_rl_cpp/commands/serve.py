@@ -57,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         "--tinker", metavar="FOLDER", help="serve Tinker's API, and keep its checkpoints in this folder"
     )
     known = parser.parse_args(arguments)
+    if known.api_key is not None and not known.api_key.strip():  # of a variable that is not set, perhaps
+        parser.error("--api-key is empty: give a key, or leave it out")
     if known.tinker is not None:
         from nemo_rl_cpp.tinker.command import serve_tinker
 

@@ -294,7 +294,7 @@ def make_collector(
         else create_weight_synchronizer(
             policy, generation, "native", colocated=engines_of(config) == 0, version=lambda: state.step
         ),
-        "prompts": PromptSource(loader, loop.num_generations_per_prompt, state, config.algorithm),
+        "prompts": PromptSource(loader, loop.num_generations_per_prompt, state),
         "roll_out": partial(
             run_multi_turn_rollout, generation, tokenizer=tokenizer, task_to_env=environments.train,
             max_seq_len=config.policy.max_total_sequence_length, max_rollout_turns=loop.max_rollout_turns,

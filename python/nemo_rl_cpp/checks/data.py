@@ -162,7 +162,7 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
             continue
         try:
             if name == "reward_functions":
-                yield from _check_rewards(config, config.env[name])
+                yield from _check_rewards(config, config.env[name] or {})
             elif name not in ENV_REGISTRY or not environment_target(name).startswith("nemo_rl_cpp."):
                 environment_class(name)
         except LoadingError as error:
@@ -171,9 +171,21 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
 
 def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
     """Import the reward functions. The estimator gdpo takes each function's reward as a part, and its weight once."""
-    functions, key = section.get("functions") or [], "env.reward_functions"
+    if not {"functions"} <= set(section) <= {"functions", "weights", "names", "as_parts"}:
+        raise LoadingError(
+            f"it takes functions, weights, names and as_parts, but has {', '.join(sorted(section)) or 'nothing'}"
+        )
+    functions, key = section["functions"], "env.reward_functions"
     functions = [functions] if isinstance(functions, str) else functions
-    for name in functions if isinstance(functions, list) else []:
+    if not isinstance(functions, list) or not functions:
+        raise LoadingError(f"functions is {functions!r}: expected a list of dotted names, as [my_rewards.right]")
+    for name in ("weights", "names"):
+        given = section.get(name)
+        if given is not None and (not isinstance(given, list) or len(given) != len(functions)):
+            raise LoadingError(
+                f"functions has {len(functions)} names and {name} is {given!r}: one a function is expected"
+            )
+    for name in functions:
         reward_function(name)
     estimator = getattr(getattr(config, "grpo", None), "adv_estimator", None)
     if estimator is None or estimator.name != "gdpo":

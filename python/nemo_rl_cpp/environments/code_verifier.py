@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -14,9 +15,7 @@ from nemo_rl_cpp.environments.sandbox import Limits, Outcome, run_program
 from nemo_rl_cpp.environments.sandbox.inside import BOX
 from nemo_rl_cpp.environments.verifiers import Verdict, VerifierBase, VerifierUseError
 
-_LONGEST_VALUE = (
-    100_000  # characters of a result that are read, by parsers that need 0.2 s and 50 MB for so many at worst
-)
+_LONGEST_VALUE = 100_000  # characters of a result that are parsed, which takes 0.2 s and 50 MB at worst
 _UNCOMPILED = ("SyntaxError: ", "IndentationError: ", "TabError: ", "RecursionError: ", "OverflowError: ")
 
 # Runs the solution, then the checks, and writes what came of them to where nothing that the solution prints goes.
@@ -116,17 +115,12 @@ class CodeTests:
         passed, failure = 0, None
         for stdin, wanted in self.pairs:
             outcome = runner(source, stdin=stdin)
-            if (
-                outcome.exit_code == 0
-                and outcome.stopped is None
-                and _lines(outcome.stdout.decode(errors="replace")) == _lines(wanted)
-            ):
+            printed = _lines(outcome.stdout.decode(errors="replace"))
+            if outcome.exit_code == 0 and outcome.stopped is None and printed == _lines(wanted):
                 passed += 1
             elif failure is None:
                 failure = outcome
-            if outcome.stopped is not None or uncompiled(
-                outcome
-            ):  # what endangers the machine or cannot run is not tried again
+            if outcome.stopped is not None or uncompiled(outcome):  # a program at a limit is not tried again
                 break
         return TestResult(passed, len(self), failure)
 
@@ -156,18 +150,13 @@ def _lines(text: str) -> list[str]:
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
     """Return what the harness wrote; empty dictionaries when it was stopped or has written something else."""
-    nothing: list[CheckResult] = [{}] * count
-    if outcome.exit_code != 0 or outcome.stopped is not None:
-        return nothing
-    try:
-        found = json.loads(outcome.stdout)
-    except (ValueError, RecursionError):
-        return nothing
-    return (
-        found
-        if isinstance(found, list) and len(found) == count and all(isinstance(one, dict) for one in found)
-        else nothing
-    )
+    found = None
+    if outcome.exit_code == 0 and outcome.stopped is None:
+        with suppress(ValueError, RecursionError):
+            found = json.loads(outcome.stdout)
+    if isinstance(found, list) and len(found) == count and all(isinstance(one, dict) for one in found):
+        return found
+    return [{}] * count
 
 
 def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> bool:

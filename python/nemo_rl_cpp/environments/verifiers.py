@@ -242,42 +242,13 @@ _LETTERS = {"A": "أاঅＡ", "B": "بবＢ", "C": "جসＣ", "D": "دডＤ"
 _TO_LATIN = {foreign: latin for latin, others in _LETTERS.items() for foreign in others}
 
 # "answer" with its colon; the first one that is found decides, so longer forms stand before their parts
-_ANSWER_WORDS = [
-    r"Answer\s*:",
-    r"উত্তর\s*:",
-    r"উত্তরঃ",
-    r"उत्तर\s*:",
-    r"Antwort\s*:",
-    r"답변\s*:",
-    r"정답\s*:",
-    r"답\s*:",
-    r"答案\s*[：:]",
-    r"答复\s*[：:]",
-    r"答曰\s*[：:]",
-    r"回答\s*[：:]",
-    r"答え\s*[：:]",
-    r"答\s*[：:]",
-    r"الإجابة النهائية\s*:",
-    r"الإجابة الصحيحة\s*:",
-    r"الإجابة هي\s*:",
-    r"الإجابة\s*:",
-    r"الجواب النهائي\s*:",
-    r"الجواب\s*:",
-    r"إجابة\s*:",
-    r"Respuesta\s*:",
-    r"Risposta\s*:",
-    r"Resposta\s*:",
-    r"Réponse\s*:",
-    r"Jawaban\s*:",
-    r"Jibu\s*:",
-    r"Idahun\s*:",
-    r"Ìdáhùn\s*:",
-    r"Idáhùn\s*:",
-    r"Àmọ̀nà\s*:",
-    r"Àdáhùn\s*:",
-    r"Ànúgọ\s*:",
-    r"Àṣàyàn\s*:",
-]
+_ANSWER_WORDS = (
+    r"Answer\s*:|উত্তর\s*:|উত্তরঃ|उत्तर\s*:|Antwort\s*:|답변\s*:|정답\s*:|답\s*:|答案\s*[：:]|"
+    r"答复\s*[：:]|答曰\s*[：:]|回答\s*[：:]|答え\s*[：:]|答\s*[：:]|الإجابة النهائية\s*:|"
+    r"الإجابة الصحيحة\s*:|الإجابة هي\s*:|الإجابة\s*:|الجواب النهائي\s*:|الجواب\s*:|"
+    r"إجابة\s*:|Respuesta\s*:|Risposta\s*:|Resposta\s*:|Réponse\s*:|Jawaban\s*:|Jibu\s*:|"
+    r"Idahun\s*:|Ìdáhùn\s*:|Idáhùn\s*:|Àmọ̀nà\s*:|Àdáhùn\s*:|Ànúgọ\s*:|Àṣàyàn\s*:"
+).split("|")
 _MULTILINGUAL_PATTERNS = [
     re.compile(f"{word}[ \t]*([A-D]|[{''.join(_TO_LATIN)}])", re.IGNORECASE) for word in _ANSWER_WORDS
 ]

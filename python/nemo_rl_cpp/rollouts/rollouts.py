@@ -6,7 +6,7 @@ environments and people read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metric
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.train_state import TrainState
+    from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 
 
 PASSED_TO_GENERATION = ("draw_ids", "sample_index", "stream")
@@ -417,14 +418,11 @@ class PromptSource:
     """
 
     def __init__(
-        self, loader: Iterable[BatchedDataDict], num_generations: int, state: TrainState, section: str = "grpo"
+        self, loader: StatefulDataLoader | MultipleDataloaderWrapper, num_generations: int, state: TrainState
     ) -> None:
-        """`section` is the training loop's, which messages name."""
-        self.loader, self.section = loader, section
-        self.num_generations = num_generations
+        self.loader, self.num_generations = loader, num_generations
         self._state = state
         self._batches: Iterator[BatchedDataDict] | None = None
-        self._drawn = 0
         self._finished_epochs = 0
 
     def next(self) -> BatchedDataDict:
@@ -440,29 +438,11 @@ class PromptSource:
         return epochs
 
     def _draw(self) -> BatchedDataDict:
-        for _ in range(2):
-            if self._batches is None:
-                self._batches, self._drawn = iter(self.loader), 0
-            epoch = getattr(self.loader, "epoch", None)
-            batch = next(self._batches, None)
-            if batch is None:
-                self._end_epoch()
-                continue
-            self._drawn += 1
-            if self._was_last(epoch):
-                self._end_epoch()
-            return batch
-        raise ValueError(
-            f"the data loader gives no batches: there are fewer prompts than {self.section}.num_prompts_per_step"
-        )
-
-    def _was_last(self, epoch_before: int | None) -> bool:
-        """Whether the batch just drawn ended its epoch. Our loader says so; of another one only the length is known; one
-        without a length is found to have ended at the next draw."""
-        if epoch_before is not None:
-            return self.loader.epoch != epoch_before
-        return hasattr(self.loader, "__len__") and self._drawn >= len(self.loader)
-
-    def _end_epoch(self) -> None:
-        self._batches = None
-        self._finished_epochs += 1
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        epoch = getattr(self.loader, "epoch", None)  # several loaders in turn have no epochs
+        batch = next(self._batches)
+        if getattr(self.loader, "epoch", None) != epoch:
+            self._batches = None
+            self._finished_epochs += 1
+        return batch

@@ -29,7 +29,10 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
     if is_class_name(dataset_name):
-        return import_object(dataset_name, "data set class")
+        found = import_object(dataset_name, "data set class")
+        if not hasattr(found, "set_processor"):
+            raise ValueError(f"data set class {dataset_name!r}: derive it from nemo_rl_cpp.data.datasets.RawDataset")
+        return found
     near = did_you_mean(dataset_name, DATASET_REGISTRY)
     raise ValueError(
         f"data: Unsupported dataset_name={dataset_name!r}{near and f'; {near}'} Known are "

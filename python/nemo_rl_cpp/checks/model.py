@@ -13,6 +13,7 @@ from nemo_rl_cpp.config.fold import fold_text, note_as_said
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.optimizer import adapted_modules, experts_adapted, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
+from nemo_rl_cpp.config.rules_model import balance_wanted
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.errors import Finding
 from nemo_rl_cpp.hub.sources import (
@@ -58,9 +59,9 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         if not use.value_head:  # a critic's tokenizer is never used
             yield from _new(_check_tokenizer(use, folder), said)
     if isinstance(config, TrainMasterConfig):
-        yield from _check_lora("policy", config.policy)
-        if config.has_critic:
-            yield from _check_lora("value", config.value)
+        for section, model in config.trained_models().items():
+            yield from _check_lora(section, model)
+            yield from _check_balance(section, model)
     yield from _check_new_tokens(config)
 
 
@@ -197,6 +198,13 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     if fault is not None:
         name, _, why = fault.partition(" ")
         yield Finding("error", f"{key}.{name}", why)
+
+
+def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
+    """Yield a finding where a native mixture of experts is to be balanced."""
+    sizes = memory.model_sizes(model.model_name, model.hf_config_overrides)
+    if model.backend == "native" and sizes is not None and sizes.experts > 1:
+        yield from (Finding("error", f"{section}.{key}", why) for key, why in balance_wanted(model))
 
 
 def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]:

@@ -256,20 +256,24 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
         report.add(f"{_COLOCATED}.enabled", text, "policy.backend")
 
 
-def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Refuse what no model can do, and what one of transformers cannot."""
-    balancing = {
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_load_balancing_type": "none",
-    }
-    for key, off in balancing.items() if model.megatron_cfg.enabled else ():
+_BALANCE = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_router_load_balancing_type": "none"}
+
+
+def balance_wanted(model: TrainedModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys that ask for balanced experts, each with what is wrong with it."""
+    for key, off in _BALANCE.items() if model.megatron_cfg.enabled else ():
         if (given := getattr(model.megatron_cfg, key, off)) not in (off, None):
             text = f"is {given}, but no loss or bias that balances experts is computed: set it to {off}"
-            report.add(f"{name}.megatron_cfg.{key}", text)
+            yield f"megatron_cfg.{key}", text
+
+
+def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
+    """Refuse what a model of transformers cannot do."""
     if model.backend != "hf":
         return
     _check_installed(model.backend, f"{name}.backend", report)
+    for key, text in balance_wanted(model):
+        report.add(f"{name}.{key}", text, f"{name}.backend")
     for key in ("gradient_blocks", "data_parallel_sharding_strategy", "overlap_grad_reduce"):
         if (given := getattr(model, key)) is not None:
             text = f"is {given}, which is of the native trainer and not of backend hf: set it to null"

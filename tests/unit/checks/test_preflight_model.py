@@ -415,3 +415,27 @@ def test_the_critics_own_folder_is_checked(model, tmp_path):
         )
         == []
     )
+
+
+@pytest.mark.parametrize(
+    "override, sentence",
+    [
+        ("policy.max_total_sequence_length=256", None),
+        ("policy.router_replay.enabled=true", None),
+        ("cluster.device=cuda", "mixtral is a mixture of experts, which the native core computes on the CPU only"),
+        ("policy.hf_config_overrides.output_router_logits=true", "output_router_logits is true, which adds"),
+        ("policy.dtensor_cfg.lora_cfg.enabled=true", "experts, which get no adapters"),
+        (
+            "policy.megatron_cfg.moe_aux_loss_coeff=0.01 policy.megatron_cfg.enabled=true policy.dtensor_cfg.enabled=false",
+            "no loss or bias that balances experts",
+        ),
+    ],
+)
+def test_what_experts_cannot_do_is_said_before_a_run(model, tmp_path, override, sentence):
+    folder = model_folder(tmp_path / "experts", model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
+    found = [
+        finding.message
+        for finding in check(grpo(folder, *(f"++{part}" for part in override.split(" "))))
+        if finding.level == "error"
+    ]
+    assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]

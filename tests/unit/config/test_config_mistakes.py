@@ -123,9 +123,6 @@ BAD_FILES = {
         "grpo:\n  penalize_invalid_tool_call: true", "grpo.penalize_invalid_tool_call", 2, ["grpo.invalid_tool_call_advantage"]),
     "router replay": (
         "policy:\n  model_name: m\n  backend: hf\n  router_replay: {enabled: true}", "policy.router_replay.enabled", 4, ["native"]),
-    "balanced experts": (
-        "policy:\n  model_name: m\n  megatron_cfg: {enabled: true, moe_aux_loss_coeff: 0.01}", "policy.megatron_cfg.moe_aux_loss_coeff", 3,
-        ["no loss or bias"]),
     "weights without gdpo": (
         "grpo:\n  adv_estimator: {reward_weights: [1, 2]}", "grpo.adv_estimator.reward_weights", 2, ["gdpo only"]),
     "gdpo and shaping": (

@@ -1,5 +1,6 @@
 """Slow float64 references of the advantage estimators, sample by sample; they import nothing of the package."""
 
+import itertools
 import math
 
 import numpy as np
@@ -114,6 +115,45 @@ def gae(rewards, values, mask, gamma, lam, lam_value=None, lam_policy=None, alph
     if normalize:
         advantages, degenerate = whiten_unbiased(advantages, mask, eps)
     return np.where(mask != 0, advantages, 0.0), returns, degenerate
+
+
+def opo(groups, rewards, lengths, valid):
+    out = np.zeros(len(rewards))
+    for i in range(len(rewards)):
+        members = [j for j in range(len(rewards)) if groups[j] == groups[i] and valid[j]]
+        total = math.fsum(lengths[j] for j in members)
+        baseline = math.fsum(lengths[j] * rewards[j] for j in members) / total if total else rewards[i]
+        out[i] = rewards[i] - baseline
+    return out
+
+
+def best_of_group(groups, rewards, valid, normalize):
+    """verl's grpo_passk."""
+    out = np.zeros(len(rewards))
+    for group in set(groups):
+        members = [j for j in range(len(rewards)) if groups[j] == group and valid[j]]
+        if len(members) < 2:
+            continue
+        best = max(members, key=lambda j: (rewards[j], -j))
+        gap = rewards[best] - max(rewards[j] for j in members if j != best)
+        spread = np.std([rewards[j] for j in members], ddof=1)
+        out[best] = gap / (spread + 1e-6) if normalize else gap
+    return out
+
+
+def pass_at_k(groups, rewards, valid, k):
+    """By listing every set of k responses: its reward is 1 if one of them is right; a response has the mean of its sets' advantages."""
+    out = np.zeros(len(rewards))
+    for i in range(len(rewards)):
+        members = [j for j in range(len(rewards)) if groups[j] == groups[i] and valid[j]]
+        if i not in members:
+            continue
+        sets = list(itertools.combinations(members, min(k, len(members))))
+        of_sets = [float(any(rewards[j] > 0 for j in chosen)) for chosen in sets]
+        mean, spread = np.mean(of_sets), np.std(of_sets)
+        own = [(r - mean) / spread if spread else 0.0 for r, chosen in zip(of_sets, sets, strict=True) if i in chosen]
+        out[i] = np.mean(own)
+    return out
 
 
 def opd(teacher, student, mask, kl_type="reverse", weight=0.5, cap=10.0, alpha=1.0, centre=False, outcome=None):

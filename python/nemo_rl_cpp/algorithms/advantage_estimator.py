@@ -156,6 +156,94 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         return _on_tokens(combined, mask, offsets)
 
 
+def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (float64 [number of groups] the sums of `values` [B], int64 [B] which of them each sample belongs to)."""
+    _, group = torch.unique(groups, return_inverse=True)
+    sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.to(torch.float64))
+    return sums, group
+
+
+class OPOAdvantageEstimator(_Estimator):
+    """OPO (arXiv:2505.23585): reward - sum_i(length_i reward_i) / sum_i(length_i) over the group, the baseline of least variance where
+    a token's gradient is as large as another's; the same on every token. Lengths count trained tokens."""
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
+        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
+    ) -> Tensor:  # fmt: skip
+        """Return advantages, also of masked positions. Samples with valid_mask 0 do not enter a baseline."""
+        groups, trained = _groups(prompt_ids, group_id), (mask != 0).to(torch.float64)
+        lengths = (
+            trained.sum(1)
+            if offsets is None
+            else torch.stack([part.sum() for part in trained.split(offsets.diff().tolist())])
+        )
+        if valid_mask is not None:
+            lengths = lengths * valid_mask
+        total, group = _sums_of_groups(groups, lengths)
+        weighted, _ = _sums_of_groups(groups, lengths * rewards.to(torch.float64))
+        baseline = (weighted / total)[group]
+        baseline = torch.where(total[group] > 0, baseline, rewards.to(torch.float64))
+        return _on_tokens((rewards - baseline).to(rewards.dtype), mask, offsets)
+
+
+class BestOfGroupAdvantageEstimator(_Estimator):
+    """verl's grpo_passk (arXiv:2503.19595): the best response of a group has its reward less the second best, over the group's std if
+    normalize_rewards; the others 0. Of several best ones the first counts, and has 0."""
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
+        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
+    ) -> Tensor:  # fmt: skip
+        """Return advantages, also of masked positions. Samples with valid_mask 0 are not compared."""
+        groups, advantages = _groups(prompt_ids, group_id), torch.zeros_like(rewards)
+        voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
+        std = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).std
+        for group in torch.unique(groups):
+            rows = ((groups == group) & (voting != 0)).nonzero().flatten()
+            if len(rows) < 2:
+                continue
+            best, second = rewards[rows].sort(descending=True, stable=True).values[:2]
+            gap = best - second
+            row = rows[rewards[rows].argmax()]
+            advantages[row] = gap / (std[row] + 1e-6) if self.config.normalize_rewards else gap
+        return _on_tokens(advantages, mask, offsets)
+
+
+class PassAtKAdvantageEstimator(_Estimator):
+    """Pass@k training (arXiv:2508.10751): a response's mean advantage over all sets of `pass_k` responses of its group, of which one
+    is rewarded if any of its members is right (reward above 0).
+
+    With N responses, W of them wrong, and p = 1 - C(W, k) / C(N, k), a right one has (1 - p) / sd and a wrong one
+    (1 - p - C(W - 1, k - 1) / C(N - 1, k - 1)) / sd, where sd = sqrt(p (1 - p)).
+    """
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
+        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
+    ) -> Tensor:  # fmt: skip
+        """Return advantages, also of masked positions. Samples with valid_mask 0 are in no set."""
+        groups, is_right = _groups(prompt_ids, group_id), rewards > 0
+        voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
+        totals, group = _sums_of_groups(groups, voting)
+        rights, _ = _sums_of_groups(groups, voting * is_right)
+        pairs = [self._of_group(int(n), int(n - c)) for n, c in zip(totals.tolist(), rights.tolist(), strict=True)]
+        of_groups = torch.tensor(pairs, dtype=rewards.dtype)
+        return _on_tokens(of_groups[group, (~is_right).long()], mask, offsets)
+
+    def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
+        """Return the advantages of a right and of a wrong response."""
+        k = min(self.config.pass_k, total)
+        if k == 0:
+            return 0.0, 0.0
+        passed = 1.0 - math.comb(wrong, k) / math.comb(total, k)
+        sd = math.sqrt(passed * (1.0 - passed))
+        if sd == 0.0:
+            return 0.0, 0.0
+        lost = math.comb(wrong - 1, k - 1) / math.comb(total - 1, k - 1) if wrong else 0.0
+        return (1.0 - passed) / sd, (1.0 - passed - lost) / sd
+
+
 class ReinforcePlusPlusAdvantageEstimator(_Estimator):
     """Reward less the group's mean (if minus_baseline) and less the KL penalty of the token (if use_kl_in_reward),
     whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""

@@ -34,6 +34,9 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "reinforce_plus_plus": _estimator("ReinforcePlusPlusAdvantageEstimator", "grpo"),
         "gae": _estimator("GeneralizedAdvantageEstimator", "ppo"),
         "raw_reward": _estimator("RawRewardAdvantageEstimator", "ppo"),
+        "opo": _estimator("OPOAdvantageEstimator", "grpo"),
+        "grpo_passk": _estimator("BestOfGroupAdvantageEstimator", "grpo"),
+        "pass_at_k": _estimator("PassAtKAdvantageEstimator", "grpo"),
         "opd": _estimator("OPDAdvantageEstimator", "grpo"),
     },
 )
@@ -317,11 +320,12 @@ class AdvEstimatorConfig(Section):
     name: GRPOEstimator = key(
         "grpo",
         "grpo: reward minus the group's mean; gdpo: the same for each part of the reward, then the weighted sum is whitened; "
-        "reinforce_plus_plus: whitened over the batch's tokens; opd: what the teachers of on_policy_distillation say of each token; or a class "
+        "reinforce_plus_plus: whitened over the batch's tokens; opo: minus the group's mean, weighted by length; grpo_passk: the best of a "
+        "group over the second best; pass_at_k: what a response adds to the chance that one of pass_k is right; opd: what the teachers of on_policy_distillation say of each token; or a class "
         "or function of yours, as my_module.MyEstimator",
     )
     kwargs: dict[str, object] = key({}, "keyword arguments of an estimator of yours")
-    normalize_rewards: bool = key(True, "grpo, gdpo: divide by the group's standard deviation")
+    normalize_rewards: bool = key(True, "grpo, gdpo, grpo_passk: divide by the group's standard deviation")
     use_leave_one_out_baseline: bool = key(
         True, "grpo, gdpo: a sample's baseline is the mean reward of the other samples of its group"
     )
@@ -329,6 +333,7 @@ class AdvEstimatorConfig(Section):
         None, "gdpo: a factor for each part of the reward, in the order of the parts' names; null: 1 each"
     )
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the group's mean first")
+    pass_k: Positive = key(4, "pass_at_k: how many responses of a group are tried together, one of which must be right")
     proximal_teacher_alpha: Real = key(
         1.0,
         "opd: share of the teacher in the mixture with the student that is compared with the student (TROPD)",

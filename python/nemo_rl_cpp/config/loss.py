@@ -108,6 +108,10 @@ class ClippedPGLossConfig(Section):
             if given not in (value, type(self).model_fields[field].default):
                 raise ValueError(f"{field} is {given}, but the loss {name} needs {value}: leave it out")
             self.__dict__[field] = value
+        if name == "vespo" and self.truncated_importance_sampling_type is not None:
+            raise ValueError(
+                "truncated_importance_sampling_type does not go with the loss vespo, whose own weights hold large ratios back: leave it out"
+            )
         if name == "nll" and self.use_importance_sampling_correction:
             raise ValueError(
                 "use_importance_sampling_correction does not go with the loss nll, whose answers nobody sampled"

@@ -156,6 +156,10 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
     for name in [name for name, given in changed.items() if given and estimator.name == "gdpo"]:
         text = "changes the total reward, but adv_estimator.name gdpo reads the parts of the reward; switch it off"
         report.add(f"grpo.{name}", text, "grpo.adv_estimator.name")
+    group = loop.num_generations_per_prompt
+    if estimator.name == "pass_at_k" and estimator.pass_k >= group:
+        text = f"is {estimator.pass_k}, but a group has {group} responses: sets that hold them all do not differ; take fewer"
+        report.add("grpo.adv_estimator.pass_k", text, "grpo.num_generations_per_prompt")
     if estimator.name != "reinforce_plus_plus" and not estimator.minus_baseline:
         _not_read(report, "grpo.adv_estimator.minus_baseline", f"adv_estimator.name {estimator.name}")
 

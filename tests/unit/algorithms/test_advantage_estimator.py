@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import (
@@ -13,7 +14,9 @@ from nemo_rl_cpp.algorithms.advantage_estimator import (
 )
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.loop import GRPOConfig
+from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 from nemo_rl_cpp.rollouts.batches import TrainBatch
+from reference import advantages as slow
 from reference import losses_torch
 
 LOSS = ClippedPGLossConfig()
@@ -117,6 +120,42 @@ def test_raw_reward_and_opd():
     ).tolist() == [[1.0, 0.0]]
     with pytest.raises(ValueError, match="teacher_logprobs"):
         opd.compute_advantage(None, None, mask, prev_logprobs=student)
+
+
+@pytest.mark.parametrize("cases", [100, pytest.param(3400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["opo", "grpo_passk", "pass_at_k"])
+def test_drawn_groups_equal_the_slow_references(name, cases):
+    rng = np.random.default_rng(len(name))
+    for case in range(cases):
+        size, k, normalize = int(rng.integers(1, 9)), int(rng.integers(1, 5)), bool(rng.random() < 0.5)
+        groups, lengths = rng.integers(0, 3, size), rng.integers(0, 6, size)
+        rewards = (
+            rng.choice([0.0, 1.0], size) if rng.random() < 0.5 else np.float32(rng.normal(0, 1, size)).astype(float)
+        )
+        valid = (rng.random(size) < 0.8).astype(float)
+        mask = (np.arange(6)[None] < lengths[:, None]).astype(float)
+        given = dict(valid_mask=torch.tensor(valid), group_id=torch.tensor(groups))
+        if case % 50 == 0 or case == 0:
+            made = {}
+        key = (k, normalize)
+        if key not in made:
+            made[key] = make(name, AdvEstimatorConfig(pass_k=k, normalize_rewards=normalize))
+        found = made[key].compute_advantage(None, torch.tensor(rewards), torch.tensor(mask), **given)
+        expected = {
+            "opo": lambda: slow.opo(groups, rewards, lengths, valid),
+            "grpo_passk": lambda: slow.best_of_group(groups, rewards, valid, normalize),
+            "pass_at_k": lambda: slow.pass_at_k(groups, rewards, valid, k),
+        }[name]()
+        shown = valid != 0  # the others are not trained
+        np.testing.assert_allclose(found[:, 0].numpy()[shown], expected[shown], rtol=1e-6, atol=1e-9)
+        ragged = made[key].compute_advantage(
+            None,
+            torch.tensor(rewards),
+            torch.ones(int(lengths.sum())),
+            offsets=offsets_of(torch.tensor(lengths)),
+            **given,
+        )
+        torch.testing.assert_close(ragged, found[:, 0].repeat_interleave(torch.tensor(lengths)), rtol=0, atol=0)
 
 
 def test_degenerate_whitening_is_counted():

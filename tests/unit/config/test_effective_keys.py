@@ -51,6 +51,7 @@ ONLY_GRPO = [
     SEVERAL,
     ("grpo.adv_estimator.name=reinforce_plus_plus", "policy.dtensor_cfg.lora_cfg.enabled=true"),
     ("grpo.adv_estimator.name=gdpo",),
+    ("grpo.adv_estimator.name=pass_at_k", "grpo.adv_estimator.pass_k=2"),
     ("grpo.adv_estimator.name=opd", "grpo.adv_estimator.outcome_advantage_weight=0.5", "grpo.adv_estimator.proximal_teacher_alpha=0.5",
      "on_policy_distillation={{enabled:true,teacher_model_by_agent_name:{{x:tiny-random}},default_teacher_alias:x}}"),
     ("grpo.adv_estimator.name=recipes.own_loss.Centred", "grpo.adv_estimator.kwargs={{power:2}}",

@@ -40,6 +40,16 @@ def test_dr_grpo_divides_by_the_longest_answer():
     [
         (["loss_fn.name=dapo", "loss_fn.token_level_loss=false"], "token_level_loss is False"),
         (["loss_fn.name=sapo", "loss_fn.use_cispo=true"], "use_cispo"),
+        (
+            [
+                "loss_fn.name=vespo",
+                "loss_fn.use_importance_sampling_correction=true",
+                "loss_fn.truncated_importance_sampling_type=tis",
+                "loss_fn.truncated_importance_sampling_ratio=2.0",
+            ],
+            "does not go with the loss vespo",
+        ),
+        (["grpo.adv_estimator.name=pass_at_k", "grpo.adv_estimator.pass_k=8"], "sets that hold them all do not differ"),
         (["loss_fn.name=luspo", "loss_fn.loss_agg_mode=token-mean"], "loss_agg_mode is token-mean"),
         (["loss_fn.name=sapo", "loss_fn.sapo_temperature_pos=0"], "sapo_temperature_pos"),
     ],

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def machine_memory() -> float | None:
-    """Bytes of memory that this process may use: the machine's, or its control group's if that is less. None: not known."""
+    """Return how many bytes this process may use: the machine's memory, or its control group's if that is less."""
     try:
         amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     except (ValueError, OSError):
@@ -40,7 +40,7 @@ def machine_memory() -> float | None:
 
 
 def swap_memory() -> float:
-    """Bytes of this machine's swap; 0 where the system does not say."""
+    """Return the bytes of this machine's swap; 0 where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -69,7 +69,7 @@ class ModelSizes:
     """q, k, v and gate, up are one matrix each"""
 
     def as_config(self) -> dict[str, object]:
-        """The sizes under the names of config.json."""
+        """Return the sizes under the names of config.json."""
         own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors")
         sizes = {name: value for name, value in asdict(self).items() if name not in own}
         if self.experts > 1:
@@ -82,7 +82,7 @@ class ModelSizes:
         return sizes
 
     def slice(self, count: int) -> ModelSizes:
-        """Of one of so many slices (tensor parallelism)."""
+        """Return the sizes of one of so many slices (tensor parallelism)."""
         return replace(
             self,
             intermediate_size=self.intermediate_size // count,
@@ -132,7 +132,7 @@ _VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|cod
 
 
 def known_model(name: str) -> KnownModel | None:
-    """The model of a hub name, with or without its owner; variants such as -Instruct have the same sizes. None: not known."""
+    """Return the model of a hub name, with or without its owner; variants such as -Instruct have the same sizes."""
     owner, _, short = name.lower().rpartition("/")
     short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
     while short:
@@ -152,13 +152,13 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
-    """Float32 logits of `chunk` tokens (`policy.logprob_chunk_size`), and three arrays of their size that a backward pass makes
-    (models/hf/outputs.py)."""
+    """Return the bytes of float32 logits of `chunk` tokens (`policy.logprob_chunk_size`), and of the three arrays of their
+    size that a backward pass makes (models/hf/outputs.py)."""
     return 16.0 * min(tokens * vocab_size, _CHUNK if chunk is None else chunk * vocab_size)
 
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """What config.json says about experts, by the names of `ModelSizes`; empty where there are none."""
+    """Return what config.json says about experts, by the names of `ModelSizes`; empty where there are none."""
     count = next((value for name in _EXPERTS if is_count(value := known.get(name))), None)
     if count is None:
         return {}
@@ -172,20 +172,23 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value of config.json is a whole number above 0."""
+    """Return whether a value of config.json is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def tape_bytes(sizes: ModelSizes, width: int) -> int:
-    """Of a token in a layer what torch keeps for the backward pass: the input of each norm, its normed form and its result; queries, keys,
-    values and the attention's result, twice; gate, its activation, up and their product. Norms of bfloat16 are computed in float32."""
+    """Return what torch keeps of a token in a layer for the backward pass.
+
+    The input of each norm, its normed form and its result; queries, keys, values and the attention's result, twice;
+    gate, its activation, up and their product. Norms of bfloat16 are computed in float32.
+    """
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     norms = 6 * sizes.hidden_size * width + (0 if width == 4 else 2 * sizes.hidden_size * 4)
     return norms + (3 * query + 2 * key_value + 4 * sizes.experts_per_token * sizes.intermediate_size) * width
 
 
 def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
-    """Bytes of gradients that one of so many processes holds while it adds its blocks along the tree."""
+    """Return the bytes of gradients that one of so many processes holds while it adds its blocks along the tree."""
     blocks = model.gradient_blocks or processes
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
     if processes == 1 or not model.shards_gradients:
@@ -210,8 +213,10 @@ class Phase:
 
 
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
-    """Sizes from the model folder's config.json and the overrides; None when the folder is not on this machine, or its file
-    cannot be read or says nothing sensible (which other checks report)."""
+    """Return the sizes from the model folder's config.json and the overrides.
+
+    None where the folder is not on this machine, or its file cannot be read or lacks sizes (which other checks report).
+    """
     known: dict[str, object] = {}
     if (Path(model_name).expanduser() / "config.json").is_file():
         try:
@@ -237,8 +242,8 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
-    """The configuration, or, where its models are not on this machine but popular, a copy whose hf_config_overrides hold their
-    sizes, for a forecast before anything is downloaded."""
+    """Return the configuration; where its models are not on this machine but known, a copy with their sizes in
+    hf_config_overrides, for a forecast before anything is downloaded."""
     changed: dict[str, object] = {}
     for name, model in config.trained_models().items():
         known = known_model(model.model_name)
@@ -249,8 +254,8 @@ def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
 
 
 def generation_bytes(model: PolicyConfig) -> float | None:
-    """Bytes of the weights that text alone needs: those in the precision of the run, and the copy for fast decoding. None where
-    the sizes are not known."""
+    """Return the bytes of the weights that generation needs: those in the precision of the run, and the copy for fast
+    decoding. None where the sizes are not known."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return None
@@ -258,93 +263,81 @@ def generation_bytes(model: PolicyConfig) -> float | None:
 
 
 def forecast(config: TrainMasterConfig) -> list[Phase] | None:
-    """Phases with their peak memory in bytes, or None when the model's sizes are not known on this machine.
+    """Return the phases with their peak memory in bytes, or None where the model's sizes are not known on this machine.
 
-    An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top. Of several processes it is
-    the sum: each has the weights (with tensor parallelism a slice of them), its gradients and its micro-batch; masters and optimizer
-    are shared out among them, of a model of transformers weights and gradients too, which are gathered to be computed with. Engines with
-    workers of their own have their weights twice: those in use, and those that a refit brings.
+    An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top. Of several
+    processes it is the sum: each has the weights (with tensor parallelism a slice of them), its gradients and its
+    micro-batch; master weights and optimizer are shared out among them, of a model of transformers weights and
+    gradients too, which are gathered to be computed with.
     """
-    policy, count = config.policy, max(trainers_of(config), 1)
+    policy, critic = config.policy, config.value if config.has_critic else None
     whole = model_sizes(policy.model_name, policy.hf_config_overrides)
     if whole is None:
         return None
+    count, engines = max(trainers_of(config), 1), engines_of(config)
     slices = {"policy": policy.tensor_parallel(count)}
     sizes = whole.slice(slices["policy"])
-    width, critic = _width(policy), config.value if config.has_critic else None
-    shared = _shared_parts(policy, critic)
     resting = _resting(policy, sizes.parameters, "policy", sizes, count)
-    value = None
-    if config.has_critic:
-        slices["value"] = config.value.tensor_parallel(count)
-        value = model_sizes(config.value.model_name, config.value.hf_config_overrides) or whole
-        value = value.slice(slices["value"])
-        resting += _resting(config.value, value.backbone_parameters, "value", value, count)
+    once = list(_ONCE) + (["policy weights", "policy gradients", "reference weights"] if policy.backend == "hf" else [])
+    if critic is not None:
+        slices["value"] = critic.tensor_parallel(count)
+        value = (model_sizes(critic.model_name, critic.hf_config_overrides) or whole).slice(slices["value"])
+        resting += _resting(critic, value.backbone_parameters, "value", value, count)
+        once += ["value weights", "value gradients"] if critic.backend == "hf" else []
     if config.loss_fn.reference_policy_kl_penalty and policy.lora is None:
-        kept = width if policy.backend == "native" or count == 1 else 4
+        kept = _width(policy) if policy.backend == "native" or count == 1 else 4
         resting += (("reference weights", sizes.parameters * kept),)
-    taught = {name: model_sizes(name, None) for name in config.teachers.values()}
-    resting += tuple(
-        ("teacher weights", size.slice(slices["policy"]).parameters * width)
-        for size in taught.values()
-        if size is not None
-    )
-    engines = engines_of(config)
-    apart = _engines(policy, whole, engines)
+    for teacher in dict.fromkeys(config.teachers.values()):
+        if (taught := model_sizes(teacher, None)) is not None:
+            resting += (("teacher weights", taught.slice(slices["policy"]).parameters * _width(policy)),)
     if config.cluster.device == "cpu" and not engines:
         resting += _packed_weights(policy, sizes)
 
-    def processes_with(part: str) -> int:
-        if not part.endswith(_ONCE) and part not in shared:
-            return count
-        return slices["value" if part.startswith("value") else "policy"]
-
     rollouts = config.loop.prompts_per_round * config.loop.num_generations_per_prompt
-
-    def phase(name: str, *parts: tuple[str, float]) -> Phase:
-        own = tuple((part, size * processes_with(part)) for part, size in (*resting, *parts))
-        return Phase(name, own + apart)
-
-    phases = [
-        phase(
-            "generation",
-            ("KV cache", _kv_cache(policy, sizes, rollouts)),
-            ("logits", min(policy.generation.max_batch_size or rollouts, rollouts) * whole.vocab_size * 4.0),
+    sequences = min(policy.generation.max_batch_size or rollouts, rollouts)
+    trained = _trained(policy, sizes.parameters, sizes)
+    computed = _gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count)
+    table = {
+        "generation": (
+            ("KV cache", _kv_cache(policy, sizes, sequences)),
+            ("logits", sequences * whole.vocab_size * 4.0),
             *_gathered(policy, sizes.parameters, count),
         ),
-        phase(
-            "log-probabilities",
-            (
-                "activations",
-                _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers
-                + _expert_rows(policy, sizes, "logprob"),
-            ),
+        "log-probabilities": (
+            ("activations", _layer_bytes(policy, sizes, "logprob") + _expert_rows(policy, sizes, "logprob")),
             _head(policy, sizes, "logprob"),
-            *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
+            *computed,
         ),
-        phase(
-            "policy training",
-            (
-                "policy gradients",
-                gradient_bytes(policy, sizes, _trained(policy, sizes.parameters, sizes), count // slices["policy"]),
-            ),
+        "policy training": (
+            ("policy gradients", gradient_bytes(policy, sizes, trained, count // slices["policy"])),
             ("activations", _activations(policy, sizes)),
             _head(policy, sizes, "train"),
-            *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
+            *computed,
         ),
-    ]
+    }
     if config.algorithm == "sft":
-        phases = phases[2:]
-    if value is not None:
-        trained = _trained(config.value, value.backbone_parameters, value)
-        gradients = gradient_bytes(config.value, value, trained, count // slices["value"])
-        activations = _activations(config.value, value)
-        phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
-    return phases
+        table = {"policy training": table["policy training"]}
+    if critic is not None:
+        trained = _trained(critic, value.backbone_parameters, value)
+        table["value training"] = (
+            ("value gradients", gradient_bytes(critic, value, trained, count // slices["value"])),
+            ("activations", _activations(critic, value)),
+        )
+
+    def in_all(part: str, size: float) -> tuple[str, float]:
+        shared = part.endswith(tuple(once))
+        return part, size * (slices["value" if part.startswith("value") else "policy"] if shared else count)
+
+    apart = _engines(policy, whole, engines)
+    return [Phase(name, tuple(in_all(*part) for part in (*resting, *parts)) + apart) for name, parts in table.items()]
+
+
+_ONCE = ("master weights", "optimizer", "KV cache", "logits")
+"""Parts that several processes share out among them, once for each slice of a model; every process has the others."""
 
 
 def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple[str, float], ...]:
-    """What engines in workers of their own hold at all times: weights, and room for those of the next refit."""
+    """Return what engines in workers of their own hold at all times: weights, and room for those of the next refit."""
     if count == 0:
         return ()
     weights = float(sizes.parameters * _width(policy) * count)
@@ -353,19 +346,11 @@ def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple
     return (("engines' weights", weights), ("engines' next weights", weights), *last, *packed)
 
 
-_ONCE = ("master weights", "optimizer", "KV cache", "logits")
-"""Parts that several processes share out among them, once for each slice of a model; each of the others is there in every process."""
-
-
-def _shared_parts(policy: PolicyConfig, critic: TrainedModelConfig | None) -> tuple[str, ...]:
-    """Of models of transformers FSDP2 shares out weights and gradients too."""
-    found = ("policy weights", "policy gradients", "reference weights") if policy.backend == "hf" else ()
-    return (*found, "value weights", "value gradients") if critic is not None and critic.backend == "hf" else found
-
-
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
-    """Bytes of one checkpoint: weights, and with save_optimizer the master weights and AdamW's moments, of every trained
-    model. None when the model's sizes are not known on this machine."""
+    """Return the bytes of one checkpoint; None where a model's sizes are not known on this machine.
+
+    Of every trained model the weights, and with save_optimizer the master weights and AdamW's moments.
+    """
     total = 0.0
     for name, model in config.trained_models().items():
         sizes = model_sizes(model.model_name, model.hf_config_overrides)
@@ -385,22 +370,22 @@ def _width(model: TrainedModelConfig) -> int:
 
 
 def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> int:
-    """How many numbers the optimizer changes: all parameters, or those of the adapters."""
+    """Return how many numbers the optimizer changes: all parameters, or those of the adapters."""
     return parameters if model.lora is None else adapter_sizes(model.lora, sizes).trained
 
 
 def _resting(
     model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
 ) -> tuple[tuple[str, float], ...]:
-    """What stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two moments. With adapters: weights,
-    those without adapters once more, adapters (fp32, and once in the model's precision), and the adapters' moments."""
-    if model.backend == "hf" and processes > 1:  # FSDP2 keeps the masters alone
-        return (f"{name} weights", parameters * 4.0), (
-            f"{name} optimizer",
-            parameters * model.effective_optimizer().moment_bytes,
-        )
+    """Return what stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two moments.
+
+    With adapters: weights, those without adapters once more, adapters (fp32, and once in the model's precision), and
+    the adapters' moments.
+    """
     width, masters = _width(model), ()
-    if model.lora is not None:
+    if model.backend == "hf" and processes > 1:
+        width = 4  # FSDP2 keeps the master weights alone
+    elif model.lora is not None:
         trained, kept = adapter_sizes(model.lora, sizes)
         masters = ((f"{name} frozen weights", float(kept * width)), (f"{name} adapters", trained * (4.0 + width)))
     elif model.precision == "bfloat16":
@@ -409,10 +394,9 @@ def _resting(
     return ((f"{name} weights", float(parameters * width)), *masters, (f"{name} optimizer", moments))
 
 
-def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, rollouts: int) -> float:
-    """Keys and values of all sequences at once, or the budget if that is less."""
+def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
+    """Return the bytes of keys and values of all sequences at once, or the budget if that is less."""
     generation: GenerationConfig = policy.generation
-    sequences = min(generation.max_batch_size or rollouts, rollouts)
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
     a_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
     full = float(sequences * length * a_token)
@@ -420,7 +404,7 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, rollouts: int) -> float:
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """The copy that steps of few texts read, once made: 12 bits a weight and room for patches (csrc/kernels/packed_weights.h)."""
+    """Return the copy that decoding of few texts reads: 12 bits a weight and patches (csrc/kernels/packed_weights.h)."""
     if policy.backend == "hf" or policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
         return ()
     return (("packed weights", sizes.parameters * (1.5 + 1 / 16)),)
@@ -434,21 +418,18 @@ def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
     return samples * model.max_total_sequence_length
 
 
-def _layer_tokens(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Bytes that the backward pass needs of all layers for one micro-batch: what each product and norm read."""
+def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
+    """Return what the backward pass needs of one layer for one micro-batch: what each product and norm read."""
+    tokens, width = _micro_batch_tokens(model, kind), _width(model)
     if model.backend == "hf":
-        return float(_micro_batch_tokens(model, kind) * sizes.num_hidden_layers * tape_bytes(sizes, _width(model)))
-    heads = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads + sizes.num_attention_heads) * sizes.head_dim
-    a_layer = (
-        4 * sizes.hidden_size
-        + heads
-        + 3 * (sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size)
-    )
-    return float(_micro_batch_tokens(model, kind) * sizes.num_hidden_layers * a_layer * _width(model))
+        return float(tokens * tape_bytes(sizes, width))
+    heads = 2 * (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
+    columns = sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size
+    return float(tokens * (4 * sizes.hidden_size + heads + 3 * columns) * width)
 
 
 def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Bytes of what a layer of experts brings together by expert: inputs, results and their gradients (csrc/model/experts.cpp)."""
+    """Return the bytes that experts of a layer sort: inputs, results and gradients (csrc/model/experts.cpp)."""
     if sizes.experts == 1 or model.backend == "hf":
         return 0.0
     a_token = sizes.experts_per_token * (4 * sizes.hidden_size + 4 * sizes.intermediate_size)
@@ -456,43 +437,35 @@ def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
 
 
 def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
-    full, rows = _layer_tokens(model, sizes, "train"), _expert_rows(model, sizes, "train")
+    layer, rows = _layer_bytes(model, sizes, "train"), _expert_rows(model, sizes, "train")
     if not model.activation_checkpointing:
-        return full + rows
+        return layer * sizes.num_hidden_layers + rows
     inputs = float(_micro_batch_tokens(model, "train") * sizes.num_hidden_layers * sizes.hidden_size * _width(model))
-    return inputs + full / sizes.num_hidden_layers + rows  # the layers' inputs, and one layer recomputed
+    return inputs + layer + rows  # the layers' inputs, and one layer recomputed
 
 
 def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:
-    """What the language-model head takes of a micro-batch."""
+    """Return what the language-model head takes of a micro-batch."""
     if policy.backend == "hf":
-        tokens = _micro_batch_tokens(policy, kind)
-        copies = 2 if kind == "train" else 1  # with their gradient
+        tokens, copies = _micro_batch_tokens(policy, kind), 2 if kind == "train" else 1  # with their gradient
         logits = float(copies * tokens * sizes.vocab_size * _width(policy))
         return "logits of a micro-batch", logits + chunk_bytes(tokens, sizes.vocab_size, policy.logprob_chunk_size)
-    if kind == "train":
-        return "logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)
-    return "logits chunk", _filtered_logits(policy)
+    generation = policy.generation
+    # whole rows of logits exist where top-k or top-p is applied to them (csrc/model/vocabulary_head.cpp: kRowLogits)
+    filtered = 2.0**26 if (generation.top_k or 0) > 0 or (generation.top_p or 1.0) < 1 else 0.0
+    if kind != "train":
+        return "logits chunk", filtered
+    # the logits of some rows wait for their loss (there: kFusedRows, kFusedLogits)
+    return "logits chunk", 2 * filtered or min(1024, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
 
 
 def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
-    """Weights that each process has gathered from all of them: of the layer under way and of the embeddings, or all for generation."""
+    """Return the weights that each process has gathered: of the layer at work and embeddings, or all for generation."""
     return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 
-def _filtered_logits(policy: PolicyConfig) -> float:
-    """Whole rows of logits exist where top-k or top-p is applied to them (csrc/model/vocabulary_head.cpp: kRowLogits)."""
-    generation = policy.generation
-    return 2.0**26 if (generation.top_k or 0) > 0 or (generation.top_p or 1.0) < 1 else 0.0
-
-
-def _fused_logits(sizes: ModelSizes) -> float:
-    """The logits of some rows wait for their loss (there: kFusedRows, kFusedLogits)."""
-    return min(1024, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
-
-
 def forecast_summary(config: WholeConfig) -> str | None:
-    """The forecast's peak against this machine's memory, in a few words; None for an evaluation."""
+    """Return the forecast's peak against this machine's memory, in a few words; None for an evaluation."""
     if not config.trained_models():
         return None
     config = with_known_sizes(config)
@@ -513,7 +486,7 @@ def forecast_summary(config: WholeConfig) -> str | None:
 
 
 def certain_bytes(config: TrainMasterConfig) -> float | None:
-    """What a run cannot do without: weights, master weights, gradients and AdamW's moments; None where sizes are not known."""
+    """Return the bytes of weights, master weights, gradients and AdamW's moments; None where sizes are not known."""
     phases = forecast(config)
     if phases is None:
         return None
@@ -524,7 +497,7 @@ def certain_bytes(config: TrainMasterConfig) -> float | None:
 
 
 def fit_text(config: TrainMasterConfig) -> str:
-    """Whether the forecast fits into the memory of this machine, in words; what to change where it does not."""
+    """Return in words whether the forecast fits into this machine's memory, and what to change where it does not."""
     if config.cluster.device != "cpu":
         return "of the GPU's memory, which is not looked at here"
     amount = machine_memory()
@@ -544,7 +517,7 @@ def fit_text(config: TrainMasterConfig) -> str:
 
 
 def fits(config: TrainMasterConfig) -> bool | None:
-    """Whether the forecast's peak is below this machine's memory; None where one of the two is not known."""
+    """Return whether the forecast's peak is below this machine's memory; None where one of the two is not known."""
     phases, amount = forecast(config), machine_memory()
     if phases is None or amount is None or config.cluster.device != "cpu":
         return None
@@ -555,13 +528,13 @@ _BYTES_OF_TRAINING = 18  # a weight in bfloat16, its float32 master, gradient an
 
 
 def _parameters_by_name(model_name: str) -> float | None:
-    """Billions of parameters that a name such as Llama-3.1-8B-Instruct says; of 30B-A3B the 30, of which all are trained."""
+    """Return the billions of parameters in a name such as Llama-3.1-8B-Instruct; of 30B-A3B the 30: all are trained."""
     found = re.findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
     return max(map(float, found), default=None)
 
 
 def forecast_text(config: TrainMasterConfig) -> str:
-    """The forecast as a table for the terminal."""
+    """Return the forecast as a table for the terminal."""
     config = with_known_sizes(config)
     phases = forecast(config)
     if phases is None:
@@ -591,7 +564,7 @@ def forecast_text(config: TrainMasterConfig) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes in the unit that suits them: "1.8 GB", "300 kB"."""
+    """Return bytes in the unit that suits them: "1.8 GB", "300 kB"."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

@@ -43,11 +43,9 @@ def test_the_given_path_wins_and_names_alone_are_no_match(tmp_path, monkeypatch)
         TaskDataSpec(system_prompt_file=tmp_path / "none.txt")
 
 
-def test_specification_defaults_and_unsupported_fields():
+def test_specification_takes_defaults():
     spec, default = TaskDataSpec("t"), TaskDataSpec()
     default.prompt, default.system_prompt = "p", "s"
     spec.system_prompt = "own"
     spec.copy_defaults(default)
     assert (spec.prompt, spec.system_prompt) == ("p", "own")
-    with pytest.raises(ValueError, match="num_frames"):
-        TaskDataSpec(num_frames=3)

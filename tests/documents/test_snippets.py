@@ -11,11 +11,9 @@ import pytest
 import tiny
 from documents.snippets import KINDS, NEEDS, ROOT, SHOWN, Command, Snippet, all_snippets, commands, lines_of, snippets
 from nemo_rl_cpp import cli
-from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
-from nemo_rl_cpp.config.loader import kind_of
+from nemo_rl_cpp.config.loader import LOADERS, kind_of
 
 SNIPPETS = all_snippets()
-LOADERS = {"grpo": load_grpo_config, "ppo": load_ppo_config, "eval": load_eval_config}
 DEFAULTS = {"run_ppo": "ppo_math_1B.yaml", "run_eval": "evals/eval.yaml", "eval": "evals/eval.yaml"}
 RUN = ("run", "file", "check", "loads")
 

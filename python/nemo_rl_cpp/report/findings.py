@@ -76,13 +76,16 @@ def cause_of_no_signal(h: MetricHistory) -> str | None:
 
 
 def _loop(h: MetricHistory) -> str:
-    return "ppo" if h.setting("ppo.num_prompts_per_step") is not None else "grpo"
+    for name, key in (("ppo", "num_prompts_per_step"), ("distillation", "max_num_steps"), ("sft", "max_num_steps")):
+        if h.setting(f"{name}.{key}") is not None:
+            return name
+    return "grpo"
 
 
 def _compares_groups(h: MetricHistory) -> bool:
-    """Whether advantages compare responses to one prompt. A critic judges each response alone, and so do some estimators
-    that take one response a prompt."""
-    if _loop(h) == "ppo":
+    """Whether advantages compare responses to one prompt. A critic or a teacher judges each response alone, and so do some
+    estimators that take one response a prompt."""
+    if _loop(h) != "grpo" or h.setting("grpo.adv_estimator.name") == "opd":
         return False
     return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
 

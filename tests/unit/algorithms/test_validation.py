@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.algorithms.validation import Validator, reached_target
-from nemo_rl_cpp.api.writing import Writer
+from nemo_rl_cpp.api.model import TextWriter
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.models.generation import interfaces
 
@@ -146,7 +146,9 @@ class Watched(FakeGeneration):
 
 
 def asked(engine):
-    return Writer(engine, TOKENIZER, "the limit").write("1", True, 1, None, {})
+    writer = TextWriter()
+    writer.generation, writer.tokenizer, writer.limit_name = engine, TOKENIZER, "the limit"
+    return writer.generate("1", True)
 
 
 @pytest.mark.parametrize("use", [lambda engine: validator(engine).run(step=0), asked], ids=["validation", "writer"])

@@ -90,6 +90,7 @@ class Routes:
         await asyncio.wait({asyncio.wrap_future(future)}, timeout=_POLL_SECONDS)
         if not future.done():
             return _json(types.TryAgainResponse(request_id=request_id, queue_state="active"))
+        self.service.worker.was_retrieved(request_id)
         error = future.exception()
         if error is not None:
             category = (

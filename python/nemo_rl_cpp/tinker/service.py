@@ -74,11 +74,11 @@ class Service:
         self.sessions.setdefault(session_id, Session()).seen = time.monotonic()
 
     def end_session(self, session_id: str) -> None:
-        """Forget a session's models and samplers; their checkpoints stay."""
+        """Forget a session's models, samplers and results; its checkpoints stay."""
         self.sessions.pop(session_id, None)
-        for kept in (self.models, self.samplers):
-            for name in [name for name in kept if name.startswith(f"{session_id}:")]:
-                del kept[name]
+        for kept in (self.models, self.samplers, self.worker.futures):
+            for name in [name for name in list(kept) if name.startswith(f"{session_id}:")]:
+                kept.pop(name, None)
 
     # ---- models
 
@@ -337,10 +337,10 @@ class Service:
         if not 1 <= count <= _MOST_SAMPLES:
             raise UserError(f"num_samples is {count}, expected 1 to {_MOST_SAMPLES}")
         sampler, request_id = self.sampler(name), f"{name}:{request.seq_id}"
-        self.worker.submit(request_id, lambda: self._do_sample(sampler, request, request_id), is_short=True)
+        self.worker.submit(request_id, lambda future: self._do_sample(sampler, request, future), is_short=True)
         return request_id, [f"{request_id}:{k}" for k in range(count)]
 
-    def _do_sample(self, sampler: Sampler, request: types.SampleRequest, request_id: str) -> None:
+    def _do_sample(self, sampler: Sampler, request: types.SampleRequest, future: Future) -> None:
         for unknown in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
             if getattr(request, unknown):
                 raise UserError(f"{unknown} is not here: leave it out")
@@ -357,10 +357,10 @@ class Service:
             logprobs[: -request.prompt_logprobs_last_n] = torch.nan
         likeliest = adapted.likeliest_of_prompt(sampler.adapter, prompt, k) if k > 0 else None
 
+        is_plain = params.temperature == 1 and params.top_p == 1 and params.top_k <= 0
+
         def finish(samples: list[Sampled]) -> Result:
-            if (
-                params.temperature != 1 or params.top_p != 1 or params.top_k > 0
-            ):  # the model's own, as training has them
+            if not is_plain:  # the log-probabilities are the model's own, as training has them
                 for sample in samples:
                     scored = adapted.prompt_logprobs(sampler.adapter, prompt + sample.tokens)
                     sample.logprobs = scored[len(prompt) :].tolist()
@@ -368,11 +368,12 @@ class Service:
                 samples, (STOP_TOKEN, STOP_STRING), logprobs, likeliest, request.topk_sample_logprobs
             )
 
-        answers = Answers(self.worker.futures[request_id], finish, [Sampled() for _ in range(request.num_samples)])
+        answers = Answers(future, finish, [Sampled() for _ in range(request.num_samples)])
         ends = [] if params.stop == [] else self.base.end_token_ids
         sampler.submit(
-            answers, prompt, rule=rule, max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room), stop_token_ids=[*ends, *stops[0]],
-            stop_strings=stops[1], num_likeliest=request.topk_sample_logprobs, **_draw(params.seed, request_id),
+            answers, prompt, rule=rule, max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_token_ids=[*ends, *stops[0]], stop_strings=stops[1], num_likeliest=request.topk_sample_logprobs,
+            **_draw(params.seed, f"{request.sampling_session_id}:{request.seq_id}"),
         )  # fmt: skip
         self.worker.join_in(sampler)
 

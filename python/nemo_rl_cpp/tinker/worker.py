@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,14 +21,17 @@ Result = bytes | dict
 """An answer: a protobuf message, or JSON."""
 _SLICE_SECONDS = 0.25  # that a sampler computes while others wait
 _GAP_SECONDS = 60.0  # for a request whose predecessor has not come
-_MOST_RESULTS = 4096  # that are kept for a client that asks for them again
+_MOST_RETRIEVED = 256  # results that are kept for a client that asks for them again
 
 
 @dataclass(eq=False)
 class Job:
-    """Something to do in the thread, and who hears of it. `is_short`: a sampler's turn ends for it."""
+    """Something to do in the thread, and who hears of it.
 
-    run: Callable[[], Result | None]
+    `is_short`: a request for samples. A sampler's turn ends for it, it is given the future, and the sampler sets the result.
+    """
+
+    run: Callable[..., Result | None]
     future: Future
     is_short: bool = False
     since: float = field(default_factory=time.monotonic)
@@ -59,6 +62,13 @@ class Answers:
     future: Future
     finish: Callable[[list[Sampled]], Result]
     samples: list[Sampled]
+
+    def complete(self) -> None:
+        """Give the result."""
+        try:
+            self.future.set_result(self.finish(self.samples))
+        except Exception as error:  # noqa: BLE001 - the client's to hear
+            self.future.set_exception(error)
 
 
 @dataclass
@@ -123,7 +133,7 @@ class Sampler:
             if reason:
                 del self._running[number]
                 if all(each.reason for each in answers.samples):
-                    answers.future.set_result(answers.finish(answers.samples))
+                    answers.complete()
         if not self._running:
             self._engine.release_cache()
 
@@ -134,7 +144,8 @@ class Worker:
     gap_seconds = _GAP_SECONDS
 
     def __init__(self) -> None:
-        self.futures: OrderedDict[str, Future] = OrderedDict()
+        self.futures: dict[str, Future] = {}
+        self._retrieved: deque[str] = deque()
         self._changed = threading.Condition()
         self._ready: deque[Job] = deque()
         self._busy: list[Sampler] = []
@@ -145,7 +156,7 @@ class Worker:
 
     # ---- from any thread
 
-    def submit(self, request_id: str, run: Callable[[], Result | None], *, is_short: bool = False) -> Future:
+    def submit(self, request_id: str, run: Callable[..., Result | None], *, is_short: bool = False) -> Future:
         """Run something once. Its future is found by `request_id`; a request that comes again gets the same one."""
         with self._changed:
             known = self.futures.get(request_id)
@@ -179,6 +190,12 @@ class Worker:
         if sampler not in self._busy:
             self._busy.append(sampler)
 
+    def was_retrieved(self, request_id: str) -> None:
+        """Note that a client has a result: it is kept for a while."""
+        self._retrieved.append(request_id)
+        if len(self._retrieved) > _MOST_RETRIEVED:
+            self.futures.pop(self._retrieved.popleft(), None)
+
     def shut_down(self) -> None:
         """End the thread after its present job."""
         with self._changed:
@@ -192,9 +209,6 @@ class Worker:
 
     def _future(self, request_id: str) -> Future:
         future = self.futures[request_id] = Future()
-        for old in list(self.futures)[: max(len(self.futures) - _MOST_RESULTS, 0)]:
-            if self.futures[old].done():
-                del self.futures[old]
         return future
 
     def _enqueue(self, job: Job) -> Future:
@@ -222,13 +236,13 @@ class Worker:
         if not job.future.set_running_or_notify_cancel():
             return
         try:
-            result = job.run()
+            result = job.run(job.future) if job.is_short else job.run()
         except Exception as error:  # noqa: BLE001 - the client's to hear
             if not isinstance(error, ValueError):
                 traceback.print_exception(error)
             job.future.set_exception(error)
             return
-        if result is not None or not job.is_short:  # else the sampler gives it
+        if not job.is_short:
             job.future.set_result(result)
 
     def _let_sample(self) -> None:

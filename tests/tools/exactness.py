@@ -24,11 +24,16 @@ WAYS = {"all weights": (), "LoRA": ("policy.dtensor_cfg.lora_cfg.enabled=true", 
 
 
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
-    """Return the largest token_mult_prob_error and the largest gap of log-probabilities of a run."""
+    """Return the largest token_mult_prob_error and the largest gap of log-probabilities of a run. Experts get no adapters."""
+    attention = (
+        "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
+        "policy.dtensor_cfg.lora_cfg.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+    )
+    more = attention if way == "LoRA" and SUPPORTED_ARCHITECTURES[family].experts else ()
     with tempfile.TemporaryDirectory() as folder:
         config = load_grpo_config(
             "grpo_tiny.yaml",
-            [*SMALL, *WAYS[way], f"++policy.hf_config_overrides.model_type={family}", f"policy.precision={precision}",
+            [*SMALL, *WAYS[way], *more, f"++policy.hf_config_overrides.model_type={family}", f"policy.precision={precision}",
              f"cluster.device={device}", f"logger.log_dir={folder}/logs"],
         )  # fmt: skip
         with build_run(config) as run:

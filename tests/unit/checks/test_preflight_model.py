@@ -339,7 +339,7 @@ def resumed(model, tmp_path, saved_keys, *overrides):
 
     (tmp_path / "step_1/policy/weights").mkdir(parents=True)
     (tmp_path / "step_1/policy/weights/config.json").write_text(json.dumps(CONFIG | saved_keys))
-    fields = dict.fromkeys(Saved._fields) | {"path": tmp_path / "step_1", "identity": {}, "config": None}
+    fields = dict.fromkeys(Saved._fields) | {"path": tmp_path / "step_1", "config": None}
     return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
 
 

@@ -54,7 +54,9 @@ class OnPolicyDistillationConfig(Section):
     full: FullDistillationConfig | None = section(FullDistillationConfig, "the whole vocabulary (not supported)")
 
     def models(self) -> dict[str, str]:
-        """Return the models, by the tasks that they teach."""
+        """Return the models, by the tasks that they teach; none where teachers are switched off."""
+        if not self.enabled:
+            return {}
         return {task: absolute_folder(name) for task, name in self.teacher_model_by_agent_name.items()}
 
     @property

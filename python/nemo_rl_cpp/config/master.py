@@ -179,7 +179,7 @@ class GRPOMasterConfig(TrainMasterConfig):
     @property
     def teachers(self) -> dict[str, str]:
         teaching, key = self.on_policy_distillation, "on_policy_distillation.teacher_model_by_agent_name"
-        if teaching is None or not teaching.enabled:
+        if teaching is None:
             return {}
         return {f"{key}.{name}": model for name, model in teaching.models().items()}
 

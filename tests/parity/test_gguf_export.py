@@ -37,12 +37,11 @@ REFUSED = {
     "olmo2_gelu": "the activation gelu_tanh",
     "olmo3": "a model of type olmo3 is not written as GGUF",
     "olmoe": "a model of type olmoe is not written as GGUF",
-    **{name: "a model of type mixtral is not written as GGUF" for name in ("mixtral", "mixtral_window")},
-    **{name: "a model of type qwen2_moe is not written" for name in ("qwen2_moe", "qwen2_moe_sparse_step")},
-    **{
-        name: "a model of type qwen3_moe is not written"
-        for name in ("qwen3_moe", "qwen3_moe_dense_layer", "qwen3_moe_window")
-    },
+    **dict.fromkeys(("mixtral", "mixtral_window"), "a model of type mixtral is not written as GGUF"),
+    **dict.fromkeys(("qwen2_moe", "qwen2_moe_sparse_step"), "a model of type qwen2_moe is not written"),
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_moe_dense_layer", "qwen3_moe_window"), "a model of type qwen3_moe is not written"
+    ),
 }
 WRITTEN = sorted(models.configurations().keys() - REFUSED.keys())
 PROMPT = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -1,4 +1,4 @@
-"""Configuration of runs: YAML with inheritance, overrides and interpolation, checked against a schema. No torch."""
+"""The configuration of runs: YAML with inheritance, overrides and interpolation, checked against a schema. No torch."""
 
 from nemo_rl_cpp.files.prompt_files import find_prompt
 

@@ -1,4 +1,4 @@
-"""Turns values into plain ones for JSON files, and Python values into those of a configuration."""
+"""Convert configuration values to plain data for JSON files, and Python values to configuration values."""
 
 import math
 import os
@@ -26,16 +26,17 @@ def to_plain(value: object) -> Plain: ...
 
 
 def to_plain(value: object) -> Plain:
-    """A copy made of dicts, lists, strings, numbers, booleans and None only (paths, enums and arrays are converted).
+    """Return a copy made of dicts, lists, strings, numbers, booleans and None only. Paths, enums and arrays are
+    converted.
 
-    Non-finite floats stay floats; see `to_json` for their spelling in files.
+    Non-finite floats stay floats; `to_json` turns them into strings.
     """
-    if isinstance(value, Enum):  # also one that is a str or an int
+    if isinstance(value, Enum):  # includes StrEnum and IntEnum
         return to_plain(value.value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
-        return str(value)  # of a class derived from it the text
+        return str(value)  # turns a subclass of str into a plain str
     if hasattr(value, "model_dump"):
         return to_plain(value.model_dump(by_alias=True))
     if isinstance(value, Mapping):
@@ -50,7 +51,7 @@ def to_plain(value: object) -> Plain:
 
 
 def as_written(config: object) -> Any:
-    """Return sections as dictionaries with only the keys that were written; copy mappings and lists."""
+    """Return sections as dictionaries that hold only the keys given explicitly; copy mappings and lists."""
     if isinstance(config, BaseModel):
         config = config.model_dump(exclude_unset=True, by_alias=False)
     if isinstance(config, Mapping):
@@ -59,22 +60,21 @@ def as_written(config: object) -> Any:
 
 
 def to_json(value: object) -> Plain:
-    """Return `to_plain`, with non-finite floats as the strings "nan", "inf" and "-inf", since JSON has no other
-    spelling."""
+    """Return `to_plain(value)` with non-finite floats as "nan", "inf" and "-inf", which JSON cannot represent."""
     return mapped(
         to_plain(value), lambda leaf: repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
     )
 
 
 def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
-    """Return a copy of plain data with `leaf(value)` for every value in it."""
+    """Return a copy of plain data with every leaf `value` replaced by `leaf(value)`."""
     if isinstance(node, dict):
         return {key: mapped(item, leaf) for key, item in node.items()}
     return [mapped(item, leaf) for item in node] if isinstance(node, list) else leaf(node)
 
 
 def as_number(value: object) -> float | None:
-    """Return `value` as a float, also from the strings that `to_json` writes; None for anything else."""
+    """Return `value` as a float, including the strings that `to_json` writes; None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
@@ -83,8 +83,8 @@ def as_number(value: object) -> float | None:
 
 
 def written(config: BaseModel | Mapping[str, object]) -> dict[str, Plain]:
-    """Return a configuration as plain data for files: values of environment variables are `${oc.env:NAME}` again, and
-    values whose key names a secret are `***`."""
+    """Return a configuration as plain data for files. Values that came from environment variables become
+    `${oc.env:NAME}` again, and values whose key names a secret become `***`."""
     texts: dict[str, str] = getattr(config, "environment_texts", {})
 
     def shown(value: Plain) -> Plain:
@@ -111,9 +111,9 @@ def redact(value: Plain) -> Plain:
 
 
 def plain(value: object) -> object:
-    """Return `value` with tuples and arrays as lists, paths as texts and scalars of numpy and torch as Python's.
+    """Return `value` with tuples and arrays as lists, paths as strings, and NumPy and torch scalars as Python numbers.
 
-    Raise ConfigError for a mapping with a key that is no text.
+    Raise ConfigError for a mapping with a key that is not a string.
     """
     if isinstance(value, Enum):
         return plain(value.value)
@@ -129,7 +129,7 @@ def plain(value: object) -> object:
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a mapping with every value as by `plain`."""
+    """Return a mapping with `plain` applied to every value."""
     wrong = next((key for key in values if not isinstance(key, str)), None)
     if wrong is not None:
         text = f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"

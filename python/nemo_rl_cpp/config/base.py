@@ -1,4 +1,4 @@
-"""What every section of the configuration shares: its keys and their marks, values given in Python, number types."""
+"""The base of all configuration sections: keys and their marks, values given in Python, number types."""
 
 import tomllib
 import types
@@ -19,8 +19,8 @@ from .errors import ConfigError, Problem, Report, dotted_key, sentence, shown, u
 
 
 class _Made(type(BaseModel)):  # type: ignore[misc]
-    """`Section(key=value)` raises one ConfigError for all mistakes: types, unknown keys, what is not supported; of a whole
-    configuration the rules that tie keys together, too. What the loader reads is not made through here."""
+    """Makes `Section(key=value)` raise one ConfigError with all mistakes: types, unknown keys, unsupported values, and
+    for a whole configuration the rules between keys. The loader does not create sections this way."""
 
     def __call__(cls, *given: object, **values: object) -> Any:
         name = cls.__name__
@@ -42,16 +42,16 @@ class _Made(type(BaseModel)):  # type: ignore[misc]
 
 
 class Section(BaseModel, metaclass=_Made):
-    """One mapping of the configuration, read as `section.key` or, as in NeMo RL's scripts, `section["key"]`.
+    """A mapping of the configuration, read as `section.key` or, as in NeMo RL's scripts, `section["key"]`.
 
-    Unknown keys are errors. A key marked by `only` takes no value but the listed ones, because the feature behind it is
-    not supported; a key marked by `no_effect` is known and makes no difference here. Those of NeMo RL stand in idle_keys.toml,
-    by the name of the section's class. Made in Python or assigned to, a
-    section holds the values that it was given: a text is not read as a number, nor a number as a text. Raises ConfigError.
+    Unknown keys are errors. A key marked by `only` accepts only the listed values, because its feature is not
+    supported. A key marked by `no_effect` is accepted and ignored. NeMo RL's ignored keys are listed in idle_keys.toml
+    by the section's class name. A section created or assigned to in Python keeps the values as given: a string is not
+    read as a number, nor a number as a string. Raises ConfigError.
     """
 
     model_config = ConfigDict(
-        strict=True,  # the loader asks for less: texts of ${oc.env:...} are numbers there
+        strict=True,  # the loader is not strict: strings of ${oc.env:...} may be numbers
         validate_assignment=True,
         extra="forbid",
         populate_by_name=True,
@@ -67,7 +67,7 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: object) -> None:
-        """Add the keys of idle_keys.toml for this class and those that it derives from, behind its own."""
+        """Append the keys that idle_keys.toml lists for this class and its base classes to the keys of the class."""
         for base in reversed(cls.__mro__):
             for name, info in _idle_keys(base.__name__).items():
                 if base is cls or name not in cls.model_fields:
@@ -75,13 +75,13 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Return every dotted key, those of the sections within included."""
+        """Return every dotted key, including the keys of nested sections."""
         return own_keys(cls)
 
     @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
-        """Return whether a key that the schema does not know may be added: in a free mapping, or a section that takes
-        any keys."""
+        """Return whether keys unknown to the schema are allowed here: inside a free-form mapping, or in a section that
+        accepts any key."""
         name, _, rest = dotted.partition(".")
         info = dict(fields_of(cls)).get(name)
         if info is None or not rest:
@@ -91,11 +91,11 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def aliases(cls) -> tuple[tuple[str, str], ...]:
-        """Return (another spelling, key) of this section and of those within it."""
+        """Return (alternative spelling, key) for this section and its nested sections."""
         return _aliases_of(cls)
 
     def check_all(self, report: Report) -> None:
-        """Check what the types leave open, of a section made in Python."""
+        """Report what the types do not check, for a section created in Python."""
         check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:
@@ -103,7 +103,7 @@ class Section(BaseModel, metaclass=_Made):
         return (self.model_extra or {})[key] if name is None else getattr(self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name.startswith("_"):  # of the program, not of the file
+        if name.startswith("_"):  # private state, not a key
             super().__setattr__(name, value)
         else:
             _assign(self, super().__setattr__, name, value)
@@ -201,17 +201,17 @@ def key(default: object, doc: str, **options: Any) -> Any:
 
 
 def section(model: type[Section], doc: str) -> Any:
-    """Declare a section that is filled with its defaults when the file leaves it out."""
+    """Declare a section that is filled with its defaults if the file leaves it out."""
     return Field(default_factory=model, description=doc)
 
 
 def only(*allowed: object, why: str, **options: Any) -> Any:
-    """Declare a key of an unsupported feature: the first of `allowed` is the default, any other value is an error."""
+    """Declare a key of an unsupported feature: the first of `allowed` is the default, and other values are errors."""
     return key(allowed[0], why, json_schema_extra={"only": list(allowed), "why": why}, **options)
 
 
 def no_effect(default: object, why: str = "makes no difference here", **options: Any) -> Any:
-    """Declare a key of NeMo RL that is accepted with any value of its type."""
+    """Declare a NeMo RL key that is accepted with any value of its type and ignored."""
     return key(default, why, json_schema_extra={"no_effect": True}, **options)
 
 
@@ -234,11 +234,11 @@ def _idle_key(
     return FieldInfo.from_annotated_attribute(kinds, field)
 
 
-# ---- the keys of a section, as pydantic holds them
+# ---- the keys of a section, from pydantic's fields
 
 
 def section_type(annotation: object) -> type[Section] | None:
-    """Return the section that a field holds: `Section`, `Section | None`, or `Section | list[Section]`."""
+    """Return the section class in an annotation: `Section`, `Section | None`, or `Section | list[Section]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
@@ -249,7 +249,7 @@ def section_type(annotation: object) -> type[Section] | None:
 
 
 def fields_of(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (name as in YAML, field info) of a section."""
+    """Yield (name as in YAML, field info) for each key of a section."""
     for name, info in model.model_fields.items():
         yield info.alias or name, info
 
@@ -264,7 +264,7 @@ def section_at(model: type[Section], dotted: str) -> type[Section] | None:
 
 
 def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (dotted key, field info) of a section and of those within it."""
+    """Yield (dotted key, field info) for each key of a section and of its nested sections."""
     for name, info in fields_of(model):
         yield f"{prefix}{name}", info
         if (inner := section_type(info.annotation)) is not None:
@@ -273,12 +273,12 @@ def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 @cache
 def own_keys(model: type[Section]) -> frozenset[str]:
-    """Return every dotted key of a section, those of its sections included."""
+    """Return every dotted key of a section, including the keys of nested sections."""
     return frozenset(key for key, _ in dotted_fields(model))
 
 
 def forget_keys() -> None:
-    """Clear the cache of `own_keys`, after a section got a key."""
+    """Clear the cache of `own_keys`. Call this after adding a key to a section."""
     own_keys.cache_clear()
 
 
@@ -288,7 +288,7 @@ def mark_of(info: FieldInfo) -> Mapping[str, object]:
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
-    """Return the overrides, with `++` before each plain one that changes a free mapping or a key in it."""
+    """Return the overrides, with `++` put before each plain override of a free-form mapping or of a key in one."""
     free = free_mappings(model)
 
     def added(override: str) -> str:
@@ -301,8 +301,8 @@ def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
 
 @cache
 def free_mappings(model: type[Section]) -> frozenset[str]:
-    """Return the dotted keys of mappings that take any key, so that an override needs no `+`. Not `env`, whose sections
-    are checked."""
+    """Return the dotted keys of mappings that accept any key, so that an override needs no `+`. `env` is excluded,
+    because its sections are checked."""
     return frozenset(key for key, info in dotted_fields(model) if _is_mapping(info.annotation) and key != "env")
 
 
@@ -335,7 +335,7 @@ def _assign(section: Section, set_value: Callable[[str, object], None], name: st
 
 
 def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
-    """Return what pydantic found, in sentences."""
+    """Return pydantic's errors as Problems with readable sentences."""
     found = []
     for error in failure.errors(include_url=False):
         key = dotted_key(error["loc"])
@@ -344,7 +344,7 @@ def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
 
 
 def check_marks(section: Section, prefix: str, report: Report) -> None:
-    """Report keys of unsupported features that are not at the value that switches the feature off."""
+    """Report keys of unsupported features whose value does not switch the feature off."""
     if section.is_switched and not section.enabled:
         return
     for name, info in type(section).model_fields.items():
@@ -363,7 +363,7 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
 
 
 def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -> dict[str, object]:
-    """Move keys with the guides' other names (`Section.spellings`) to the schema's names."""
+    """Rename keys in an alternative spelling (`Section.spellings`) to the schema's names."""
     for spelling, canonical in cls.aliases():
         parent, name = walk(data, spelling)
         if parent is None or name not in parent:
@@ -382,7 +382,7 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
-    """Return the mapping that holds (or would hold) the key, and its last part."""
+    """Return the mapping that holds (or would hold) the key, and the last part of the key."""
     *sections, name = dotted.split(".")
     node: object = data
     for part in sections:
@@ -398,7 +398,7 @@ M = TypeVar("M", bound=Section)
 def as_model(config: object, model: type[M], section: str = "") -> M:
     """Return `config`, a mapping or a `model`, as a `model`. Raise ConfigError for mistakes in a mapping.
 
-    `section` is where it stands in a file ("env.math"), for messages.
+    `section` is the dotted key of the mapping in a file ("env.math"), for messages.
     """
     if isinstance(config, model):
         return config

@@ -12,7 +12,7 @@ _REPOSITORY = re.compile(rf"{_PART}(/{_PART})?")
 
 
 def repository_name(name: str) -> str:
-    """Return the name of a repository of the hub. Raise ValueError for an impossible one."""
+    """Return `name`, a repository on the Hugging Face Hub. Raise ValueError if it cannot be such a name."""
     if not _REPOSITORY.fullmatch(name) or "--" in name or ".." in name:
         raise ValueError(
             f"is {name!r}: give the name of a repository, organisation/name, of letters, digits, '-', '_' and '.'"
@@ -24,7 +24,7 @@ RepositoryName = Annotated[str, AfterValidator(repository_name)]
 
 
 class CheckpointingConfig(Section):
-    """When a checkpoint is written and which ones stay. A checkpoint holds a Hugging Face folder."""
+    """When a checkpoint is written and which ones are kept. A checkpoint contains a Hugging Face folder."""
 
     enabled: bool = key(True, "write checkpoints")
     checkpoint_dir: str = key("results/grpo", "folder of the run; the same folder resumes it")

@@ -1,4 +1,4 @@
-"""The `cluster` section: how many processes work, and which of them train or only generate."""
+"""The `cluster` section: the number of processes, and which of them train or only generate."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class LauncherVariables(NamedTuple):
-    """The variables that tell a process its rank and how many ranks there are."""
+    """Names of the environment variables that hold a process's rank and the number of ranks."""
 
     rank: str
     size: str
 
 
 def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherVariables | None:
-    """Return the variables of torchrun, else of a step of srun; None for a process that no launcher started. The script
-    of a Slurm job is no step."""
+    """Return the variables of torchrun, otherwise those of a srun step; None if no launcher started the process. The
+    batch script of a Slurm job is not a step."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return LauncherVariables("RANK", "WORLD_SIZE")
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
@@ -34,14 +34,14 @@ def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherV
 
 
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many ranks a launcher started; 1 without a launcher."""
+    """Return how many ranks the launcher started; 1 without a launcher."""
     variables = launcher_variables(environment)
     size = "" if variables is None else environment.get(variables.size, "")
     return max(int(size), 1) if size.isdecimal() else 1
 
 
 class ClusterConfig(Section):
-    """How many devices, and who runs them."""
+    """The number of devices, and the executor that runs them."""
 
     gpus_per_node: Positive = key(
         1,
@@ -82,27 +82,27 @@ class ClusterConfig(Section):
 
     @property
     def processes(self) -> int:
-        """How many processes work together: the workers of the executors `processes` and `ray`, the ranks of a launcher with `auto`,
-        else this process."""
+        """The number of cooperating processes: the workers of the executors `processes` and `ray`, the launcher's ranks
+        with `auto`, otherwise 1."""
         if self.executor == "auto":
             return launched_ranks()
         return self.num_nodes * self.gpus_per_node if self.has_workers else 1
 
     @property
     def chosen_executor(self) -> Literal["in_process", "processes", "ray"]:
-        """The executor, where `auto` has chosen one."""
+        """The executor, with `auto` resolved."""
         if self.executor == "auto":
             return "processes" if launched_ranks() > 1 else "in_process"
         return self.executor
 
     @property
     def has_workers(self) -> bool:
-        """Whether models live in workers, not in this process."""
+        """Whether models live in workers and not in this process."""
         return self.chosen_executor in ("processes", "ray")
 
     @property
     def executor_text(self) -> str:
-        """Name the executor for an error message, and the launcher that `auto` found."""
+        """The executor's name for error messages, with the ranks of the launcher that `auto` found."""
         return (
             f"auto under a launcher of {self.processes} ranks"
             if self.executor == "auto" and self.has_workers
@@ -111,23 +111,23 @@ class ClusterConfig(Section):
 
     @property
     def one_process_text(self) -> str:
-        """Say how a run with workers becomes one of a single process, for messages."""
+        """Advice for messages: how to turn a run with workers into a run of a single process."""
         return "start one process" if self.executor == "auto" else "set it to auto"
 
     @property
     def has_written_size(self) -> bool:
-        """Whether as many devices are used as are written."""
+        """Whether the run uses as many devices as the configuration gives."""
         return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node
 
 
 def engines_of(config: TrainMasterConfig) -> int:
-    """Return how many workers only generate; 0 where generation shares the trainers' processes and weights.
+    """Return how many workers only generate; 0 if generation shares the trainers' processes and weights.
 
-    On one machine they are `resources.gpus_per_node` of its workers, on several machines `resources.num_nodes` whole
-    machines.
+    On one machine the number is `resources.gpus_per_node`, on several machines it is the workers of
+    `resources.num_nodes` whole machines.
     """
     colocated, cluster = config.policy.generation.colocated, config.cluster
-    if colocated.enabled or not cluster.has_workers or cluster.executor == "auto":  # a launcher's ranks all train
+    if colocated.enabled or not cluster.has_workers or cluster.executor == "auto":  # all ranks of a launcher train
         return 0
     if cluster.num_nodes == 1:
         return colocated.resources.gpus_per_node or 0
@@ -135,5 +135,5 @@ def engines_of(config: TrainMasterConfig) -> int:
 
 
 def trainers_of(config: TrainMasterConfig) -> int:
-    """Return how many processes train together."""
+    """Return the number of processes that train."""
     return config.cluster.processes - engines_of(config)

@@ -21,7 +21,7 @@ from .tables import Entry, Table
 
 @dataclass(frozen=True)
 class DatasetEntry(Entry):
-    """A data set: its class, and the keys that it takes beyond the common ones."""
+    """A data set: its class, and its keys in addition to the common ones."""
 
     keys: tuple[str, ...] = ()
 
@@ -66,7 +66,7 @@ DATASET_REGISTRY: Table[DatasetEntry] = Table(
 
 
 def dataset_keys() -> dict[str, tuple[str, ...]]:
-    """Return the keys of each data set beyond the common ones."""
+    """Return the keys of each data set in addition to the common ones."""
     return {name: entry.keys for name, entry in DATASET_REGISTRY.entries.items()}
 
 
@@ -81,25 +81,25 @@ DATASET_ALIASES = {
 
 
 def is_class_name(dataset_name: str) -> bool:
-    """Return whether a name is a class of the user's, package.module.Name."""
+    """Return whether the name is a user's class, package.module.Name."""
     return "." in dataset_name and all(part.isidentifier() for part in dataset_name.split("."))
 
 
 def takes(dataset_name: str, key: str) -> bool:
-    """Return whether a data set reads a key beyond the common ones; a class of the user's reads any."""
+    """Return whether a data set accepts a key in addition to the common ones; a user's class accepts any key."""
     return is_class_name(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 
 def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -> dict[str, object]:
-    """Return what a section of data.train or data.validation takes of `data.default`: common keys and those of its data
-    set."""
+    """Return the keys of `data.default` that apply to a section of data.train or data.validation: common keys and keys
+    of its data set."""
     name = section.get("dataset_name", default.get("dataset_name"))
     common = DatasetConfig.model_fields
     return {key: value for key, value in default.items() if key in common or name is None or takes(name, key)}
 
 
 class DatasetDefaults(Section):
-    """What every data set may set; `data.default` fills in what a data set leaves out, the keys of its dataset_name included."""
+    """Keys that every data set may set. `data.default` fills in omitted keys, including keys of its dataset_name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -135,7 +135,7 @@ HeldOut = Annotated[object, AfterValidator(_held_out)]
 
 
 class DatasetConfig(DatasetDefaults):
-    """One data set. Further keys depend on dataset_name."""
+    """A data set. Further keys depend on dataset_name."""
 
     split_validation_size: HeldOut = key(
         None, "held out for validation: a share below 1, or a number of samples; null or 0: nothing"
@@ -178,8 +178,8 @@ _FILES = (".csv", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class EvalDataConfig(DatasetConfig):
-    """The data set of an evaluation. As in NeMo RL, dataset_name may be a file or a data set of the hub, with `problem_key`
-    and `solution_key`: ResponseDataset with data_path, input_key and output_key."""
+    """The data set of an evaluation. As in NeMo RL, dataset_name may be a file or a Hub data set with `problem_key` and
+    `solution_key`, which means ResponseDataset with data_path, input_key and output_key."""
 
     max_input_seq_length: Positive | None = key(None, "prompts of this many tokens or more are cut; null: no limit")
     repeat: Positive = key(1, "times that the data set is repeated")
@@ -198,12 +198,12 @@ class EvalDataConfig(DatasetConfig):
             for theirs, ours in (("problem_key", "input_key"), ("solution_key", "output_key")):
                 if theirs in data:
                     data.setdefault(ours, data.pop(theirs))
-            data.pop("file_format", None)  # the file's name says it
+            data.pop("file_format", None)  # the file's suffix decides
         return data
 
 
 def environments_of_training(data: DataConfig) -> set[str | None]:
-    """Return the names in `env` that the data sets of the training use."""
+    """Return the names in `env` that the training data sets use."""
     default = data.default.env_name if data.default is not None else None
     return {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
 

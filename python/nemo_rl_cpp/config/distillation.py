@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 def absolute_folder(model_name: str) -> str:
-    """Return the absolute path of a model's folder, as workers find it; another name unchanged."""
+    """Return the absolute path of a model's folder, which workers need; return other names unchanged."""
     folder = Path(model_name).expanduser()
     return str(folder.absolute()) if folder.exists() else model_name
 
 
 class FullDistillationConfig(Section):
-    """Distillation on the whole vocabulary, which is not supported."""
+    """Distillation over the whole vocabulary, which is not supported."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class NonColocatedTeachersConfig(Section):
-    """Devices of the teachers; here they lie beside the policy."""
+    """Devices of the teachers. This package always places teachers on the policy's devices."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class OnPolicyDistillationConfig(Section):
-    """Teachers that score what the policy has sampled, for `grpo.adv_estimator.name: opd`."""
+    """Teachers that score the policy's samples, for `grpo.adv_estimator.name: opd`."""
 
     is_switched = True
     enabled: bool = key(False, "load the teachers and score the responses")
@@ -54,14 +54,14 @@ class OnPolicyDistillationConfig(Section):
     full: FullDistillationConfig | None = section(FullDistillationConfig, "the whole vocabulary (not supported)")
 
     def models(self) -> dict[str, str]:
-        """Return the models, by the tasks that they teach; none where teachers are switched off."""
+        """Return the teacher's model for each task; empty if teachers are switched off."""
         if not self.enabled:
             return {}
         return {task: absolute_folder(name) for task, name in self.teacher_model_by_agent_name.items()}
 
     @property
     def default_teacher(self) -> str | None:
-        """The name of the teacher of every task without one of its own."""
+        """The name of the teacher for tasks without their own teacher."""
         names = list(self.teacher_model_by_agent_name)
         if self.strict_agent_name_match:
             return None
@@ -69,15 +69,15 @@ class OnPolicyDistillationConfig(Section):
 
 
 class TeacherConfig(Section):
-    """The teacher of a distillation run. It has the policy's precision, batch sizes and longest sequence; NeMo RL's other keys
-    of this section have no effect."""
+    """The teacher of a distillation run. It uses the policy's precision, batch sizes and longest sequence; the other
+    keys of NeMo RL have no effect."""
 
     model_config = ConfigDict(extra="allow")
     model_name: str = key(..., "folder, packaged model, or name on the hub; its tokenizer must be the policy's")
 
 
 class DistillationLossConfig(ClippedPGLossConfig):
-    """The loss of a distillation run: a divergence from the teacher, in a policy-gradient loss."""
+    """The loss of a distillation run: a divergence from the teacher, applied as a policy-gradient loss."""
 
     reference_policy_kl_penalty: NonNegative = key(0.0, "weight of the KL from the model that the run began with")
     kl_type: Literal["reverse", "forward", "mixed", "jensen"] = key(
@@ -94,7 +94,7 @@ class DistillationEstimatorConfig(AdvEstimatorConfig):
 
 
 class DistillationConfig(LoopConfig):
-    """The loop of a distillation run; keys that GRPO has too mean the same."""
+    """The loop of a distillation run. Keys that it shares with GRPO mean the same."""
 
     section_name = "distillation"
     num_prompts_per_step: Positive = other_default("num_prompts_per_step", 128)
@@ -115,7 +115,7 @@ class DistillationConfig(LoopConfig):
 
 
 def check_teachers(config: GRPOMasterConfig | DistillationMasterConfig, report: Report) -> None:
-    """Report what does not go together among teachers, estimator and policy."""
+    """Report incompatible settings of teachers, estimator and policy."""
     estimator, key = config.loop.adv_estimator, f"{config.algorithm}.adv_estimator"
     taught = estimator.name == "opd"
     for name in ("proximal_teacher_alpha", "subtract_global_baseline", "outcome_advantage_weight"):

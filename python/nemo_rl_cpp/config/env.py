@@ -1,4 +1,4 @@
-"""The `env` section: one entry an environment, by the name that `data.*.env_name` uses."""
+"""The `env` section: one entry per environment, under the name that `data.*.env_name` uses."""
 
 from typing import Any, Literal, Required, TypedDict
 
@@ -6,7 +6,7 @@ from .base import Int, Positive, Real, Section, StopStrings, key, no_effect
 
 
 class VerifierPoolConfig(Section):
-    """Verifiers that run in processes of their own and are killed at a deadline."""
+    """Verifiers that run in separate processes and are killed at a deadline."""
 
     num_workers: Positive = key(1, "verifier processes")
     verifier_deadline_s: Real = key(
@@ -29,7 +29,7 @@ class MathEnvConfig(VerifierPoolConfig):
 
 
 class MultiRewardEnvConfig(Section):
-    """Correctness, an integer as answer and the format, each a part of the reward (for adv_estimator gdpo)."""
+    """Three reward components: correctness, an integer as answer, and the format (for adv_estimator gdpo)."""
 
     math_verify_impl: Literal["hf_math_verify"] | None = no_effect(
         "hf_math_verify", "answers are compared letter for letter"
@@ -39,7 +39,7 @@ class MultiRewardEnvConfig(Section):
 
 
 class ReasoningGymEnvConfig(VerifierPoolConfig):
-    """Scores by the task's own function of the reasoning_gym package."""
+    """Scores with the task's own function in the reasoning_gym package."""
 
     answer_format: Literal["auto", "tag", "line"] = key("auto", "where the answer stands in a response")
 
@@ -49,7 +49,7 @@ class PlainEnvConfig(Section):
 
 
 class CodeEnvConfig(Section):
-    """Runs the program of a response against tests, in a sandbox without network or files."""
+    """Runs the program in a response against tests, in a sandbox without network or files."""
 
     num_workers: Positive = key(1, "programs that run at the same time")
     reward: Literal["all", "fraction"] = key("all", "all: 1 when every test passes; fraction: the share that passes")
@@ -63,7 +63,7 @@ class CodeEnvConfig(Section):
 
 
 class GuessNumberEnvConfig(Section):
-    """A game of several turns: guess a number by "higher" and "lower"."""
+    """A multi-turn game: guess a number from the hints "higher" and "lower"."""
 
     max_guesses: Positive = key(3, "turns of a game; grpo.max_rollout_turns must allow them")
     higher: str = key(" higher\n", "what the environment says after a guess that is too low")
@@ -72,7 +72,7 @@ class GuessNumberEnvConfig(Section):
 
 
 class AgentEnvConfig(Section):
-    """Rollouts by a function of the user's that asks the policy over HTTP; needs policy.generation.expose_http_server."""
+    """Rollouts by a user's function that calls the policy over HTTP; needs policy.generation.expose_http_server."""
 
     function: str = key(..., "dotted name of the function: it takes an AgentTask and returns the reward")
     max_concurrency: Positive = key(64, "rollouts under way at the same time")
@@ -80,7 +80,7 @@ class AgentEnvConfig(Section):
 
 
 class VerifiersEnvConfig(Section):
-    """Rollouts of the package verifiers, by its own agents; needs policy.generation.expose_http_server."""
+    """Rollouts by agents of the package verifiers; needs policy.generation.expose_http_server."""
 
     env: dict[str, Any] = key({}, "verifiers' own section env without its taskset: id, roles, timeouts")
     harness: dict[str, Any] | None = key(None, "the agents' program, a mapping with id; null: that of the task set")
@@ -97,7 +97,7 @@ class VerifiersEnvConfig(Section):
 
 
 class EnvironmentEntry(TypedDict, total=False):
-    """What a name of `env` stands for: the dotted name of its class and, where its keys are known, its section."""
+    """The definition of a name in `env`: the dotted name of its class and, if its keys are known, its section."""
 
     actor_class_fqn: Required[str]
     section: type[Section]

@@ -1,4 +1,4 @@
-"""Mistakes of a configuration: where each was written, what was given, what is expected, which key was probably meant."""
+"""Configuration mistakes: where each was written, what was given, what is expected, which key was probably meant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it was written ("grpo.yaml:12", "override 'a.b=c'", or ""), the dotted key, and what to do."""
+    """A mistake: its place ("grpo.yaml:12", "override 'a.b=c'", or ""), the dotted key, and what to change."""
 
     where: str
     key: str
@@ -31,7 +31,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. `str()` lists every mistake, one a line; `problems` holds them."""
+    """A configuration that cannot be used. `str()` lists every mistake, one per line; `problems` holds them."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = sorted(
@@ -49,7 +49,7 @@ def _line(where: str) -> int:
 
 
 class Report:
-    """Collects mistakes and knows where each key was written. `file` is named for what is written nowhere."""
+    """Collects mistakes and knows where each key was written. `file` is the place of keys written nowhere."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
@@ -57,7 +57,7 @@ class Report:
         self.problems: list[Problem] = []
 
     def where(self, dotted: str) -> str:
-        """Return the place of a key: its own, that of the section around it, or the first line of the file."""
+        """Return where a key or its closest enclosing section was written, otherwise the first line of the file."""
         while dotted:
             if dotted in self._positions:
                 return self._positions[dotted]
@@ -68,8 +68,8 @@ class Report:
         return dotted in self._positions
 
     def nearness(self, dotted: str) -> int:
-        """Return how near to the user a key was written: 3 by an override or an argument, 2 in the run's own file, 1 in
-        a parent of it, 0 nowhere."""
+        """Return where a key was written as a rank: 3 for an override or an argument, 2 for the run's own file, 1 for a
+        parent file, 0 for nowhere."""
         if dotted not in self._positions:
             return 0
         file = self._positions[dotted].rpartition(":")[0]
@@ -78,7 +78,7 @@ class Report:
         return 2 if file == self._file else 1
 
     def has_problem(self, dotted: str) -> bool:
-        """Return whether a key, a section around it or a key in it is wrong already: consequences are not reported."""
+        """Return whether the key, an enclosing section or a nested key has a mistake. Others would follow from it."""
         return any(
             p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".")
             for p in self.problems
@@ -86,9 +86,9 @@ class Report:
         )
 
     def add(self, dotted: str, message: str, *related: str) -> None:
-        """Report a mistake at `dotted`, unless it or a `related` key is wrong already.
+        """Report a mistake at `dotted`, unless `dotted` or a `related` key has a mistake already.
 
-        Its place is that of the first of these keys that an override sets, else of the first that a file sets.
+        The place is the first of these keys that an override sets, otherwise the first that a file sets.
         """
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
@@ -122,7 +122,7 @@ SCRIPTS = {
 
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
-    """Return the sentence for a key that is not in the schema, with the nearest one."""
+    """Return the message for a key that is not in the schema, with the closest known key."""
     parent, _, name = dotted.rpartition(".")
     if (right := _DEAD.get(name)) is not None:
         return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
@@ -151,9 +151,9 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     return f"is unknown; {place} " + (f"knows {', '.join(here)}" if here else "takes no keys")
 
 
-# ---- what pydantic finds
+# ---- errors of pydantic
 
-_UNION_TAGS = {"one", "many"}  # of data.py; they appear in pydantic's locations
+_UNION_TAGS = {"one", "many"}  # union tags of data.py, which appear in pydantic's locations
 
 
 def dotted_key(location: tuple[int | str, ...]) -> str:
@@ -161,7 +161,7 @@ def dotted_key(location: tuple[int | str, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as YAML shows it, short."""
+    """Return a value in YAML spelling, shortened."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -170,7 +170,7 @@ def shown(value: object) -> str:
 
 
 def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str = "") -> str:
-    """Return the sentence about one of pydantic's errors; `where` is the place of the key."""
+    """Return the message for a pydantic error; `where` is the place of the key."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(dotted, model)
@@ -190,7 +190,7 @@ def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str 
     hint = ""
     if kind == "string_type" and isinstance(value, (int, float)):
         name, _, text = where.removeprefix("override '").removesuffix("'").partition("=")
-        by_override = where.startswith("override ") and name.lstrip("+") == dotted  # whose own quotes the shell takes
+        by_override = where.startswith("override ") and name.lstrip("+") == dotted  # the shell removes its outer quotes
         hint = f" (write \"{name}='{text}'\", with both pairs of quotes)" if by_override else " (write it in quotes)"
     return f"must be {expected}, not {shown(value)}{hint}"
 
@@ -226,11 +226,11 @@ _EXPECTED = {
 }
 
 
-# ---- what the reader of YAML says
+# ---- errors of the YAML reader
 
 
 def explained(message: str) -> str:
-    """Return the message of the YAML reader; for a line with a tab, say that it has one."""
+    """Return the message of the YAML reader; if the line contains a tab, return a message about the tab."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

@@ -1,8 +1,8 @@
-"""What runs in place of what a file was written for, said in one line: sizes and engines are folded onto what is here.
+"""The line that reports how a run differs from the hardware and engine that its file was written for ("folding").
 
-How many devices share the work, and how a model is cut for them, says nothing of what is computed: gradients are sums over
-the tokens of a batch. An engine is an implementation. What does change results (quantisation) is never folded; its keys are
-errors. `EXACTNESS` says how far generation and training are apart; docs/transformers.md and docs/vllm.md measure it.
+The number of devices and the way a model is sharded do not change the result, because gradients are sums over the
+tokens of a batch. An engine is an implementation. Settings that change results (quantisation) are never folded: their
+keys are errors. `EXACTNESS` lists how closely generation and training agree (docs/transformers.md, docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Exactness(NamedTuple):
-    """A row of the table.
+    """A row of `EXACTNESS`.
 
     Attributes:
-        equal: whether a token has the same log-probability in generation and training, to the bit.
+        equal: whether a token's log-probability is bit-identical in generation and training.
         text: the rest of the sentence.
     """
 
@@ -53,8 +53,7 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
 
 
 def engine_name(policy: PolicyConfig) -> str:
-    """Return the engine that generates: the trainer's own stands in for those of NeMo RL, except for a vLLM that is
-    there."""
+    """Return the engine that generates: the trainer's own replaces NeMo RL's, unless a vLLM is configured."""
     backend = policy.generation.backend
     if policy.generation.runs_vllm:
         return "vllm"
@@ -62,12 +61,12 @@ def engine_name(policy: PolicyConfig) -> str:
 
 
 def exactness_of(policy: PolicyConfig) -> Exactness | None:
-    """Return the row of a policy; None for a pair that cannot be."""
+    """Return the `EXACTNESS` row of a policy; None if its backend and engine cannot be combined."""
     return EXACTNESS.get((policy.backend, engine_name(policy)))
 
 
 def exactness_text(config: WholeConfig) -> str | None:
-    """Return one line for the terminal; None for an evaluation, which trains nothing."""
+    """Return a line for the terminal; None for an evaluation, which trains nothing."""
     if not config.trained_models() or (row := exactness_of(config.policy)) is None:
         return None
     how = "equal to the bit" if row.equal else "equal up to rounding"
@@ -77,7 +76,7 @@ def exactness_text(config: WholeConfig) -> str | None:
 
 
 def correction_text(config: TrainMasterConfig) -> str | None:
-    """Say why loss_fn.use_importance_sampling_correction is on, where the configuration leaves it open; else return
+    """Return why loss_fn.use_importance_sampling_correction is on if the configuration leaves it open; otherwise return
     None."""
     row = exactness_of(config.policy)
     if row is None or row.equal or not config.loss_fn.correction_left_open:
@@ -90,9 +89,9 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return every size above 1 that is folded, by its dotted key: machines, devices, and parallel sizes of enabled
-    backends. Tensor parallel sizes that cut the worker processes evenly are not folded."""
-    ours = config.cluster.has_written_size  # they run
+    """Return every folded size above 1 by its dotted key: machines, devices, and parallel sizes of enabled backends.
+    Tensor parallel sizes that divide the worker processes evenly are not folded."""
+    ours = config.cluster.has_written_size  # used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
     sizes = (
@@ -108,12 +107,12 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
     prefix, generation = config.sampling
     sizes |= {f"{prefix}.vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in _ENGINE_SIZES}
     if models and models["policy"].tensor_parallel(trainers) == generation.vllm_cfg.tensor_parallel_size:
-        sizes.pop(f"{prefix}.vllm_cfg.tensor_parallel_size")  # the engine has the policy's slices
+        sizes.pop(f"{prefix}.vllm_cfg.tensor_parallel_size")  # the engine uses the policy's shards
     return {key: size for key, size in sizes.items() if size != 1}
 
 
 def devices_of(config: WholeConfig) -> int:
-    """Return how many devices a configuration was written for: those of the cluster, or as many as a model is cut into."""
+    """Return how many devices a configuration was written for: the cluster's size, or a model's number of shards."""
     cut: dict[str, list[int]] = {}
     for key, size in sizes_of(config).items():
         section, _, name = key.rpartition(".")
@@ -124,20 +123,20 @@ def devices_of(config: WholeConfig) -> int:
 
 
 def engine_of(config: WholeConfig) -> str | None:
-    """Return the engine of NeMo RL that the trainer's own stands in for; None without one."""
+    """Return the NeMo RL engine that the trainer's own engine replaces; None if nothing is replaced."""
     generation = config.sampling[1]
     return generation.backend if generation.backend in FOREIGN_ENGINES and not generation.runs_vllm else None
 
 
 def is_apart(config: WholeConfig) -> bool:
-    """Return whether generation was to have its own devices, and shares the trainer's."""
+    """Return whether the configuration gives generation its own devices, but the run shares the trainer's."""
     cluster = config.cluster
     return not config.sampling[1].colocated.enabled and (not cluster.has_workers or cluster.executor == "auto")
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
-    """Return the line that a run, `check` and `--dry-run` print about what was folded; None where nothing was.
-    `forecast`: the memory that the run needs, in a few words."""
+    """Return the line that a run, `check` and `--dry-run` print about what was folded; None if nothing was. `forecast`:
+    a short text about the memory that the run needs."""
     devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
     written = []
     if devices > 1:
@@ -172,25 +171,25 @@ def _own_engine(config: WholeConfig) -> str:
     return "transformers" if policy is not None and policy.backend == "hf" else "the native engine"
 
 
-_SAID: set[str] = set()  # without the forecast, which follows from the rest
+_SAID: set[str] = set()  # lines without their memory forecast
 
 
 def note_as_said(text: str) -> str:
-    """Remember a line of `fold_text` that goes to the user by another way, so that the run does not repeat it."""
+    """Remember a line of `fold_text` that is shown by other means, so that the run does not repeat it."""
     _SAID.add(text.partition("; memory forecast")[0])
     return text
 
 
 def say_fold(config: WholeConfig, forecast: str | None) -> None:
-    """Print `fold_text` to stderr, once in a process."""
+    """Print `fold_text` to stderr, once per process."""
     text = fold_text(config, forecast)
     if text is not None and text.partition("; memory forecast")[0] not in _SAID:
         print(f"warning: {note_as_said(text)}", file=sys.stderr, flush=True)
 
 
 def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
-    """Return the keys, by section, that a file or the command line sets to unusual values without any effect. They
-    steer the kernels, communication or engines of another implementation."""
+    """Return the keys, by section, that a file or the command line sets to unusual values without effect. They
+    configure kernels, communication or engines of other implementations."""
     found: dict[str, list[str]] = {}
     for section, name in _ineffective(config, "", config.positions):
         found.setdefault(section, []).append(name)
@@ -198,7 +197,7 @@ def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
 
 
 def keys_without_effect_text(config: WholeConfig) -> str | None:
-    """Return `keys_without_effect` for the terminal; None without such keys."""
+    """Return `keys_without_effect` as text for the terminal; None if there are no such keys."""
     found = keys_without_effect(config)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""The `policy.generation` section (`generation` in an evaluation), with those of other engines and of the HTTP server."""
+"""The `policy.generation` section (`generation` in an evaluation), with other engines and the HTTP server."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "f
 
 
 class VllmConfig(Section):
-    """Settings of vLLM. With `python` or `server_url`, and backend vllm, vLLM itself generates (docs/vllm.md); else the trainer's own
-    engine stands in for it, and reads max_model_len and enforce_eager."""
+    """Settings of vLLM. With `python` or `server_url` and backend vllm, vLLM itself generates (docs/vllm.md). Otherwise
+    the trainer's own engine replaces it, and reads max_model_len and enforce_eager."""
 
     python: str | None = key(
         None,
@@ -72,13 +72,13 @@ class VllmConfig(Section):
     )
 
     def dtype_for(self, precision: str) -> str:
-        """Return the type that vLLM computes in, by its whole name, for a model of this precision."""
+        """Return the full name of the type that vLLM computes in, for a model of this precision."""
         wanted = precision if self.precision in (None, "auto") else self.precision
         return _DTYPES.get(wanted, wanted)
 
 
 class ResourcesConfig(Section):
-    """How many of the cluster's workers only generate, when it is not colocated; they are taken out of those that train."""
+    """How many of the cluster's workers only generate if generation is not colocated; these workers do not train."""
 
     gpus_per_node: Positive | None = key(
         None, "cluster.num_nodes 1: how many of its workers; several nodes: null, or cluster.gpus_per_node"
@@ -97,7 +97,7 @@ class ColocatedConfig(Section):
 
 
 class NixlConfig(Section):
-    """Weight transfer between machines; weights are shared here."""
+    """Weight transfer between machines. This package ignores it."""
 
 
 class RefitConfig(Section):
@@ -107,7 +107,7 @@ class RefitConfig(Section):
 
 
 class McoreGenerationConfig(Section):
-    """Megatron's generation engine; not read by the native engine, so that further keys are accepted."""
+    """Megatron's generation engine. The native engine does not read it, so further keys are accepted."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -117,7 +117,7 @@ PACKAGES = ("starlette", "uvicorn")
 
 
 class HttpServerConfig(Section):
-    """Where and within which limits the policy is served; read with expose_http_server."""
+    """The address and the limits of the policy's HTTP server; read if expose_http_server is set."""
 
     host: str = key("127.0.0.1", "address to listen at; the default is reached from this machine only", min_length=1)
     port: Int = key(0, "0: a free one, which is printed", ge=0, le=65535)
@@ -183,7 +183,7 @@ class GenerationConfig(Section):
 
     @property
     def runs_vllm(self) -> bool:
-        """Whether vLLM itself generates, and no engine of ours stands in for it."""
+        """Whether vLLM itself generates and is not replaced by the trainer's engine."""
         return self.backend == "vllm" and (self.vllm_cfg.python is not None or self.vllm_cfg.server_url is not None)
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:
@@ -192,13 +192,13 @@ class GenerationConfig(Section):
 
 
 class EvalVllmConfig(VllmConfig):
-    """Settings of vLLM. With the native engine only max_model_len and precision are read."""
+    """Settings of vLLM. The native engine reads only max_model_len and precision."""
 
     precision: Literal["bfloat16", "float32"] | None = key(None, "of weights and products; null: bfloat16")
 
 
 class EvalGenerationConfig(GenerationConfig):
-    """Generation in an evaluation: with the model, and the number of prompts at a time."""
+    """Generation in an evaluation, with the model and the number of prompts per batch."""
 
     model_name: str = key(..., "folder, checkpoint of a run (step_N), packaged model or name on the hub")
     vllm_cfg: EvalVllmConfig = section(

@@ -1,4 +1,4 @@
-"""Loads a configuration: C++ reads, merges and resolves; the schema checks; every mistake is reported at once."""
+"""Load a configuration: C++ reads, merges and resolves; the schema checks; all mistakes are reported together."""
 
 import os
 import re
@@ -32,7 +32,7 @@ _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 def environment_texts(file: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, str]:
     """Return value -> `${oc.env:NAME}` for each environment variable that the file, its parents or an override reads.
 
-    Short values stay out: they are part of many words.
+    Values of fewer than six characters are left out, because they occur inside other words.
     """
     try:
         tree = _config.load_file(os.fspath(file), folders=parent_folders())
@@ -48,19 +48,20 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 
 
 class GivenValues:
-    """Values by dotted key, for one load.
+    """Python values by dotted key, for one load.
 
-    The file's interpolations see them: numbers literally, everything else through a stand-in text (`stand_in(i)`) that
-    `restore` replaces by the value afterwards. So `"${x}"`, a line feed or a quote in a value are what the caller gave.
+    The file's interpolations see numbers literally and every other value as a placeholder (`stand_in(i)`), which
+    `restore` replaces by the value afterwards. So `"${x}"`, a line feed or a quote in a value stay exactly as the
+    caller gave them.
 
     Args:
-        values: dotted key -> value; a mapping for a section gives its keys one by one.
-        places: dotted key -> how messages name it ("argument learning_rate"); by default "value of KEY".
+        values: dotted key -> value; a mapping for a section is split into its keys.
+        places: dotted key -> its name in messages ("argument learning_rate"); by default "value of KEY".
         model: the configuration's class.
 
     Attributes:
-        problems: mistakes that show without the file: unknown keys, wrong types.
-        overrides: to be read after the caller's own.
+        problems: mistakes found without the file: unknown keys, wrong types.
+        overrides: applied after the caller's own overrides.
     """
 
     def __init__(self, values: Mapping[str, object], places: Mapping[str, str], model: type[Section]) -> None:
@@ -118,7 +119,7 @@ class GivenValues:
             else None
         )
         if field is not None:
-            try:  # as an assignment would be checked: the loader's own check lets texts be numbers
+            try:  # checked like an assignment, because the loader itself accepts strings as numbers
                 section.__pydantic_validator__.validate_assignment(_blank(section).model_copy(), field, value)
             except ValidationError as failure:
                 self.problems += [
@@ -136,11 +137,11 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """Return how messages name what an override of ours wrote; other places unchanged."""
+        """Return the name in messages for the place of one of our own overrides; other places unchanged."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
-        """Put the values into a loaded tree, and their places among the positions."""
+        """Put the values into a loaded tree, and their places into the positions."""
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
@@ -157,7 +158,7 @@ class GivenValues:
             parent, name = walk(data, key)
             if parent is not None:
                 parent[name] = value
-            if isinstance(value, (dict, list)):  # of which the file may have had parts
+            if isinstance(value, (dict, list)):  # the file may have set parts of it
                 for inner in [known for known in positions if known.startswith(f"{key}.")]:
                     del positions[inner]
             positions[key] = self._places[key]
@@ -181,8 +182,8 @@ def load_grpo_config(
     """Return the checked configuration of a GRPO, DAPO or ProRLv2 run. Torch is not imported.
 
     `path` is a YAML file, or the name of a shipped one; `overrides` are Hydra's ("policy.optimizer.kwargs.lr=1e-6").
-    `values` are Python values by dotted key, which come last and are taken literally: none of their texts is an
-    interpolation, a number or an escape. `places` says how messages name such a key ("argument learning_rate"). Raises
+    `values` are Python values by dotted key. They are applied last and taken literally: their strings are never read as
+    interpolations, numbers or escapes. `places` names their keys in messages ("argument learning_rate"). Raise
     ConfigError (a ValueError) that lists every mistake with file, line, key and remedy.
     """
     return _load(path, overrides, GRPOMasterConfig, values, places)
@@ -245,8 +246,8 @@ KINDS = {
 
 
 def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:
-    """Return (section, what to say about it) where the sections of a file make it a configuration of another kind than
-    `own` (a key of KINDS); else None."""
+    """Return (section, message) if a file's sections make it a kind of configuration other than `own` (a key of KINDS),
+    else None."""
     there = set(sections)
     other = next((name for name in KINDS if name in there), None) if own not in there else None
     if other is None:
@@ -274,7 +275,7 @@ def _load(
         )
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", explained(str(error)))]) from None
-    # an override of a section does not make a file another kind
+    # an override of a section does not change the file's kind
     sections = {key for key, where in positions.items() if "." not in key and not where.startswith("override ")}
     own = next(name for name in KINDS if name in model.model_fields)
     if (other := of_another_kind(sections, own)) is not None:
@@ -324,8 +325,7 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """Return the typed configuration; of a file with mistakes, what is left without them, so that the rest is checked
-    too."""
+    """Return the typed configuration; for a file with mistakes, its correct part, so that the rest is checked."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -338,7 +338,7 @@ def _validate_part(
     data: dict[str, object], part: type[Part], prefix: tuple[str, ...], model: type[MasterConfig], report: Report
 ) -> Part | None:
     first = True
-    for _ in range(4):  # a repair may uncover a mistake, at most one a level
+    for _ in range(4):  # a repair may uncover a mistake, at most one per level
         try:
             return part.model_validate(data, strict=False)
         except ValidationError as failure:
@@ -353,7 +353,7 @@ def _validate_part(
 
 
 def _repair(data: dict[str, object], error: ErrorDetails) -> None:
-    """Take what is wrong out of the data; fill in what is missing, so that the rest can be checked."""
+    """Remove the wrong value; fill in a missing one, so that the rest can be checked."""
     *above, last = location = [part for part in dotted_key(error["loc"]).split(".") if part] or [""]
     if error["type"] != "missing":
         _remove(data, location)
@@ -365,7 +365,7 @@ def _repair(data: dict[str, object], error: ErrorDetails) -> None:
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
-    """Remove a key; for an element of a list, the whole list."""
+    """Remove a key; for an element of a list, remove the whole list."""
     if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location
@@ -379,7 +379,7 @@ def _remove(node: object, location: Sequence[str]) -> None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of a configuration (a key of `LOADERS`) by the sections of its file."""
+    """Return the kind of a configuration (a key of `LOADERS`), derived from the sections of its file."""
     file = find_config(path)
     try:
         data = _config.load_file(str(file), folders=parent_folders())

@@ -11,13 +11,13 @@ _RENAMED = {"grpo.yaml": "grpo_math_1B.yaml", "ppo.yaml": "ppo_math_1B_megatron.
 
 
 def source_tree() -> Path | None:
-    """Return the checkout that this package runs from, or None for an installed wheel."""
+    """Return the checkout that contains this package, or None for an installed wheel."""
     root = PACKAGE.parents[1]
     return root if (root / "pyproject.toml").is_file() and (root / "configs").is_dir() else None
 
 
 def config_folders() -> list[Path]:
-    """Return the folders of shipped configurations; a checkout's own come before those in the package."""
+    """Return the folders of shipped configurations; a checkout's folder comes before the package's."""
     root = source_tree()
     return ([root / "configs"] if root else []) + [PACKAGE / "configs"]
 
@@ -28,11 +28,11 @@ def parent_folders() -> list[str]:
 
 
 def find_config(path: str | os.PathLike[str]) -> Path:
-    """Return the YAML file that `path` means.
+    """Return the YAML file for `path`.
 
-    An existing file comes first; then the same path below the shipped `configs/`, where a leading `examples/configs/`
-    or `configs/` is dropped, `grpo.yaml` is `grpo_math_1B.yaml` and NeMo RL's `NAME.v2.yaml` is `NAME.yaml`. Raises
-    ConfigError that lists the nearest names.
+    An existing file comes first. Otherwise the path is looked up below the shipped `configs/`: a leading
+    `examples/configs/` or `configs/` is dropped, `grpo.yaml` stands for `grpo_math_1B.yaml`, and NeMo RL's
+    `NAME.v2.yaml` for `NAME.yaml`. Raise ConfigError with the closest names if there is no such file.
     """
     given = Path(path).expanduser()
     if given.is_file():
@@ -52,7 +52,7 @@ def find_config(path: str | os.PathLike[str]) -> Path:
 
 
 def shipped_configs() -> list[str]:
-    """Return the names of the shipped configurations, as --config takes them."""
+    """Return the names of the shipped configurations, as --config accepts them."""
     return sorted(
         {str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")}
     )
@@ -60,7 +60,7 @@ def shipped_configs() -> list[str]:
 
 def _not_found(given: str, relative: Path) -> str:
     known = shipped_configs()
-    stems = {name.removesuffix(".yaml"): name for name in known}  # what all of them end in says nothing
+    stems = {name.removesuffix(".yaml"): name for name in known}  # the common suffix would distort the comparison
     near = [stems[stem] for stem in difflib.get_close_matches(str(relative.with_suffix("")), list(stems), 3, 0.6)]
     near += [name for name in known if Path(name).name == relative.name and name not in near]
     hint = f"did you mean {' or '.join(near)}?" if near else f"shipped are {', '.join(known)}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WandbConfig(Section):
-    """Weights & Biases; used when logger.wandb_enabled. A variable (WANDB_PROJECT, ...) counts unless its key is set."""
+    """Weights & Biases; used if logger.wandb_enabled. A variable (WANDB_PROJECT, ...) is used unless its key is set."""
 
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
@@ -31,7 +31,7 @@ class WandbConfig(Section):
 
 
 class SwanlabConfig(Section):
-    """SwanLab; used when logger.swanlab_enabled. A variable (SWANLAB_PROJ_NAME, ...) counts unless its key is set."""
+    """SwanLab; used if logger.swanlab_enabled. A variable (SWANLAB_PROJ_NAME, ...) is used unless its key is set."""
 
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
@@ -42,7 +42,7 @@ class SwanlabConfig(Section):
 
 
 class MLflowConfig(Section):
-    """MLflow; used when logger.mlflow_enabled. A variable (MLFLOW_RUN_NAME, ...) counts unless its key is set."""
+    """MLflow; used if logger.mlflow_enabled. A variable (MLFLOW_RUN_NAME, ...) is used unless its key is set."""
 
     experiment_name: str = key("grpo-dev", "experiment")
     run_name: str | None = key("grpo-dev-logger", "name of the run")
@@ -52,7 +52,7 @@ class MLflowConfig(Section):
 
 
 class TrackioConfig(Section):
-    """Trackio; used when logger.trackio_enabled."""
+    """Trackio; used if logger.trackio_enabled."""
 
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
@@ -61,22 +61,22 @@ class TrackioConfig(Section):
 
 
 class TensorboardConfig(Section):
-    """TensorBoard; used when logger.tensorboard_enabled."""
+    """TensorBoard; used if logger.tensorboard_enabled."""
 
     log_dir: str | None = key(None, "folder of the events; null: <log_dir>/tensorboard")
 
 
 class GPUMonitoringConfig(Section):
-    """How often the devices' use is sampled when logger.monitor_gpus."""
+    """How often device usage is sampled if logger.monitor_gpus is set."""
 
     collection_interval: Real = key(10, "seconds between samples", gt=0)
     flush_interval: Real = key(10, "seconds between writes", gt=0)
 
 
 class LoggerConfig(Section):
-    """Where a run writes what it measures: metrics.jsonl always, the others when enabled.
+    """Where a run logs its metrics: always to metrics.jsonl, and to each enabled backend.
 
-    Each back end of the table has the keys NAME_enabled and NAME, its section.
+    Each backend of the table has the keys NAME_enabled and NAME, its section.
     """
 
     def is_enabled(self, name: str) -> bool:
@@ -94,7 +94,7 @@ class LoggerConfig(Section):
 
 @dataclass(frozen=True)
 class LoggerEntry(Entry):
-    """A logger back end: its class, the section that it is made from, and what its switch means. `package` is what must be installed."""
+    """A logger backend: its class, its section, and the description of its switch. `package` must be installed."""
 
     section: type[Section] = Section
     doc: str = ""
@@ -102,7 +102,7 @@ class LoggerEntry(Entry):
     package: str | None = None
 
     def keys(self, name: str) -> dict[str, FieldInfo]:
-        """Return the keys of `logger` that belong to it."""
+        """Return the backend's keys in `logger`."""
         switch, own = key(self.enabled, self.doc), section(self.section, self.doc)
         return {
             f"{name}_enabled": FieldInfo.from_annotated_attribute(bool, switch),
@@ -140,10 +140,10 @@ def register_logger(
     keys: type[Section] = Section,
     doc: str = "log by a back end of one's own",
 ) -> None:
-    """Give the section `logger` a back end by the keys NAME_enabled and NAME; `keys` are those of its section.
+    """Add a backend to the section `logger` under the keys NAME_enabled and NAME; `keys` are the keys of its section.
 
-    `cls(section, log_dir=folder)` makes it, a `nemo_rl_cpp.loggers.interface.LoggerInterface`. Raises ValueError when
-    the name is taken.
+    `cls(section, log_dir=folder)` creates the backend, a `nemo_rl_cpp.loggers.interface.LoggerInterface`. Raise
+    ValueError if the name is taken.
     """
     entry = LoggerEntry(cls, keys, doc)
     if name in LoggerConfig.model_fields:

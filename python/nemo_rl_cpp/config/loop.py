@@ -17,7 +17,7 @@ from .tables import Entry, OneOf, Table
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
-    """An estimator's class, and the algorithm that may choose it."""
+    """An estimator's class, and the algorithm that may use it."""
 
     algorithm: str
 
@@ -44,7 +44,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
 
 
 def estimators_of(algorithm: str) -> list[str]:
-    """Return the estimators that an algorithm may choose."""
+    """Return the names of the estimators that an algorithm may use."""
     return [name for name, entry in ADVANTAGE_ESTIMATORS.entries.items() if entry.algorithm == algorithm]
 
 
@@ -53,7 +53,7 @@ PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
 
 
 def checked_name(algorithm: str, name: str) -> str:
-    """Return `name`. Raise ValueError for none of the algorithm's estimators and no dotted name."""
+    """Return `name`. Raise ValueError if it is neither an estimator of the algorithm nor a dotted name."""
     known = estimators_of(algorithm)
     if name not in known and not is_dotted(name):
         raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
@@ -61,15 +61,15 @@ def checked_name(algorithm: str, name: str) -> str:
 
 
 def other_default(name: str, default: object) -> Any:
-    """Return the key `name` of `LoopConfig` with another default; meaning and bounds stay."""
+    """Return the key `name` of `LoopConfig` with a different default and the same description and bounds."""
     info = copy(LoopConfig.model_fields[name])
     info.default = default
     return info
 
 
 class RewardScalingConfig(Section):
-    """Linear map of rewards from [source_min, source_max] to [target_min, target_max], clamped.
-    Also known: `correct` for target_max and `incorrect` for target_min."""
+    """Linear map of rewards from [source_min, source_max] to [target_min, target_max], clamped. `correct` is an
+    alternative spelling of target_max, and `incorrect` of target_min."""
 
     is_switched = True
     spellings = {"correct": "target_max", "incorrect": "target_min"}
@@ -81,8 +81,7 @@ class RewardScalingConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """Penalties on length: DAPO's overlong penalty, or the stop-properly factor of ProRLv2 (which comes alone unless
-    `compose` is set)."""
+    """Length penalties: DAPO's overlong penalty, or ProRLv2's stop-properly factor (alone unless `compose` is set)."""
 
     is_switched = True
     enabled: bool = key(False, "shape rewards")
@@ -100,7 +99,7 @@ class RewardShapingConfig(Section):
 
 
 class AsyncConfig(Section):
-    """Rollouts of later steps while this one trains. Needs engines with separate weights
+    """Rollouts of later steps overlap with the current step's training. Needs engines with separate weights
     (policy.generation.colocated.enabled=false) and importance sampling correction in the loss."""
 
     enabled: bool = key(False, "generate the batches of later steps while this one trains")
@@ -110,12 +109,12 @@ class AsyncConfig(Section):
 
     @property
     def failures_allowed(self) -> int:
-        """Rounds of rollouts that may fail in a run."""
+        """The number of rollout batches that may fail during a run."""
         return 0
 
 
 class LoopConfig(Section):
-    """The training loop: how many prompts, how long, when to validate, which samples count."""
+    """The training loop: how many prompts, how long, when to validate, which samples get a gradient."""
 
     spellings = {"dapo_batch_multiplier": "batch_multiplier", "max_num_gen_batches": "dynamic_sampling_max_gen_batches"}
     section_name: ClassVar[str] = "grpo"
@@ -161,8 +160,7 @@ class LoopConfig(Section):
 
     @property
     def trajectory_age(self) -> int:
-        """A: how many versions of the weights a batch is old when it is trained; 0: rollouts are made in their own
-        step."""
+        """How many weight versions old a batch may be when it is trained; 0: each step generates its own rollouts."""
         return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
 
     @property
@@ -177,17 +175,17 @@ class LoopConfig(Section):
 
     @property
     def first_policy_step(self) -> int:
-        """Steps before this one (from 0) train the critic alone."""
+        """The first step (from 0) that trains the policy; earlier steps train only the critic."""
         return 0
 
     @property
     def masked_rewards_are_out(self) -> bool:
-        """Whether samples without a gradient have no say in their group's statistics."""
+        """Whether samples without a gradient are excluded from their group's statistics."""
         return False
 
     @property
     def leave_one_out(self) -> bool:
-        """Whether the baselines that are logged leave out the sample itself."""
+        """Whether the logged baselines exclude the sample itself."""
         return True
 
     @property
@@ -201,8 +199,8 @@ CHANNELS = ("reasoning", "answer", "total")
 
 
 class LengthPenaltyParams(Section):
-    """What is added to and taken from the rewards of a group. Reasoning is what stands before `</think>`, the answer what
-    follows; total is both. Only responses with a reward above 0 are compared, and only groups with rewards of 0 and 1."""
+    """Bonuses and penalties for the rewards of a group. Reasoning is the text before `</think>`, answer the text after;
+    total is both. Only responses with a reward above 0 are compared, and only in groups with rewards of 0 and 1."""
 
     is_switched = True
     enabled: bool = key(True, "apply these")
@@ -245,7 +243,7 @@ class LengthPenaltyParams(Section):
 
 
 class ProfileBandChannel(Section):
-    """Factor of a reward: 1 up to length a, falling in a line to f at length b, f beyond."""
+    """A reward factor by length: 1 up to length a, falling linearly to f at length b, and f beyond."""
 
     a: Real = key(..., "length up to which nothing changes")
     b: Real = key(..., "length from which the factor is f; above a")
@@ -259,7 +257,7 @@ class ProfileBandChannel(Section):
 
 
 class ProfileBandDefaults(Section):
-    """The bands. A band that is given here is switched on, unless `default` says otherwise."""
+    """The bands. A band given in this section is switched on, unless `default` switches it off."""
 
     total: ProfileBandChannel | None = key(None, "of whole responses")
     reasoning: ProfileBandChannel | None = key(None, "of reasoning")
@@ -267,14 +265,14 @@ class ProfileBandDefaults(Section):
 
 
 class ProfileBandConfig(Section):
-    """Factors by length, for right responses."""
+    """Reward factors by length, for correct responses."""
 
     enabled: bool = key(False, "use the bands")
     defaults: ProfileBandDefaults = section(ProfileBandDefaults, "the bands")
 
 
 class LengthPenaltyConfig(Section):
-    """Rewards short responses. NeMo RL has this section for NeMo Gym; here it works in every environment."""
+    """Rewards short responses. NeMo RL has this section for NeMo Gym only; this package for every environment."""
 
     verbose: bool = key(False, "print what was done to each group")
     default: LengthPenaltyParams = section(LengthPenaltyParams, "settings of all environments")
@@ -284,14 +282,14 @@ class LengthPenaltyConfig(Section):
     profile_band: ProfileBandConfig | None = key(None, "factors by length; null: none")
 
     def bands(self) -> dict[str, ProfileBandChannel]:
-        """Return the bands that are switched on as a whole, by channel."""
+        """Return the configured bands by channel; empty if bands are switched off."""
         if self.profile_band is None or not self.profile_band.enabled:
             return {}
         found = {name: getattr(self.profile_band.defaults, name) for name in CHANNELS}
         return {name: band for name, band in found.items() if band is not None}
 
     def params_of(self, task: str | None) -> LengthPenaltyParams:
-        """Return the settings for the samples of a task: those of `default`, changed by its override."""
+        """Return the settings for the samples of a task: `default`, updated by the task's override."""
         params = self.default.model_copy()
         for name in self.bands():
             if f"profile_band_{name}" not in params.model_fields_set:
@@ -303,7 +301,7 @@ class LengthPenaltyConfig(Section):
 
 
 class AsyncGRPOConfig(AsyncConfig):
-    """Rollouts while GRPO trains."""
+    """Rollouts that overlap with GRPO's training."""
 
     max_generation_failures: Count = key(
         0, "rounds of generation and scoring that may fail in a run; a failed one is done again"
@@ -384,13 +382,13 @@ class RewardPenaltyConfig(Section):
 
 
 class DataPlaneConfig(Section):
-    """Transfer queues between Ray workers; data stays in one process here."""
+    """Transfer queues between Ray workers; not used, because data stays in one process."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class AsyncPPOConfig(AsyncConfig):
-    """Rollouts while PPO trains."""
+    """Rollouts that overlap with PPO's training."""
 
 
 class GAEConfig(Section):
@@ -412,7 +410,7 @@ class GAEConfig(Section):
 
 
 class PPOConfig(LoopConfig):
-    """The training loop of PPO; keys that GRPO has too mean the same."""
+    """The training loop of PPO. Keys that it shares with GRPO mean the same."""
 
     section_name = "ppo"
     max_num_epochs: Positive = other_default("max_num_epochs", 100000)
@@ -450,7 +448,7 @@ class PPOConfig(LoopConfig):
 
 
 def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
-    """Report what does not go together within the section `name`."""
+    """Report incompatible settings within the section `name`."""
     sampling, group = f"{name}.use_dynamic_sampling", f"{name}.num_generations_per_prompt"
     if not loop.use_dynamic_sampling:
         if loop.batch_multiplier != 1:

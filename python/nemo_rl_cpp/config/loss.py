@@ -98,7 +98,7 @@ class ClippedPGLossConfig(Section):
 
     @model_validator(mode="after")
     def _set_keys_of_name(self) -> Self:
-        """Give the keys that `name` decides its values; ValueError where the user gave another one."""
+        """Set the keys that `name` determines. Raise ValueError if the user gave a different value."""
         self.__dict__["name"] = name = _ALIASES.get(self.name, self.name)
         decided = dict(LOSSES.get(name, {}))
         if self.loss_agg_mode is not None:
@@ -122,17 +122,17 @@ class ClippedPGLossConfig(Section):
 
     @property
     def correction_left_open(self) -> bool:
-        """Whether `use_importance_sampling_correction` follows from trainer and generator."""
+        """Whether the user left `use_importance_sampling_correction` to follow from the backends."""
         return self._correction_left_open
 
     def fill_correction(self, wanted: bool) -> None:
-        """Gives `use_importance_sampling_correction` its value, where it is left open."""
+        """Set `use_importance_sampling_correction` if it is left open."""
         if self.use_importance_sampling_correction is None:
             self._correction_left_open = True
             self.__dict__["use_importance_sampling_correction"] = wanted and self.name != "nll"
 
     def fill_scale_factor(self, max_new_tokens: int) -> None:
-        """Give `loss_scale_factor` its value, where it is needed and left open."""
+        """Set `loss_scale_factor` if it is needed and left open."""
         if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None:
             self.__dict__["loss_scale_factor"] = float(max_new_tokens)
 
@@ -145,7 +145,7 @@ class MseValueLossConfig(Section):
 
 
 def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
-    """Report what does not go together within `loss_fn`."""
+    """Report incompatible settings within `loss_fn`."""
     if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
         report.add("loss_fn.ratio_clip_c", f"must be greater than 1 (usually 3) or null, not {loss.ratio_clip_c:g}")
     if loss.sequence_level_importance_ratios and loss.token_level_loss:

@@ -1,4 +1,4 @@
-"""The whole configuration of a GRPO run, a PPO run and an evaluation."""
+"""The whole configuration of a training run or an evaluation."""
 
 from collections.abc import Mapping
 from typing import Literal, TypeVar
@@ -32,7 +32,7 @@ from .sft import SFTConfig, SFTLossConfig
 
 
 class EvalConfig(Section):
-    """What is measured."""
+    """What an evaluation measures."""
 
     metric: Literal["pass@k", "cons@k"] = key("pass@k", "pass@k: one of k right; cons@k: the majority of k right")
     num_tests_per_prompt: Positive = key(1, "responses to each prompt")
@@ -43,7 +43,7 @@ class EvalConfig(Section):
 
 
 class MasterConfig(Section):
-    """Common to all: where each key was written, and what the environment gave."""
+    """The base of whole configurations; records where keys were written and values of environment variables."""
 
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -55,7 +55,7 @@ class MasterConfig(Section):
 
     @property
     def environment_texts(self) -> dict[str, str]:
-        """Value of an environment variable -> `${oc.env:NAME}`, see `config.access.written`."""
+        """Value of an environment variable -> `${oc.env:NAME}`; see `config.access.written`."""
         return self._environment
 
     @property
@@ -64,17 +64,17 @@ class MasterConfig(Section):
         return False
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
-        """Return the models that are trained, by the names of their sections; empty for an evaluation."""
+        """Return the models to train by the names of their sections; empty for an evaluation."""
         return {}
 
     @property
     def sampling(self) -> tuple[str, GenerationConfig]:
-        """The section that says how responses are sampled, and its dotted key."""
+        """The dotted key of the section that configures sampling, and the section."""
         raise NotImplementedError
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Return every dotted key, those of the tables of environments and data sets included."""
+        """Return every dotted key, including the keys of all data sets and environments."""
         found = set(own_keys(cls))
         for name, inner in environment_sections().items():
             found.update(f"env.{name}.{key}" for key in own_keys(inner))
@@ -87,10 +87,10 @@ class MasterConfig(Section):
         return super().takes_own_key(dotted)
 
     def fill_defaults(self) -> None:
-        """Fill in values that follow from others, where the file leaves them out."""
+        """Fill in omitted values that depend on other values."""
 
     def check_rules(self, report: Report) -> None:
-        """Fill in what the file leaves out; report what is not supported and what does not go together."""
+        """Fill in omitted values; report unsupported and incompatible settings."""
         self.fill_defaults()
         check_marks(self, "", report)
         if rules.sound_environments(self.env, report):
@@ -110,7 +110,7 @@ class MasterConfig(Section):
 
 
 class TrainMasterConfig(MasterConfig):
-    """What every training run has, whatever its algorithm."""
+    """The sections that every training run has, regardless of its algorithm."""
 
     loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss of the policy")
     policy: PolicyConfig = key(..., "model, training and generation")
@@ -144,7 +144,7 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """The models that score what the policy has sampled, by the keys that name them."""
+        """The models that score the policy's samples, by the keys that name them."""
         return {}
 
     @property
@@ -154,7 +154,7 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def title(self) -> str:
-        """The run in three words, for people."""
+        """A short name of the run for display."""
         return f"{self.algorithm.upper()} {self.policy.model_name}"
 
     def fill_defaults(self) -> None:
@@ -185,7 +185,7 @@ class GRPOMasterConfig(TrainMasterConfig):
 
 
 class DistillationMasterConfig(TrainMasterConfig):
-    """A policy that learns from a teacher which scores what it has sampled (`run_distillation`)."""
+    """A policy that learns from a teacher's scores of the policy's own samples (`run_distillation`)."""
 
     distillation: DistillationConfig = section(DistillationConfig, "training loop")
     teacher: TeacherConfig = key(..., "teacher")
@@ -225,7 +225,7 @@ class PPOMasterConfig(TrainMasterConfig):
 
 
 class SFTMasterConfig(TrainMasterConfig):
-    """A policy that learns the answers of a file (`run_sft`)."""
+    """Supervised fine-tuning on the answers of a file (`run_sft`)."""
 
     sft: SFTConfig = section(SFTConfig, "training loop")
     loss_fn: SFTLossConfig = section(SFTLossConfig, "loss of the policy")
@@ -277,7 +277,7 @@ WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | SF
 
 
 def master_of(config: object) -> type[TrainMasterConfig]:
-    """Return the class of a training run's configuration: its own, or the one whose loop's section a mapping has."""
+    """Return the configuration class of a training run: the object's own, or that of a mapping's loop section."""
     if isinstance(config, TrainMasterConfig):
         return type(config)
     sections = config if isinstance(config, Mapping) else ()
@@ -289,8 +289,8 @@ Master = TypeVar("Master", bound=MasterConfig)
 
 
 def checked(config: object, model: type[Master]) -> Master:
-    """Return `config` as a `model` that passed all checks of the loader, whoever made it and whatever was assigned
-    since. Make one of a mapping. Raise ConfigError, a ValueError."""
+    """Return `config` as a `model` that passes all checks of the loader, including later assignments. Build the model
+    from a mapping. Raise ConfigError, a ValueError."""
     if isinstance(config, model):
         report = Report({}, "")
         try:

@@ -1,7 +1,7 @@
-"""Optimizers and schedules by torch's names and Megatron's, LoRA, and the backend sections `dtensor_cfg` and `megatron_cfg`.
+"""Optimizers and schedules of torch and Megatron, LoRA, and the backend sections `dtensor_cfg` and `megatron_cfg`.
 
-The native trainer stands in for both backends. Which one is enabled decides where optimizer, schedule, gradient clipping,
-activation checkpointing and parallel sizes are read from; the rest makes no difference here.
+The native trainer replaces both backends. The enabled backend decides where optimizer, schedule, gradient clipping,
+activation checkpointing and parallel sizes are read from; its other keys are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .policy import TrainedModelConfig
 
 
-SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # torch's names and defaults; None: must be given
+SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # names and defaults of torch; None: required
     "LinearLR": {"start_factor": 1.0 / 3, "end_factor": 1.0, "total_iters": 5},
     "ConstantLR": {"factor": 1.0 / 3, "total_iters": 5},
     "CosineAnnealingLR": {"T_max": None, "eta_min": 0.0},
@@ -68,7 +68,7 @@ class OptimizerKwargs(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer by its torch name."""
+    """The optimizer, by its torch name."""
 
     name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "AdamW; the only one")
     kwargs: OptimizerKwargs = key(None, "arguments", validate_default=True)
@@ -80,7 +80,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerStage(Section):
-    """One entry of `scheduler`: a schedule, or the milestones at which the next one begins."""
+    """An entry of `scheduler`: a schedule, or the milestones at which the next schedules begin."""
 
     name: str | None = key(None, "torch.optim.lr_scheduler." + "|".join(SCHEDULER_KWARGS))
     kwargs: dict[str, object] = key({}, "arguments of the schedule")
@@ -113,7 +113,7 @@ class SchedulerStage(Section):
 
 
 class MegatronOptimizerConfig(Section):
-    """Megatron's optimizer settings; effective when megatron_cfg.enabled."""
+    """Megatron's optimizer settings; used if megatron_cfg.enabled."""
 
     optimizer: Literal["adam"] = key("adam", "Adam with decoupled weight decay; the only one")
     lr: NonNegative = key(5e-6, "highest learning rate")
@@ -135,7 +135,7 @@ class MegatronOptimizerConfig(Section):
 
 
 class MegatronSchedulerConfig(Section):
-    """Megatron's schedule of learning rate and weight decay; effective when megatron_cfg.enabled."""
+    """Megatron's schedule of learning rate and weight decay; used if megatron_cfg.enabled."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = key(
         "constant", "shape of the decay after warm-up"
@@ -152,7 +152,7 @@ class MegatronSchedulerConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW's numbers, whichever section they come from."""
+    """AdamW's settings, regardless of the section they come from."""
 
     lr: float
     weight_decay: float
@@ -163,13 +163,13 @@ class OptimizerSettings:
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes that both moments of a weight take."""
+        """Bytes that both moments take per weight."""
         return sum(2.0 if dtype == "bfloat16" else 4.0 for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
 
 
 @dataclass(frozen=True)
 class TorchStage:
-    """`name` is LinearLR, ConstantLR or CosineAnnealingLR; `kwargs` is complete (torch's defaults filled in)."""
+    """A schedule. `name` is LinearLR, ConstantLR or CosineAnnealingLR; `kwargs` includes torch's defaults."""
 
     name: str
     kwargs: dict[str, float]
@@ -177,7 +177,7 @@ class TorchStage:
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """Stages one after another as in torch's SequentialLR: `stages[i + 1]` begins at `milestones[i]`."""
+    """Stages in sequence as in torch's SequentialLR: `stages[i + 1]` begins at `milestones[i]`."""
 
     stages: tuple[TorchStage, ...]
     milestones: tuple[int, ...]
@@ -272,8 +272,8 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 
 
 class LoraConfig(Section):
-    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained, and all weights stay
-    unchanged."""
+    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained; all weights are
+    frozen."""
 
     is_switched = True
     enabled: bool = key(
@@ -299,20 +299,20 @@ class LoraConfig(Section):
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Return whether a name of `target_modules` means a module such as model.layers.0.self_attn.q_proj: it is the name,
-    its end behind a dot, or the whole name with * for any text."""
+    """Return whether a pattern of `target_modules` matches a module such as model.layers.0.self_attn.q_proj: it is the
+    whole name, the end of the name after a dot, or the whole name with * for any text."""
     if module == pattern or module.endswith(f".{pattern}"):
         return True
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
 
 
 def module_of(layer: int, name: str) -> str:
-    """Return the whole name of one of MATRICES."""
+    """Return the full module name of one of MATRICES in a layer."""
     return f"model.layers.{layer}.{MATRICES[name]}.{name}"
 
 
 def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
-    """Yield every module that may have an adapter, in the order of a model's parameters; `fused`: of a model with fused
+    """Yield every module that may have an adapter, in the order of a model's parameters; `fused`: with fused
     tensors."""
     without = [name for parts in _FUSED.values() for name in parts] if fused else _FUSED
     for layer in range(layers):
@@ -320,7 +320,7 @@ def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
 
 
 def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[str]:
-    """Return the modules of a model with `layers` layers that get adapters."""
+    """Return the modules that get adapters in a model with `layers` layers."""
     modules = list(modules_of_layers(layers, fused))
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if everything or not (wanted or unwanted):
@@ -331,7 +331,7 @@ def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[
 
 
 def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
-    """Return the key that leaves no matrix of a model to adapt, and what is wrong with it."""
+    """Return the message for a key that leaves no matrix of a model to adapt."""
     if lora.target_modules:
         why = f"target_modules is {lora.target_modules}, which no matrix of {model_name} with its {layers} layers is called"
     else:
@@ -340,7 +340,7 @@ def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
 
 
 def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -> str | None:
-    """Of a model with experts the key that asks for adapters of its MLPs, and what is wrong with it; None: no key does."""
+    """Return the message for a key that requests adapters for the MLPs of a model with experts; None if no key does."""
     wanted = next((module for module in modules if ".mlp." in module), None)
     if wanted is None:
         return None
@@ -355,15 +355,14 @@ def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -
 
 
 class AdapterSizes(NamedTuple):
-    """Numbers of elements: of A and B together, and of the stored matrices that are kept a second time, without
-    adapters."""
+    """Numbers of elements: A and B together, and the stored matrices that are also kept without adapters."""
 
     trained: int
     kept: int
 
 
 def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
-    """Return the numbers of elements for a model of these sizes."""
+    """Return the `AdapterSizes` of a model of these sizes."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     shapes = {
@@ -383,12 +382,12 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
     return AdapterSizes(trained, kept)
 
 
-_MANY_LAYERS = 200  # of no model's, for names of single layers
-_ASKING = ("dim", "alpha", "target_modules", "exclude_modules")  # who sets one of these wants adapters
+_MANY_LAYERS = 200  # more than any model has, for patterns that name single layers
+_ASKING = ("dim", "alpha", "target_modules", "exclude_modules")  # keys that show that the user wants adapters
 
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report mistakes in the adapters of the section `name`."""
+    """Report mistakes in the LoRA settings of the section `name`."""
     lora, prefix = model.lora, f"{name}.dtensor_cfg.lora_cfg"
     if lora is None:
         if model.dtensor_cfg.lora_cfg.enabled:
@@ -420,8 +419,8 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Refuse keys of adapters where `enabled` is false, since all weights would be trained. They are no mistake where
-    `enabled: false` is written in the same place or nearer to the user."""
+    """Refuse adapter keys if `enabled` is false, because all weights would be trained. They are allowed if `enabled:
+    false` is written in the same place or nearer to the user."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:
@@ -435,7 +434,7 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
 
 
 def _fault(pattern: str, key: str) -> str | None:
-    """Return what is wrong with a name of target_modules or exclude_modules; None if nothing is."""
+    """Return what is wrong with a pattern of target_modules or exclude_modules; None if nothing is."""
     if any(matches(pattern, module) for fused in (False, True) for module in modules_of_layers(_MANY_LAYERS, fused)):
         return None
     if any(matches(pattern, module) for module in FROZEN):
@@ -449,7 +448,7 @@ _TENSOR = "slices of each layer's heads, of its MLP and of the vocabulary, one a
 
 
 class DTensorConfig(Section):
-    """The PyTorch backend of NeMo RL. When enabled, policy.optimizer, scheduler and max_grad_norm are effective."""
+    """The PyTorch backend of NeMo RL. If enabled, policy.optimizer, scheduler and max_grad_norm are used."""
 
     is_switched = True
     enabled: bool = key(True, "read optimizer, scheduler and max_grad_norm beside this section")
@@ -469,8 +468,8 @@ class PeftConfig(Section):
 
 
 class DDPConfig(Section):
-    """Gradient exchange of Megatron: read where that backend is enabled, and `overlap_grad_reduce` and
-    `data_parallel_sharding_strategy` of the model itself are null."""
+    """Megatron's gradient reduction. Read if the Megatron backend is enabled and the model's own `overlap_grad_reduce`
+    and `data_parallel_sharding_strategy` are null."""
 
     overlap_grad_reduce: bool = key(
         True, "several processes: gradients are added over them while the backward goes on, else after it"
@@ -487,7 +486,7 @@ class Fp8Config(Section):
 
 
 class MegatronConfig(Section):
-    """The Megatron backend of NeMo RL. When enabled, its optimizer and scheduler sections are effective."""
+    """The Megatron backend of NeMo RL. If enabled, its optimizer and scheduler sections are used."""
 
     is_switched = True
     enabled: bool = key(False, "read optimizer, scheduler and clip_grad from this section")

@@ -1,4 +1,4 @@
-"""The sections `policy` and `value`: the models that are trained."""
+"""The sections `policy` and `value`: the models to train."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TokenizerConfig(Section):
 
 
 class TokenBudget(Section):
-    """How many tokens a micro-batch holds."""
+    """The number of tokens in a micro-batch."""
 
     train_mb_tokens: Positive | None = key(
         None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size"
@@ -80,14 +80,14 @@ class TokenBudget(Section):
 
 
 class DynamicBatchingConfig(TokenBudget):
-    """Micro-batches of similar lengths by a token budget; not together with sequence_packing."""
+    """Micro-batches of similar lengths within a token budget; cannot be combined with sequence_packing."""
 
     enabled: bool = key(False, "sort by length and fill micro-batches to the budget")
     sequence_length_round: Positive = key(64, "a length counts as rounded up to a multiple of this")
 
 
 class SequencePackingConfig(TokenBudget):
-    """Sequences laid end to end in one micro-batch by a token budget, without padding."""
+    """Sequences packed end to end in one micro-batch within a token budget, without padding."""
 
     enabled: bool = key(True, "pack sequences")
     algorithm: PackingAlgorithm = key(
@@ -99,20 +99,20 @@ class SequencePackingConfig(TokenBudget):
 
 
 class DraftConfig(Section):
-    """Draft model of speculative decoding."""
+    """The draft model of speculative decoding."""
 
     is_switched = True
 
 
 class RouterReplayConfig(Section):
-    """Replay of the routing of mixtures of experts."""
+    """Replay of the expert routing of a mixture-of-experts model."""
 
     is_switched = True
     model_config = ConfigDict(extra="allow")
 
 
 class HfConfig(Section):
-    """How transformers loads a model; read with backend hf."""
+    """How transformers loads a model; read if backend is hf."""
 
     attn_implementation: str | None = key(
         None, "transformers' name of an attention: sdpa, eager, flash_attention_2, ...; null: transformers chooses"
@@ -175,15 +175,15 @@ class TrainedModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_backend(self) -> TrainedModelConfig:
-        # a file that only enables Megatron means it, though DTensor is the default
+        # a file that enables Megatron switches off DTensor, which is enabled by default
         if self.megatron_cfg.enabled and "enabled" not in self.dtensor_cfg.model_fields_set:
             object.__setattr__(self.dtensor_cfg, "enabled", False)
         return self
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether several processes of the native trainer keep a shard of the gradients each (ZeRO-2); FSDP2 shares
-        out by itself."""
+        """Whether each process of the native trainer keeps a shard of the gradients (ZeRO-2). FSDP2 of backend hf
+        shards regardless of this."""
         if self.backend == "hf":
             return False
         exchange = self.megatron_cfg.distributed_data_parallel_config
@@ -194,7 +194,7 @@ class TrainedModelConfig(Section):
 
     @property
     def overlaps_grad_reduce(self) -> bool:
-        """Whether several processes of the native trainer add their gradients while the backward goes on."""
+        """Whether processes of the native trainer reduce their gradients during the backward pass."""
         if self.backend == "hf":
             return False
         theirs = self.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
@@ -202,7 +202,7 @@ class TrainedModelConfig(Section):
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether the backward pass recomputes activations, from the enabled backend's section."""
+        """Whether the backward pass recomputes activations, according to the enabled backend's section."""
         return (
             self.megatron_cfg.activation_checkpointing
             if self.megatron_cfg.enabled
@@ -211,27 +211,26 @@ class TrainedModelConfig(Section):
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The adapters that are trained instead of the weights, by the enabled backend's section; None: the weights are
-        trained."""
+        """The adapters that are trained instead of the weights, by the enabled backend's section; None without LoRA."""
         is_read = self.dtensor_cfg.enabled and not self.megatron_cfg.enabled
         return self.dtensor_cfg.lora_cfg if is_read and self.dtensor_cfg.lora_cfg.enabled else None
 
     def effective_optimizer(self) -> OptimizerSettings:
-        """Return AdamW's numbers from megatron_cfg.optimizer when that backend is enabled, else from `optimizer`."""
+        """Return AdamW's settings, from megatron_cfg.optimizer if that backend is enabled, else from `optimizer`."""
         if self.megatron_cfg.enabled:
             return megatron_optimizer(self.megatron_cfg.optimizer)
         return torch_optimizer(self.optimizer or OptimizerConfig())
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
-        """Return the schedule of megatron_cfg when that backend is enabled, else of `scheduler`; None: constant."""
+        """Return the schedule of megatron_cfg if that backend is enabled, otherwise of `scheduler`; None: constant."""
         if self.megatron_cfg.enabled:
             return megatron_schedule(self.megatron_cfg.optimizer, self.megatron_cfg.scheduler)
         return torch_schedule(self.scheduler)
 
     def tensor_parallel(self, processes: int) -> int:
-        """Return into how many slices `processes` processes cut the model: the enabled backend's tensor parallel size,
-        or 1 where it does not divide them."""
-        if self.backend == "hf":  # transformers' models stay whole
+        """Return into how many shards `processes` processes split the model: the enabled backend's tensor parallel
+        size, or 1 if it does not divide `processes`."""
+        if self.backend == "hf":  # models of transformers are not split
             return 1
         wanted = self.megatron_cfg.tensor_model_parallel_size if self.megatron_cfg.enabled else 1
         if self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
@@ -239,18 +238,18 @@ class TrainedModelConfig(Section):
         return wanted if processes % wanted == 0 else 1
 
     def tensor_parallel_key(self, section: str) -> str:
-        """Return the key of that size."""
+        """Return the key of the tensor parallel size."""
         megatron = self.megatron_cfg.enabled
         return (
             f"{section}.{'megatron_cfg.tensor_model_parallel_size' if megatron else 'dtensor_cfg.tensor_parallel_size'}"
         )
 
     def effective_max_grad_norm(self) -> float | None:
-        """Return the bound of the gradient's global norm from the enabled backend's section, or None."""
+        """Return the limit on the gradient's global norm from the enabled backend's section, or None."""
         return (self.megatron_cfg.optimizer.clip_grad if self.megatron_cfg.enabled else self.max_grad_norm) or None
 
     def fill_batching(self) -> None:
-        """Fill in sizes that follow from others."""
+        """Fill in sizes that depend on other sizes."""
         fill(self, logprob_batch_size=self.train_micro_batch_size)
         fill(self.tokenizer, name=self.model_name)
         for budget in (self.dynamic_batching, self.sequence_packing):
@@ -330,7 +329,7 @@ class PolicyConfig(TrainedModelConfig):
 
 
 class RewardModelConfig(Section):
-    """NeMo RL's way to a scalar head; the native value model always has one."""
+    """NeMo RL's setting for a scalar head. The native value model always has a scalar head."""
 
 
 class ValuePackingConfig(SequencePackingConfig):
@@ -340,13 +339,13 @@ class ValuePackingConfig(SequencePackingConfig):
 
 
 class ValueTokenizerConfig(TokenizerConfig):
-    """The critic reads what the policy's tokenizer wrote."""
+    """The critic's tokenizer. The critic reads the policy's token ids."""
 
     name: str | None = no_effect(None, "the critic reads what the policy's tokenizer wrote")
 
 
 class ValueConfig(TrainedModelConfig):
-    """The critic: the policy's architecture with a scalar head. Its defaults are those of the policy."""
+    """The critic: the policy's architecture with a scalar head. Its defaults are the policy's values."""
 
     backend: Backend | None = key(None, "native or hf, as policy.backend; null: policy.backend")
     tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
@@ -355,7 +354,7 @@ class ValueConfig(TrainedModelConfig):
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
-        """Take what the file leaves out from the policy."""
+        """Fill in omitted values from the policy."""
         fill(
             self,
             backend=policy.backend,
@@ -372,7 +371,7 @@ class ValueConfig(TrainedModelConfig):
 
 
 def check_trained_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report what does not go together within the section `name`."""
+    """Report incompatible settings within the section `name`."""
     megatron = f"{name}.megatron_cfg"
     _not_both(name, "megatron_cfg", "dtensor_cfg", model, report)
     check_lora(model, name, report)

@@ -1,4 +1,4 @@
-"""Rules that tie several sections together. Each reports a key, what is wrong and what to change."""
+"""Rules between several sections. Each reports a key, what is wrong with it and what to change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Return whether the rules can read `env`."""
+    """Return whether `env` is well-formed, so that the rules can read it."""
     check_env(env, report)
     for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name != "should_use_nemo_gym":
@@ -78,7 +78,7 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
         return
     name, loss = f"{config.algorithm}.async_{config.algorithm}.enabled", config.loss_fn
     colocated = "policy.generation.colocated.enabled"
-    if engines_of(config) == 0:  # it trains otherwise than step by step, so it is never folded onto one device
+    if engines_of(config) == 0:  # it does not train step by step, so it is never folded onto one device
         text = (
             f"needs engines with weights of their own: set {colocated}=false with resources, and cluster.executor to "
             "processes or ray"
@@ -103,7 +103,7 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
             f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; set the penalty to 0 or this to false",
             "loss_fn.reference_policy_kl_penalty",
         )
-    takes_kl = "reinforce_plus_plus" if name == "grpo" else "gae"  # the estimator that puts the KL into the reward
+    takes_kl = "reinforce_plus_plus" if name == "grpo" else "gae"  # the estimator that adds the KL to the reward
     estimator = loop.adv_estimator.name
     if loss.use_kl_in_reward and estimator != takes_kl and not is_user_defined(estimator):
         text = f"needs {name}.adv_estimator.name {takes_kl}, not {estimator}; set it to false or change the estimator"
@@ -111,7 +111,7 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """Require one update a batch: the ratio is 1 in the first update only."""
+    """Require one update per batch, because the ratio is 1 in the first update only."""
     loss, loop, name = config.loss_fn, config.loop, config.algorithm
     if not loss.force_on_policy_ratio:
         return
@@ -165,7 +165,7 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Refuse a key without effect that the run's own file or an override writes; a parent's may stand."""
+    """Refuse an ineffective key if the run's own file or an override sets it; a parent file may set it."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 
@@ -183,7 +183,7 @@ def _check_critic(config: PPOMasterConfig, report: Report) -> None:
         elif changed and name == "gae_lambda_policy" and alpha > 0:
             _not_read(report, f"ppo.adv_estimator.{name}", f"length_adaptive_alpha {alpha:g}")
     warm_start = "ppo.warm_start_value_checkpoint"
-    if config.has_critic:  # else no value model is built
+    if config.has_critic:  # otherwise no value model is built
         if not estimator.uses_critic:
             text = f"is for an estimator of yours, but {chosen} {estimator.name} needs a critic: leave it out"
             report.add("ppo.adv_estimator.uses_critic", text, chosen)
@@ -328,8 +328,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
 
 
 def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:
-    """Check the data sets of a training. `turns`: the value of `turns_key`, grpo.max_rollout_turns or
-    ppo.max_rollout_turns."""
+    """Check the data sets of training. `turns` is the value of `turns_key`, the loop's key max_rollout_turns."""
     check_env(env, report)
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
@@ -388,7 +387,7 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
 
 
 def _is_known(name: str, dotted: str, report: Report) -> bool:
-    """Return whether there is such a data set; report a name that is neither known nor a class."""
+    """Return whether the data set exists; report a name that is neither known nor a class."""
     if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
         return True
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]
@@ -423,8 +422,8 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
 
 
 def check_env(env: EnvConfigs, report: Report) -> None:
-    """Refuse NeMo RL's switches for what scores or runs the responses elsewhere: another environment would stay in
-    charge."""
+    """Refuse NeMo RL's switches that move scoring or execution to NeMo Gym or a reward model. Ignoring them would
+    silently keep a different environment."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     if env.get("should_use_nemo_gym"):
         text = f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}"

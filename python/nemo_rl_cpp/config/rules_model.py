@@ -1,4 +1,4 @@
-"""Rules of models, engines and processes: what transformers, vLLM and several processes need of other sections."""
+"""Rules for models, engines and processes: what transformers, vLLM and several processes require of other sections."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _GENERATION = "policy.generation"
 _COLOCATED = f"{_GENERATION}.colocated"
-_AGENTS = ("agent", "verifiers")  # environments that make their rollouts themselves
+_AGENTS = ("agent", "verifiers")  # environments that generate their own rollouts
 
 
 def checked_policy(config: PolicyConfig | Mapping[str, object]) -> PolicyConfig:
-    """Return a section unchanged; of a mapping the section, filled in and checked."""
+    """Return a section unchanged; build a section from a mapping, fill in its defaults and check it."""
     if isinstance(config, PolicyConfig):
         return config
     section = PolicyConfig(**config)
@@ -64,7 +64,7 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
 
 
 def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: Report) -> None:
-    """Require a power of two that the processes share equally; sharded gradients are added during the backward pass."""
+    """Require a power of two divisible by the processes. Sharded gradients must be reduced during backward."""
     strategy = f"{name}.data_parallel_sharding_strategy"
     late = "is false, but gradients that are shared out are added while the backward goes on: "
     if model.shards_gradients and model.overlap_grad_reduce is False:
@@ -87,7 +87,7 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
-    """Fold nothing with `cluster.strict_sizes`."""
+    """Refuse folding if `cluster.strict_sizes` is set."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -108,7 +108,7 @@ _OFFLOADS = (
 
 
 def check_offload(config: TrainMasterConfig, report: Report) -> None:
-    """Refuse offloading on a GPU, where it would be needed and is not there."""
+    """Refuse offloading on a GPU, because it is not supported yet."""
     if config.cluster.device == "cpu":
         return
     for name, model in config.trained_models().items():
@@ -119,7 +119,7 @@ def check_offload(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_resources(config: TrainMasterConfig, report: Report) -> None:
-    """Require workers for engines with weights of their own, and some that are left for training."""
+    """Require workers for engines with separate weights, and leave some workers for training."""
     generation, cluster = config.policy.generation, config.cluster
     if generation.colocated.enabled:
         return
@@ -127,7 +127,7 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
     if cluster.executor == "in_process":
         text = "is false, but cluster.executor is in_process: set it to processes or ray, or this to true"
         report.add(apart, text, "cluster.executor")
-    if not cluster.has_workers or cluster.executor == "auto":  # folded, with a notice
+    if not cluster.has_workers or cluster.executor == "auto":  # folded with a message
         return
     _check_shares(config, report)
     if (slices := config.policy.tensor_parallel(max(trainers_of(config), 1))) > 1:
@@ -141,7 +141,7 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_shares(config: TrainMasterConfig, report: Report) -> None:
-    """Require that training keeps workers. One machine is shared by workers, several by whole machines."""
+    """Require that training keeps workers. On one machine the unit is a worker, on several machines a whole machine."""
     resources, cluster, key = config.policy.generation.colocated.resources, config.cluster, f"{_COLOCATED}.resources"
     own, unit = ("gpus_per_node", "workers") if cluster.num_nodes == 1 else ("num_nodes", "nodes")
     wanted, there = getattr(resources, own), getattr(cluster, own)
@@ -164,7 +164,7 @@ def _check_shares(config: TrainMasterConfig, report: Report) -> None:
         report.add(key, text, "cluster.gpus_per_node")
 
 
-# ---- quantised engines, and other models than the trainer's
+# ---- quantised engines, and models that differ from the trainer's
 
 _PRECISIONS = (None, "auto", "bfloat16", "bf16", "float32", "fp32", "float", "float16", "fp16", "half")
 _QUANTISED = ("quantization", "quant_cfg", "quant_config", "quantization_config")
@@ -174,7 +174,7 @@ _OF_A_TYPE = ("dtype", "precision", "kv_cache_dtype")
 def check_engine(
     generation: GenerationConfig, name: str, report: Report, overrides: Mapping[str, object] | None = None
 ) -> None:
-    """Refuse settings of other engines that would change results: quantisation, and another model.
+    """Refuse engine settings that would change results: quantisation, and a different model.
 
     `overrides`: policy.hf_config_overrides, which vllm_kwargs.hf_overrides may repeat.
     """
@@ -198,12 +198,12 @@ def check_engine(
 
 
 def _quantises(value: object) -> bool:
-    """Return whether a setting of quantisation is on; a section is unless its scheme is a plain type."""
+    """Return whether a quantisation setting is on. A section is on unless its scheme is an unquantised type."""
     return bool(value) and (value.get("scheme", "unknown") if isinstance(value, dict) else value) not in _PRECISIONS
 
 
 def _leaves(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Yield values of a free mapping by dotted key. A quantisation that is a section counts as one value."""
+    """Yield the values of a free-form mapping by dotted key. A quantisation section is yielded as one value."""
     for key, value in tree.items():
         if isinstance(value, dict) and key not in _QUANTISED:
             yield from _leaves(value, f"{prefix}.{key}")
@@ -217,7 +217,7 @@ INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
 
 
 def _check_pair(policy: PolicyConfig, report: Report) -> None:
-    """Require that the engine reads the weights of a trainer of its own name."""
+    """Require an engine that can read the weights of the trainer's backend."""
     if exactness_of(policy) is None:
         text = (
             f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to "
@@ -237,7 +237,7 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Refuse what needs generation and training to be one computation."""
+    """Refuse settings that need bit-identical generation and training."""
     if policy.reuse_generation_logprobs == "always":
         text = (
             f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "
@@ -250,7 +250,7 @@ def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> 
 
 
 def check_engines(config: TrainMasterConfig, report: Report) -> None:
-    """Refuse separate workers for an engine of transformers, which reads the trainer's weights."""
+    """Refuse separate generation workers for transformers, whose engine reads the trainer's weights in place."""
     if config.policy.backend == "hf" and config.cluster.has_workers and not config.policy.generation.colocated.enabled:
         text = "is false, but the engines of policy.backend hf read the trainer's weights: set it to true"
         report.add(f"{_COLOCATED}.enabled", text, "policy.backend")
@@ -260,7 +260,7 @@ _BALANCE = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_
 
 
 def balance_wanted(model: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield the keys that ask for balanced experts, each with what is wrong with it."""
+    """Yield each key that requests balanced experts, with what is wrong with it."""
     for key, off in _BALANCE.items() if model.megatron_cfg.enabled else ():
         if (given := getattr(model.megatron_cfg, key, off)) not in (off, None):
             text = f"is {given}, but no loss or bias that balances experts is computed: set it to {off}"
@@ -268,7 +268,7 @@ def balance_wanted(model: TrainedModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Refuse what a model of transformers cannot do."""
+    """Refuse settings that a model of transformers does not support."""
     if model.backend != "hf":
         return
     _check_installed(model.backend, f"{name}.backend", report)
@@ -281,7 +281,7 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def check_evaluation(generation: GenerationConfig, report: Report) -> None:
-    """Check the engine of an evaluation, which has no trainer that sends weights to vLLM."""
+    """Check the engine of an evaluation. vLLM is refused, because there is no trainer that sends it weights."""
     _check_installed(generation.backend, "generation.backend", report)
     for name in ("python", "server_url"):
         if getattr(generation.vllm_cfg, name) is not None:
@@ -299,7 +299,7 @@ def _check_installed(backend: str | None, key: str, report: Report) -> None:
 _PYTHON, _SERVER = f"{_GENERATION}.vllm_cfg.python", f"{_GENERATION}.vllm_cfg.server_url"
 _OF_THE_SERVER = ("vllm_cfg.env_vars", "vllm_cfg.enable_prefix_caching", "vllm_kwargs", "kv_cache_gb")
 _LEAST_TEMPERATURE = 0.01
-_OURS = {  # options of the server that the run starts, which follow from elsewhere -> where
+_OURS = {  # options of a server that the run starts -> the key that sets them
     "model": "policy.model_name", "tokenizer": "policy.tokenizer", "skip_tokenizer_init": None, "load_format": None,
     "dtype": f"{_GENERATION}.vllm_cfg.precision", "max_model_len": f"{_GENERATION}.vllm_cfg.max_model_len",
     "max_num_seqs": f"{_GENERATION}.max_batch_size", "kv_cache_memory_bytes": f"{_GENERATION}.kv_cache_gb",
@@ -331,7 +331,7 @@ def _check_vllm(policy: PolicyConfig, report: Report) -> None:
         report.add(_PYTHON, text)
     for name, greedy in (("temperature", ""), ("val_temperature", ", or to 0 for greedy responses")):
         value, least = getattr(generation, name), _LEAST_TEMPERATURE
-        if value is not None and 0 < value < least:  # log-probabilities of training would be of the lower one
+        if value is not None and 0 < value < least:  # training would compute log-probabilities for the lower one
             text = f"is {value:g}, which vLLM would raise to {least:g}: set it to {least:g} or more{greedy}"
             report.add(f"{_GENERATION}.{name}", text, key)
     for name in (name for name in generation.vllm_kwargs if url is None and name in _OURS):
@@ -342,7 +342,7 @@ def _check_vllm(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_server(generation: GenerationConfig, report: Report) -> None:
-    """Check the address, and refuse what belongs where the server is started."""
+    """Check the address, and refuse settings that must be given when the server is started."""
     url = generation.vllm_cfg.server_url
     if generation.vllm_cfg.python is not None:
         text = f"is given beside {_PYTHON}: set one of them to null; the run joins a server or starts one"
@@ -365,7 +365,7 @@ def _is_address(url: str) -> bool:
 
 
 def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
-    """Require of a run with vLLM one training process, on the CPU if the run starts the server."""
+    """Require a single training process for vLLM, on the CPU if the run starts the server."""
     generation, cluster = config.policy.generation, config.cluster
     if not generation.runs_vllm:
         return
@@ -394,7 +394,7 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_serving(config: TrainMasterConfig, report: Report) -> None:
-    """Require the native engine in this process, which reads the weights where training writes them."""
+    """Require the in-process native engine, because serving reads the weights directly from training's memory."""
     generation, cluster = config.policy.generation, config.cluster
     _check_agents(config, report)
     if not generation.expose_http_server:
@@ -416,7 +416,7 @@ def check_serving(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_agents(config: TrainMasterConfig, report: Report) -> None:
-    """Require the server for agents, which count their turns themselves."""
+    """Require the server and max_rollout_turns 1 for agents, which decide about their turns themselves."""
     default = config.data.default or DatasetDefaults()
     sets = [d for split in ("train", "validation") for _, d in datasets_of(getattr(config.data, split), split)]
     agent = next((name for d in sets if (name := d.env_name or default.env_name) in _AGENTS), None)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the section `sft`, and the loss of answers."""
+"""Supervised fine-tuning: the section `sft`, and the loss on the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SFTLossConfig(ClippedPGLossConfig):
-    """The loss of answers."""
+    """The loss on the answers."""
 
     name: LossName = key(
         "nll", "nll: the negative log-likelihood; or a class or function of yours, as my_module.MyLoss"
@@ -28,7 +28,7 @@ class SFTLossConfig(ClippedPGLossConfig):
 
 
 class SFTConfig(Section):
-    """The loop of supervised fine-tuning: the rows of a file, policy.train_global_batch_size in a step."""
+    """The loop of supervised fine-tuning: each step trains on policy.train_global_batch_size rows of a file."""
 
     section_name: ClassVar[str] = "sft"
     max_num_epochs: Positive = key(1, "passes over the data; training ends at this or at max_num_steps")
@@ -41,7 +41,7 @@ class SFTConfig(Section):
     val_at_end: bool = key(False, "validate after the last step")
     seed: Seed = key(42, "seed of the order of the data")
 
-    # what the other algorithms' loops may choose, and this one cannot
+    # settings that the other algorithms' loops make configurable
     num_generations_per_prompt: ClassVar[int] = 1
     max_rollout_turns: ClassVar[int] = 1
     val_start_at: ClassVar[int] = -1
@@ -69,7 +69,7 @@ class SFTConfig(Section):
 
     @property
     def num_prompts_per_step(self) -> int:
-        """Rows in a step: policy.train_global_batch_size."""
+        """The number of rows per step: policy.train_global_batch_size."""
         return self._rows
 
     @property
@@ -85,12 +85,12 @@ class SFTConfig(Section):
         return self.val_batches * self.val_global_batch_size if self.val_batches > 0 else None
 
     def fill_rows(self, rows: int) -> None:
-        """Take the number of rows in a step from the policy's section."""
+        """Set the number of rows per step, given by the policy's section."""
         self._rows = rows
 
 
 def check_sft(config: SFTMasterConfig, report: Report) -> None:
-    """Report what has no meaning where answers are given."""
+    """Report settings that have no meaning if the answers are given."""
     if config.loss_fn.name != "nll" and not is_user_defined(config.loss_fn.name):
         report.add(
             "loss_fn.name",

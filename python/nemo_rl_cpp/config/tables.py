@@ -1,7 +1,7 @@
-"""Tables of what a configuration chooses by a name.
+"""Registries of named choices in a configuration.
 
-A table is the one place that says what a name stands for. The values that the schema allows, the keys that it knows and the page
-docs/configuration.md follow from it, also for an entry that a program adds while it runs.
+Each name is defined in one table only. The values that the schema allows, its known keys and the page
+docs/configuration.md are derived from the table, including entries that a program adds at run time.
 """
 
 import pkgutil
@@ -20,10 +20,10 @@ from .base import Section, forget_keys, section_type
 
 @dataclass(frozen=True)
 class Entry:
-    """What a name stands for.
+    """The definition of a name.
 
     Attributes:
-        target: `package.module:Name`, imported when it is first asked for, or the object itself.
+        target: `package.module:Name`, imported on first use, or the object itself.
     """
 
     target: object
@@ -36,7 +36,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Table(Mapping[str, Any], Generic[E]):
-    """name -> the object that it stands for, imported when it is asked for. `entries` says the rest without an import."""
+    """A registry name -> object, imported on access. `entries` gives the definitions without an import."""
 
     def __init__(self, what: str, entries: Mapping[str, E]) -> None:
         self.what = what
@@ -57,7 +57,7 @@ class Table(Mapping[str, Any], Generic[E]):
     def add(
         self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, FieldInfo] | None = None
     ) -> None:
-        """Add an entry; `section` takes `keys` (name -> field) from then on. Raise ValueError where the name is taken."""
+        """Add an entry, and add `keys` (name -> field) to `section`. Raise ValueError if the name is taken."""
         if name in self.entries:
             raise ValueError(f"the {self.what} {name} is there already: choose another name")
         if section is not None:
@@ -66,8 +66,8 @@ class Table(Mapping[str, Any], Generic[E]):
 
 
 class OneOf:
-    """The mark of a text that must be a name of `names()`, as a Literal of what these are at the time of the check; with `dotted`
-    also any dotted name, of which `checks` says later whether it leads anywhere."""
+    """Annotation of a string that must be one of `names()`, evaluated at the time of the check. With `dotted`, any
+    dotted name is allowed too; `checks` verifies later whether it can be imported."""
 
     def __init__(self, names: Callable[[], list[str]], dotted: bool = False) -> None:
         self.names = names
@@ -75,7 +75,7 @@ class OneOf:
 
     @property
     def choices(self) -> list[str]:
-        """What may be written, for the documentation."""
+        """Return the allowed values, for the documentation."""
         return [*self.names(), *(["a dotted name"] if self.dotted else [])]
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -91,14 +91,14 @@ class OneOf:
 
 
 def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
-    """Give a section, and what derives from it, those of the keys that it does not have. Whole configurations take them, too."""
+    """Add the keys that are missing to a section and its subclasses. Whole configurations accept the keys, too."""
     for each in _below(section):
         each.model_fields.update({name: info for name, info in keys.items() if name not in each.model_fields})
     rebuild(section)
 
 
 def rebuild(section: type[BaseModel]) -> None:
-    """Let pydantic read the keys of a section again, and of every section that holds it."""
+    """Make pydantic rebuild a section and every section that contains it."""
     forget_keys()
     level, done = _below(section), set()
     while level:

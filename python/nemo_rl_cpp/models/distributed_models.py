@@ -1,4 +1,4 @@
-"""Policy and critic that several processes train together, as the run sees them: the interfaces of one model."""
+"""Policy and critic trained by several processes, with the interface of a single model."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -28,18 +28,18 @@ from nemo_rl_cpp.models.trained_model import NoOffload, in_layout_of
 from nemo_rl_cpp.models.value.lm_value import Value
 
 
-class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy's
-    """In a worker: its policy with the engines that read these weights, and the way to engines with weights of their own."""
+class PolicyWorker(Policy, EngineHost):  # create_generation is inherited from Policy
+    """The policy in a worker, with its engines and the sender of weights to engines in other workers."""
 
     _publisher: C.RefitPublisher | None = None
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Meet the engines."""
+        """Join the rendezvous with the engines, as rank 0."""
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 
     def broadcast_weights_for_collective(self, version: int) -> RefitResult:
-        """Send the present weights to the engines."""
+        """Send the current weights to the engines."""
         done = self._publisher.publish(list(self.state_dict().items()), version)
         return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
@@ -47,12 +47,12 @@ class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy
 def _built(
     model: type[Policy] | type[Value], options: dict[str, object], tensor_size: int, ranks: Ranks
 ) -> Policy | Value:
-    """Make the model of a worker."""
+    """Build the model of a worker."""
     return model(None, **options, ranks=ranks.split(tensor_size))
 
 
 def _policy_worker(config: PolicyConfig) -> type[Policy]:
-    """Return the class of a worker's policy; that on transformers is imported only if it is asked for."""
+    """Return the class of a worker's policy. The transformers backend is imported only if it is configured."""
     if config.backend != "hf":
         return PolicyWorker
     from nemo_rl_cpp.models.hf.trained import HfPolicyWorker
@@ -61,7 +61,7 @@ def _policy_worker(config: PolicyConfig) -> type[Policy]:
 
 
 def value_class(config: ValueConfig) -> type[Value]:
-    """Return the class of a critic in one process; that on transformers is imported only if it is asked for."""
+    """Return the class of a critic in one process. The transformers backend is imported only if it is configured."""
     if config.backend != "hf":
         return Value
     from nemo_rl_cpp.models.hf.trained import HfValue
@@ -70,12 +70,12 @@ def value_class(config: ValueConfig) -> type[Value]:
 
 
 class DistributedModel(NoOffload):
-    """One model in as many processes as the cluster has workers. Every call goes to all of them with the same batch; each works
-    on its samples (`Ranks`), with all of the model or a slice of it, and their results are put together here.
+    """One model in all workers of a cluster. Every call goes to all workers with the same batch. Each worker processes
+    its samples (`Ranks`) with the whole model or a slice of it, and this class combines the results.
 
     Args:
-        model: the class of the worker's own object.
-        options: its arguments but for cluster and ranks.
+        model: the class of the model in each worker.
+        options: its arguments except cluster and ranks.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class DistributedModel(NoOffload):
         return self.group.call_all("first_state_dict")[0]
 
     def weight_digest(self) -> str:
-        """Return the digest of every rank. Raise RuntimeError if one has other weights."""
+        """Return the digest of the weights. Raise RuntimeError if a rank's digest differs."""
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(
         self, method: str, name: str, data: Batch, micro_batch_size: int | None, **options: object
     ) -> BatchedDataDict:
-        """Return {name: [T] or [B, S]}, of which each rank scores its part of the batch."""
+        """Return {name: [T] or [B, S]}; each rank scores its part of the batch."""
         batch = plain_batch(data)
         of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size, **options)[0][name]
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
@@ -120,7 +120,7 @@ class DistributedModel(NoOffload):
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
     ) -> None:
-        """Save as one process would: rank 0 writes, and gathers the optimizer's shards."""
+        """Save the checkpoint that a single process would save: rank 0 gathers the optimizer's shards and writes."""
         self.group.call_all("save_checkpoint", absolute(weights_path), absolute(optimizer_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
@@ -128,15 +128,15 @@ class DistributedModel(NoOffload):
         return self.group.call_all("checkpoint_bytes", optimizer)[0]
 
     def non_finite_parameters(self) -> list[str]:
-        """Return the names of the parameters that hold an infinity or NaN on any rank."""
+        """Return the names of the parameters that contain an infinity or NaN on any rank."""
         return list(dict.fromkeys(name for names in self.group.call_all("non_finite_parameters") for name in names))
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """Write a batch that makes a loss or gradient non-finite into `folder` before the error is raised."""
+        """Save any batch whose loss or gradient is not finite to `folder` before the error is raised."""
         self.group.call_all("keep_bad_batches", absolute(folder))
 
     def shutdown(self) -> bool:
-        """End the processes of the cluster."""
+        """Shut down the processes of the cluster."""
         return self.cluster.shutdown()
 
 
@@ -152,7 +152,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """As `Policy.skips_prev_logprobs`; transformers generates by another computation than it trains by."""
+        """See `Policy.skips_prev_logprobs`. False for transformers, which generates and trains by different code."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     def get_logprobs(
@@ -172,7 +172,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
         mbs: int | None = None, timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """Train as `Policy.train`. The loss function is sent to the processes, so it must be importable there."""
+        """Train like `Policy.train`. The loss function is pickled to the processes, so it must be importable there."""
         batch = plain_batch(data)
         parts = self.group.call_all("train_part", batch, loss_fn, eval_mode, gbs, mbs)
         done = PolicyUpdates.of_ranks(self.group.first_of_groups(parts))
@@ -182,22 +182,22 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def create_generation(
         self, generation_config: GenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
-        """Make an engine in every process, on its own weights: no copy, no refit."""
+        """Create an engine in every process, which reads the policy's weights there: no copy, no refit."""
         blocks = self.config.gradient_blocks, self.config.train_global_batch_size, self.config.shards_gradients
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Let rank 0 meet the engines that have weights of their own, as they do by their `init_collective`."""
+        """Start the rendezvous of rank 0 with the dedicated engines, which call their own `init_collective`."""
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 
     def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:
-        """Let rank 0 send its weights to them, which they take by their `update_weights_from_collective`. The call
-        gives a `RefitResult`."""
+        """Start sending rank 0's weights to the dedicated engines, which receive them in
+        `update_weights_from_collective`. The call returns a `RefitResult`."""
         return [self.group.run_single_worker_single_data("broadcast_weights_for_collective", 0, version)]
 
     def performance(self) -> dict[str, float]:
-        """As `Policy.performance`, over all ranks."""
+        """See `Policy.performance`; the shares are over all ranks."""
         shares = {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
         return shares if self.config.backend != "hf" else {"zero_gradient_share": self.zero_gradient_share}
 
@@ -224,8 +224,8 @@ class DistributedValue(DistributedModel, ValueInterface):
 
 
 def plain_batch(data: Batch) -> RaggedBatch:
-    """Return the batch as it travels: tensors, numbers and texts, one a sample or one for all. Messages and
-    environments' notes stay here."""
+    """Return the part of the batch that is sent to workers: tensors, numbers and strings, either per sample or shared.
+    Message logs and environment metadata are not sent."""
     batch = RaggedBatch.of(data)
     plain = (Tensor, str, int, float, NoneType)
     samples = {
@@ -237,5 +237,5 @@ def plain_batch(data: Batch) -> RaggedBatch:
 
 
 def absolute(path: object) -> object:
-    """Return a path as workers find it, whatever their folder is."""
+    """Return an absolute path, which is valid whatever the working folder of a worker is."""
     return Path(path).expanduser().absolute() if isinstance(path, (str, Path)) else path

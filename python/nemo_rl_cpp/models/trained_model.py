@@ -45,7 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class NoOffload:
-    """A model whose weights, gradients, optimizer state and workspace stay where they are between its uses."""
+    """A model whose weights, gradients, optimizer state and workspace stay on their device between uses."""
 
     def _nothing_to_do(self, *args: object, **kwargs: object) -> None: ...
 
@@ -54,21 +54,21 @@ class NoOffload:
 
 
 class TrainedModel(NoOffload):
-    """One process on one device: what `Policy` and `Value` share.
+    """The common base of `Policy` and `Value`: one process on one device.
 
     Args:
-        cluster: one device (`Cluster` of world size 1), which says where the model lies; None: on the CPU.
-        config: the section of the configuration that the class names.
+        cluster: one device (`Cluster` of world size 1) that holds the model; None: the CPU.
+        config: the configuration section named by `section`.
         tokenizer: saved with the weights.
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
-        optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
-        total_steps: length of the run, for schedules that decay over the whole of it.
-        ranks: the processes that train it together. Each has all weights or its slice of them, a shard of masters and moments, and
-            its samples of a batch; all make the same calls with the same batch.
+        optimizer_path: folder written by `save_checkpoint`: optimizer state, master weights and schedule.
+        total_steps: length of the run, for schedules that decay until its end.
+        ranks: the processes that train the model together. Each holds all weights or a slice of them, a shard of
+            masters and moments, and its samples of a batch. All make the same calls with the same batch.
     """
 
     section: str
-    """of the configuration, "policy" or "value": error messages name its keys"""
+    """name of the configuration section, "policy" or "value"; error messages use it"""
     value_head = False
 
     def __init__(
@@ -104,7 +104,7 @@ class TrainedModel(NoOffload):
         self.trained = self.slices if self.lora is None else self.lora.slices(self.folder.native(), self.ranks)
         self.trainer = self._trainer_of(self.model)
         self.schedule = create_schedule(config, total_steps)
-        self.replay_dir: Path | None = None  # where a batch goes that makes a loss or gradient non-finite
+        self.replay_dir: Path | None = None  # receives batches whose loss or gradient is not finite
         if optimizer_path is not None:
             self._load_optimizer(Path(optimizer_path))
 
@@ -126,7 +126,7 @@ class TrainedModel(NoOffload):
         return Slices.of(self.folder.native(), self.ranks)
 
     def _trainer_of(self, model: C.DecoderModel) -> C.Trainer:
-        """Make the trainer of the model; without ranks, that of the reference, which is only asked for log-probabilities."""
+        """Return a trainer for the model. The reference gets a trainer without ranks, because it only scores tokens."""
         if model is not self.model:
             return C.Trainer(model)
         sums = self._sums()
@@ -134,7 +134,7 @@ class TrainedModel(NoOffload):
         return C.Trainer(model, self.ranks.communicator, beside, sums.sharded, *self._moment_dtypes())
 
     def _moment_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Return what AdamW's first and second moment are kept in; None: in the type of the master weights."""
+        """Return the dtypes of AdamW's first and second moment; None: the dtype of the master weights."""
         settings = self.config.effective_optimizer()
         short = [
             torch.bfloat16 if name == "bfloat16" else None
@@ -172,18 +172,18 @@ class TrainedModel(NoOffload):
         return self.schedule.lr
 
     def weight_digest(self) -> str:
-        """Return 16 hexadecimal digits over the weights that products read."""
+        """Return 16 hexadecimal digits computed from the weights that matrix products read."""
         return f"{self.model.digest():016x}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use. Of a
-        model in slices: copies
-        of the whole tensors in the first process of its group, which all call this; nothing in the others."""
+        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use. For a
+        model in slices, the first process of each group returns copies of the whole tensors and the other processes
+        return {}. All processes of the group must call it."""
         whole = self.slices.gather(self.model.compute, "the weights")
         return {} if whole is None else named_whole(self.slices.whole, whole)
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict` of the first group, for workers that all call it."""
+        """Return `state_dict` in the first group and {} in all others; all workers must call it."""
         return self.state_dict() if self.ranks.rank == 0 else {}
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class TrainedModel(NoOffload):
     def _score(
         self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
     ) -> Tensor:  # fmt: skip
-        """Return the head's number of each wanted token, [T]; 0 elsewhere. Each rank scores its part, or `rows`."""
+        """Return the head's output per wanted token, [T]; 0 at other tokens. Each rank scores its share, or `rows`."""
         rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob", micro_batch_size)
@@ -217,8 +217,8 @@ class TrainedModel(NoOffload):
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
 
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
-        """Surround a turn over this rank's micro-batches, for a model whose passes are those of all ranks together: no
-        native one is."""
+        """Return a context around a loop over micro-batches, for models whose passes involve all ranks; native models
+        need none."""
         return nullcontext()
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
@@ -233,8 +233,8 @@ class TrainedModel(NoOffload):
         self, batch: RaggedBatch, gbs: int, way: MicroBatchRunner, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
         after_first: Callable[[GlobalBatchResult], None] | None = None,
     ) -> Updates:  # fmt: skip
-        """Make one optimizer step a global batch of `gbs` samples, then one of the schedule; with `eval_mode` neither. The first
-        global batch is passed with the options `first`, and `after_first` sees its result before the weights change."""
+        """Take one optimizer step per global batch of `gbs` samples, then one schedule step; neither with `eval_mode`.
+        `first`: options for the first global batch. `after_first` receives its result before the weights change."""
         go = way.forward if eval_mode else way.forward_backward
         updates = Updates(batch.size // gbs, in_turns=way.sums.sharded)
         for begin in range(0, batch.size, gbs):
@@ -253,7 +253,7 @@ class TrainedModel(NoOffload):
                 self.ranks.fail_together(error)
             except OtherRankFailedError:
                 if not eval_mode:
-                    way.abandon_sum()  # the rank that failed has begun its own, which the next step would meet
+                    way.abandon_sum()  # the failed rank has joined its sum; the next step would receive it
                 raise
             if begin == 0 and after_first is not None:
                 after_first(result)
@@ -266,8 +266,7 @@ class TrainedModel(NoOffload):
         return updates
 
     def _step(self, data: RaggedBatch, lr: float, weight_decay: float) -> float:
-        """Make the optimizer step on the gathered gradients; return their norm before clipping. `data` is kept if it is
-        not finite."""
+        """Take the optimizer step; return the gradient norm before clipping. Save `data` if the norm is not finite."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
             lr=lr, beta1=settings.betas[0], beta2=settings.betas[1], eps=settings.eps, weight_decay=weight_decay,
@@ -275,7 +274,7 @@ class TrainedModel(NoOffload):
         )  # fmt: skip
         if not result.finite:
             names: list[str] = []
-            if self.ranks.size == 1:  # else the sum lies in shards
+            if self.ranks.size == 1:  # with several ranks the sum is sharded
                 grads = named_whole(self.trained.own, self.trainer.grads)
                 names = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
             bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
@@ -287,9 +286,9 @@ class TrainedModel(NoOffload):
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
-        """Write the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` meets the error again; return
-        the error with the path."""
-        if self.replay_dir is None or self.ranks.tensor_rank > 0:  # which would write the same batch
+        """Save the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` reproduces the error; return the
+        error with the path."""
+        if self.replay_dir is None or self.ranks.tensor_rank > 0:  # other tensor ranks would write the same batch
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
         rank = f"_rank{self.ranks.rank}" if self.ranks.rank else ""
@@ -300,15 +299,15 @@ class TrainedModel(NoOffload):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return config.json of a checkpoint."""
+        """Return the config.json of a checkpoint."""
         return self.folder.config
 
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
     ) -> None:
-        """Make `weights_path` a Hugging Face folder (weights, config, generation config, tokenizer), and write into
-        `optimizer_path` what a bit-identical resume needs too: moments, master weights, schedule. Raise NonFiniteError,
-        and write nothing, if a parameter is infinite or NaN."""
+        """Save the model in Hugging Face format (weights, config, generation config, tokenizer) to `weights_path`, and
+        the other state that a bit-identical resume needs (moments, master weights, schedule) to `optimizer_path`. Raise
+        NonFiniteError and write nothing if a parameter is infinite or NaN."""
         error, bad = None, self.non_finite_parameters()
         if bad:
             error = NonFiniteError(
@@ -327,7 +326,7 @@ class TrainedModel(NoOffload):
                     remove_adapter(Path(weights_path))
                 else:
                     self.lora.save(Path(weights_path), self.trained.whole, adapters)
-            except Exception as found:  # a full disk: the others must not wait for this rank
+            except Exception as found:  # e.g. a full disk: the other ranks must not wait for this rank
                 error = found
         self.ranks.fail_together(error)
         if optimizer_path is not None:
@@ -344,7 +343,7 @@ class TrainedModel(NoOffload):
             self.tokenizer.save_pretrained(str(weights_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Return the bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
+        """Return the bytes of the tensors that `save_checkpoint` writes, with or without the optimizer's tensors."""
         size, trained = self.slices.whole.total, self.trained.whole.total
         moments = (
             sum(trained * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
@@ -353,14 +352,14 @@ class TrainedModel(NoOffload):
         return size * self.model.compute.element_size() + adapters + moments
 
     def non_finite_parameters(self) -> list[str]:
-        """Return the names of the parameters that hold an infinity or NaN, in the weights or in their masters."""
+        """Return the names of the parameters that contain an infinity or NaN, in the weights or the master weights."""
         bad: dict[str, None] = {}
         places = (
             (self.slices.own, 0, self.model.compute),
             (self.trained.own, self.model.masters_begin, self.model.masters),
         )
         for layout, begin, flat in places:
-            if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
+            if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN stay in a sum
                 continue
             finite = torch.ones(layout.total, dtype=torch.bool)
             finite[begin : begin + flat.numel()] = torch.isfinite(flat)
@@ -368,7 +367,7 @@ class TrainedModel(NoOffload):
         return list(bad)
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """Write a batch that makes a loss or gradient non-finite into `folder` before the error is raised."""
+        """Save any batch whose loss or gradient is not finite to `folder` before the error is raised."""
         self.replay_dir = folder
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -378,7 +377,7 @@ class TrainedModel(NoOffload):
         return tensors
 
     def _save_optimizer(self, folder: Path) -> None:
-        """Save one logical state, whatever the number of ranks: the first one gathers it."""
+        """Save one state that does not depend on the number of ranks; the first rank gathers and writes it."""
         whole = {name: self._whole(tensor, name) for name, tensor in self._optimizer_tensors().items()}
         if not self.ranks.is_first:
             return
@@ -388,7 +387,7 @@ class TrainedModel(NoOffload):
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        """Gather the ranks' shards of a flat buffer on the first rank; None on the others."""
+        """Gather the ranks' shards of a flat buffer on the first rank; return None on the other ranks."""
         gathered = self.ranks.gather_shards(own, self.trainer.shard, self.trained.own.total, what)
         return self.trained.gather(gathered, what)
 
@@ -417,7 +416,7 @@ class TrainedModel(NoOffload):
         self.schedule.load_state_dict(state["schedule"])
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
-        """Fill this rank's shard of a part of the optimizer state from the whole one."""
+        """Fill this rank's shard of an optimizer tensor from the whole saved tensor."""
         begin, end = self.trainer.shard
         tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 
@@ -429,5 +428,5 @@ class TrainedModel(NoOffload):
 
 
 def in_layout_of(data: Batch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
-    """Return a result [T] in the layout of the caller's batch: [T] of a RaggedBatch, [B, S] of padded tensors."""
+    """Return a result [T] in the layout of the caller's batch: [T] for a RaggedBatch, [B, S] for padded tensors."""
     return of_tokens if isinstance(data, RaggedBatch) else batch.padded(of_tokens)

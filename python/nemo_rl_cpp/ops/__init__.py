@@ -1,8 +1,8 @@
-"""Typed entry points of the native core; names equal the C++ ones.
+"""Typed entry points of the native core; the names equal the C++ names.
 
-Advantages: csrc/kernels/{group_baseline,reinforce_plus_plus,gae,masked_reduce}.h. Masks may have any dtype and hold 0 and 1.
-Nothing at a masked position is read into a valid token's advantage. What belongs to tokens is [B, S]; with `offsets`, int64
-[B + 1], it is [T], without padding (`RaggedBatch`), and a row has the same bits.
+Advantages: csrc/kernels/{group_baseline,reinforce_plus_plus,gae,masked_reduce}.h. Masks may have any dtype and hold 0
+and 1. A masked position never influences a valid token's advantage. Per-token tensors are [B, S]; with `offsets`, int64
+[B + 1], they are [T], without padding (`RaggedBatch`), and the results are bit-identical.
 
 Losses: value, gradient and metrics in one pass, by the formulas of csrc/kernels/clipped_pg_loss.h.
 """
@@ -32,7 +32,7 @@ class GroupBaseline(NamedTuple):
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and returns, [B, S] or [T]; `degenerate`: too few valid tokens to whiten, the advantages are 0."""
+    """Advantages and returns, [B, S] or [T]. `degenerate`: too few valid tokens to whiten, so the advantages are 0."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -40,7 +40,7 @@ class TokenAdvantages(NamedTuple):
 
 
 def group_ids_from_prompts(prompts: Tensor) -> Tensor:
-    """[B] int64 on the CPU: for each row of `prompts` [B, L] (or [B]) the index of the first equal row."""
+    """Return int64 [B] on the CPU: for each row of `prompts` [B, L] (or [B]) the index of the first equal row."""
     return C.group_ids_from_prompts(prompts)
 
 
@@ -52,21 +52,21 @@ def group_baseline(
     leave_one_out: bool = True,
     std_rewards: Tensor | None = None,
 ) -> GroupBaseline:
-    """Mean and unbiased std of the valid rewards in each sample's group, the sample itself left out if leave_one_out.
+    """Return mean and unbiased std of the valid rewards per group, without the sample itself if leave_one_out.
 
-    All arguments [B]. `std_rewards` replaces the rewards in the std alone. A group with at most one valid sample gives
-    (own reward, 0). Computed in float64 in two passes: equal rewards give std exactly 0.
+    All arguments are [B]. `std_rewards` replaces the rewards in the std only. A group with at most one valid sample
+    gives (its reward, 0). Computed in float64 in two passes: equal rewards give std exactly 0.
     """
     return GroupBaseline(*C.group_baseline(rewards, group_ids, valid_mask, leave_one_out, std_rewards))
 
 
 def grpo_advantages(rewards: Tensor, baseline: Tensor, std: Tensor, *, normalize: bool) -> Tensor:
-    """[B]: reward - baseline, over (std + 1e-6) where `normalize` and std > 0."""
+    """Return [B]: reward - baseline, divided by (std + 1e-6) if `normalize` and std > 0."""
     return C.grpo_advantages(rewards, baseline, std, normalize)
 
 
 def gdpo_advantages(components: Tensor, weights: Tensor) -> Tensor:
-    """[B] from component advantages [K, B] and weights [K]: their weighted sum, centred and over its unbiased std."""
+    """Return [B]: the sum of component advantages [K, B] by weights [K], centred and divided by its unbiased std."""
     return C.gdpo_advantages(components, weights)
 
 
@@ -80,8 +80,8 @@ def reinforce_plus_plus(
     kl_type: str = "k3",
     offsets: Tensor | None = None,
 ) -> TokenAdvantages:
-    """(advantage[b] - kl_coef K[b, t]) whitened over the valid tokens of the batch (biased variance, at least 1e-8);
-    0 at masked positions. advantages [B] float32 or float64, mask and log-probs [B, S].
+    """Return advantage[b] - kl_coef K[b, t], whitened over the valid tokens of the batch (biased variance, at least
+    1e-8); 0 at masked positions. advantages [B] float32 or float64, mask and log-probs [B, S].
     """
     values, degenerate = C.reinforce_plus_plus(
         _real(advantages), mask, logprobs, reference_logprobs, kl_coef, kl_type, offsets
@@ -90,16 +90,16 @@ def reinforce_plus_plus(
 
 
 def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool, offsets: Tensor | None = None) -> TokenAdvantages:
-    """The reward [B] on every token, whitened over the valid ones if `normalize`."""
+    """Return the reward [B] on every token, whitened over the valid tokens if `normalize`."""
     values, degenerate = C.raw_reward(_real(rewards), mask, normalize, offsets)
     return TokenAdvantages(values, None, degenerate)
 
 
 @dataclass(frozen=True)
 class GAEConfig:
-    """The settings of `gae`. With gae_lambda_value the returns come from a pass of their own with that lambda.
-    length_adaptive_alpha > 0 replaces gae_lambda by clamp(1 - 1/max(alpha * length, 1), 0, 1) a row. `normalize` whitens
-    the advantages over all valid tokens."""
+    """The settings of `gae`. gae_lambda_value is a separate lambda for the returns, computed in a second pass.
+    length_adaptive_alpha > 0 replaces gae_lambda by clamp(1 - 1/max(alpha * length, 1), 0, 1) per row. `normalize`
+    whitens the advantages over all valid tokens."""
 
     gamma: float
     gae_lambda: float
@@ -143,14 +143,15 @@ def _real(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClippedPGConfig:
-    """What clipped_pg_loss computes; the flags of NeMo RL's `loss_fn` folded into one choice a question.
+    """The settings of clipped_pg_loss. Related flags of NeMo RL's `loss_fn` are merged into one setting.
 
-    ratio_mode: ppo (clipped ratio), reinforce (no ratio), on_policy (the ratio is 1 and prev is curr), or the loss of that
-        name, see csrc/kernels/clipped_pg_loss.h.
-    fixed_length: with token_level_loss false, sum a row's tokens and divide by this instead of by their number; 0: off.
+    ratio_mode: ppo (clipped ratio), reinforce (no ratio), on_policy (the ratio is 1 and prev is curr), or the named
+        loss, see csrc/kernels/clipped_pg_loss.h.
+    fixed_length: with token_level_loss false, divide a row's sum by this number, not by its token count; 0: off.
     importance_sampling: none, full, tis (clamped), icepop (zeroed outside the bounds), seq-mask-tis (whole rows).
-    ratio_clip_c None, and a clamp value None, switch that part off. kl_penalty 0 reads no reference log-probs.
-    A contradiction raises ValueError at the first call of clipped_pg_loss.
+
+    ratio_clip_c None or a clamp value None disables that part. kl_penalty 0 reads no reference log-probs. Contradictory
+    settings raise ValueError at the first call of clipped_pg_loss.
     """
 
     ratio_mode: RatioMode = "ppo"
@@ -182,7 +183,7 @@ class ClippedPGConfig:
         """The C++ struct."""
         out = C.ClippedPGConfig()
         for field in fields(self):
-            if field.name not in ("ratio_clip_c", "kl_input_clamp", "kl_output_clamp"):  # where None is a number in C++
+            if field.name not in ("ratio_clip_c", "kl_input_clamp", "kl_output_clamp"):  # None is a number in C++
                 setattr(out, field.name, getattr(self, field.name))
         out.dual_clip = self.ratio_clip_c is not None
         out.ratio_clip_c = self.ratio_clip_c if self.ratio_clip_c is not None else 0.0
@@ -201,11 +202,11 @@ def _clamp(value: float | None) -> float:
 
 @dataclass(frozen=True)
 class ClippedPGInputs:
-    """What the loss reads beside the log-probabilities it is the loss of.
+    """The inputs of the loss in addition to the current log-probabilities.
 
-    [B, S], unshifted: advantages, token_mask, and the log-probabilities of generation, of the old policy (`prev`; not read
-    by `on_policy`) and of the reference (read with a kl_penalty). [B]: sample_mask, rewards (read with a
-    positive_nll_weight). curr_logprobs_unfiltered [B, S-1] takes the place of curr_logprobs in the KL term.
+    [B, S], unshifted: advantages, token_mask, and the log-probabilities of generation, of the old policy (`prev`; not
+    read by `on_policy`) and of the reference (read with a kl_penalty). [B]: sample_mask, rewards (read with a
+    positive_nll_weight). curr_logprobs_unfiltered [B, S-1] replaces curr_logprobs in the KL term.
     """
 
     advantages: Tensor
@@ -220,8 +221,8 @@ class ClippedPGInputs:
 
 @dataclass(frozen=True)
 class LossCounts:
-    """Of the global batch: valid tokens, valid sequences, and valid tokens of samples with a positive reward. They make the
-    values of micro-batches add up; where one is None, the micro-batch's own count takes its place."""
+    """Counts over the global batch: valid tokens, valid sequences, and valid tokens of samples with a positive reward.
+    With them the values of micro-batches add up. A count that is None is replaced by the micro-batch's count."""
 
     valid_toks: Tensor | float | None = None
     valid_seqs: Tensor | float | None = None
@@ -232,8 +233,8 @@ class LossCounts:
 
 
 class ClippedPGResult(NamedTuple):
-    """Loss (scalar tensor), its gradients, metrics as floats, the first non-finite (sample, token) or None, and the sum over
-    the valid tokens of which the metric `token_mult_prob_error` is the share."""
+    """Loss (scalar tensor), its gradients, metrics as floats, the first non-finite (sample, token) or None, and the sum
+    over valid tokens that underlies the metric `token_mult_prob_error`."""
 
     loss: Tensor
     grad_logprobs: Tensor
@@ -249,14 +250,14 @@ def clipped_pg_loss(
     counts: LossCounts = LossCounts(),
     config: ClippedPGConfig = ClippedPGConfig(),
 ) -> ClippedPGResult:
-    """The clipped policy-gradient loss with its gradient and all metrics.
+    """Return the clipped policy-gradient loss with its gradient and all metrics.
 
         loss = reduce(W C) + beta reduce(K) + mu NLL,   C = max(-A R, -A clamp(R)),   R = exp(curr - prev)
 
     curr_logprobs [B, S-1] (column t is the log-prob of token t+1), float32 or float64.
 
-    Positions with token_mask or sample_mask 0 change nothing and get gradient 0. Raises ValueError for a missing input,
-    a wrong shape or a contradictory config. A non-finite term raises nothing here: `nonfinite` names it.
+    Positions with token_mask or sample_mask 0 have no effect and get gradient 0. Raises ValueError for a missing input,
+    a wrong shape or a contradictory config. A non-finite term does not raise an error: `nonfinite` reports it.
     """
     loss, grad, grad_unfiltered, values = C.clipped_pg_loss(
         curr_logprobs, inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs,
@@ -273,10 +274,11 @@ def clipped_pg_loss(
 def token_loss(
     inputs: ClippedPGInputs, counts: LossCounts, config: ClippedPGConfig = ClippedPGConfig()
 ) -> C.TokenLoss | None:
-    """`clipped_pg_loss` to be asked for its gradient while the head still holds a token's logits (`Trainer.forward_with_loss`).
+    """Return `clipped_pg_loss` for a head that evaluates it while it holds a token's logits
+    (`Trainer.forward_with_loss`).
 
-    `counts` must have tokens and sequences. Without prev_logprobs they are the log-probabilities being computed. None
-    where the gradient at a token depends on others: sequence-level losses and seq-mask-tis.
+    `counts` must have tokens and sequences. prev_logprobs None: the log-probabilities being computed are used. Return
+    None if a token's gradient depends on other tokens: sequence-level losses and seq-mask-tis.
     """
     if not C.TokenLoss.separable(config.native):
         return None
@@ -296,7 +298,7 @@ _VALUE_METRIC_NAMES: list[str] = C.value_loss_metric_names()
 
 
 class ValueLossResult(NamedTuple):
-    """Loss (scalar tensor), its gradient [B, S], metrics as floats, and the first non-finite (sample, token) or None."""
+    """Loss (scalar tensor), its gradient [B, S], metrics as floats, the first non-finite (sample, token) or None."""
 
     loss: Tensor
     grad_values: Tensor
@@ -315,10 +317,10 @@ def mse_value_loss(
     scale: float = 1.0,
     cliprange: float | None = None,
 ) -> ValueLossResult:
-    """scale/2 * sum(M e) / global_valid_toks with e = (v - R)^2, or with a cliprange the larger of that and the square
-    of clamp(v, old +- cliprange) - R. values, returns, old_values, token_mask [B, S] (unshifted), sample_mask [B].
+    """Return scale/2 * sum(M e) / global_valid_toks with e = (v - R)^2, or with a cliprange the maximum of that and
+    (clamp(v, old +- cliprange) - R)^2. values, returns, old_values, token_mask [B, S] (unshifted), sample_mask [B].
 
-    values_min and values_max are over valid tokens (0 if there are none).
+    The metrics values_min and values_max are over valid tokens (0 if there are none).
     """
     if cliprange and cliprange > 0 and old_values is None:
         raise ValueError("cliprange is set but the old values are missing: give `values` in the data")

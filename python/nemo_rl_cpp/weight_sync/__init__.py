@@ -1,4 +1,5 @@
-"""How weights reach the engine: nothing moves, or they go through shared memory, or from the trainers' workers to the engines'."""
+"""Weight sync backends: no copy (shared storage), shared memory, or a transfer from trainer workers to engine
+workers."""
 
 from __future__ import annotations
 
@@ -20,27 +21,27 @@ from nemo_rl_cpp.models.trained_model import TrainedModel
 
 
 class WeightSynchronizer(Protocol):
-    """Brings the policy's weights to the engine, and knows whether the engine's are old. They are until the first
-    `sync_weights`."""
+    """Sends the policy's weights to the engine and tracks whether the engine's weights are stale. They are stale until
+    the first `sync_weights`."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
-        """Bring the present weights over, if the engine's are old; return metrics of the transfer, logged with the step."""
+        """Update the engine's weights if they are stale; return metrics of the transfer, logged with the step."""
 
     def mark_stale(self) -> None:
-        """Note that the policy has been trained, so that the engine's weights are old."""
+        """Note that the policy has been trained, so that the engine's weights are stale."""
 
     def verify_before_training(self) -> None:
-        """Raise RuntimeError if the weights are not those under which the rollouts were generated."""
+        """Raise RuntimeError if the weights differ from the weights that generated the rollouts."""
 
 
 RefitMetrics = dict[str, float | str | None]
 
 
 class CheckedWeights(WeightSynchronizer):
-    """What all synchronizers share: remembers the digest of the weights of the last `sync_weights`, and compares it before
-    training, so that nothing changes the weights between the two phases unseen.
+    """The base of all synchronizers. It stores the digest of the weights at the last `sync_weights` and compares it
+    before training, so that an unexpected change of the weights between the two phases is detected.
 
-    With `check_digests` off only the counters remain.
+    With `check_digests` off, only staleness is tracked.
     """
 
     def __init__(self, policy: PolicyInterface, generation: GenerationInterface, check_digests: bool = True) -> None:
@@ -51,11 +52,11 @@ class CheckedWeights(WeightSynchronizer):
         self._stale = True
 
     def mark_stale(self) -> None:
-        """Note that the policy has been trained."""
+        """Note that the policy has been trained, so that the engine's weights are stale."""
         self._stale = True
 
     def verify_before_training(self) -> None:
-        """Raise RuntimeError if the weights are not those under which the rollouts were generated."""
+        """Raise RuntimeError if the weights differ from the weights that generated the rollouts."""
         if not self._check or self._stale:
             return
         now = self._policy.weight_digest()
@@ -67,12 +68,12 @@ class CheckedWeights(WeightSynchronizer):
 
 
 class SharedWeights(CheckedWeights):
-    """Weights that policy and engine both read from one storage: nothing is copied, only checked."""
+    """A synchronizer for policy and engine that read the same storage: nothing is copied, only digests are compared."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
-        """Return `refit/bytes` (0: nothing moved) and `weights/digest`, the same for both roles.
+        """Return `refit/bytes` (0: nothing is copied) and `weights/digest`, which is equal for policy and engine.
 
-        Raise RuntimeError if the engine would generate with other weights than those in training.
+        Raise RuntimeError if the digests of policy and engine differ.
         """
         if self._stale:
             self._generation.invalidate_kv_cache()
@@ -87,10 +88,10 @@ class SharedWeights(CheckedWeights):
 
 
 class SentWeights(CheckedWeights, abc.ABC):
-    """For engines with weights of their own: these are sent when the policy has been trained since the last time.
+    """The base for engines that hold their own copy of the weights, which is updated after the policy has been trained.
 
     Args:
-        version: gives the number of the present weights, which engines stamp on their responses.
+        version: returns the version number of the current weights; engines attach it to their responses.
     """
 
     def __init__(
@@ -102,9 +103,9 @@ class SentWeights(CheckedWeights, abc.ABC):
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
         """Return the metrics of the last refit: `refit/bytes`, `refit/seconds` (digests included), `refit/gb_per_s`,
-        `refit/version` and `weights/digest`, the policy's own.
+        `refit/version` and `weights/digest`, the digest of the policy's weights.
 
-        Raise RuntimeError if an engine has other weights than the policy afterwards.
+        Raise RuntimeError if an engine's weights differ from the policy's after the refit.
         """
         if self._stale:
             with timer("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
@@ -114,15 +115,15 @@ class SentWeights(CheckedWeights, abc.ABC):
 
     @abc.abstractmethod
     def _refit(self) -> None:
-        """Send the present weights; set `_metrics`, and `_digest` to that of the policy."""
+        """Send the current weights; set `_metrics`, and set `_digest` to the digest of the policy's weights."""
 
 
 class SharedMemoryWeights(SentWeights):
-    """Weights that are copied into memory which this process and another one of this machine map (vLLM, which has another torch).
+    """A synchronizer that copies the weights into memory shared with the vLLM process, which uses a different torch
+    version.
 
-    The trainer takes a digest of its own weights, the engine of what it finds in the memory. Where they differ, or
-    where a parameter
-    of the engine's got nothing, the run stops. `refit/digest`, of what arrived, is logged beside the metrics of `SentWeights`.
+    The trainer logs the digest of its own weights (`weights/digest`), and the engine the digest of the weights it
+    received (`refit/digest`). The run stops if the digests differ or if a parameter of the engine received no values.
     """
 
     _policy: TrainedModel
@@ -139,18 +140,17 @@ class SharedMemoryWeights(SentWeights):
 
 
 class CollectiveWeights(SentWeights):
-    """Weights that travel from the policy's workers to the engines': rank 0 of the trainers sends them to all, in C++
-    (`csrc/refit/`).
+    """A synchronizer that sends weights from the policy's workers to the engines' workers: rank 0 of the trainers
+    broadcasts them to all engines, in C++ (`csrc/refit/`).
 
-    The two groups meet at the first `sync_weights`. A refit that an engine refuses, or in which a worker is lost, is an error, and
-    no engine has taken the new weights then. Engines generate and policies train independently of one another; only
-    `sync_weights` needs both, so it must not run while either is at work in another thread. `refit/bytes` are those of all engines
-    together.
+    The two groups rendezvous at the first `sync_weights`. If an engine rejects a refit or a worker is lost, an error is
+    raised and no engine uses the new weights. Engines generate and policies train independently. `sync_weights` needs
+    both, so it must not run while either works in a different thread. `refit/bytes` is the sum over all engines.
     """
 
     _policy: DistributedPolicy
     _generation: DedicatedGeneration
-    _store: object = None  # where the groups meet; None until they have
+    _store: object = None  # the store for the rendezvous; None before the rendezvous
 
     def _meet(self) -> None:
         gigabytes, cluster = self._policy.config.refit_buffer_size_gb, self._policy.cluster
@@ -196,11 +196,11 @@ def create_weight_synchronizer(
     policy: PolicyInterface, generation: GenerationInterface, generation_backend: str, colocated: bool,
     version: Callable[[], int] = lambda: 0,
 ) -> WeightSynchronizer:  # fmt: skip
-    """Make the synchronizer for an engine of `generation_backend`: on the policy's own weights where `colocated`, else
-    with weights of its own (`DistributedPolicy` and `DedicatedGeneration`), whose present ones `version` numbers. A
-    `VllmGeneration` always has weights of its own.
+    """Return the synchronizer for an engine of `generation_backend`. If `colocated`, policy and engine share the
+    weights. Otherwise the engine holds its own copy (`DistributedPolicy` and `DedicatedGeneration`), and `version`
+    returns the version number of the policy's weights. A `VllmGeneration` always holds its own copy.
 
-    Raise ValueError for what no synchronizer can bring together.
+    Raise ValueError if no synchronizer supports the combination.
     """
     if isinstance(generation, VllmGeneration):
         return SharedMemoryWeights(policy, generation, version)

@@ -1,4 +1,4 @@
-"""What engines have in common: their settings of `policy.generation`, the rows that they are asked for, and their answers."""
+"""The common parts of all engines: their settings (`policy.generation`), the requested rows, and the responses."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, OnFinished, Prompts, Responses
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
-"""Streams of random draws, by their number in csrc/common/random.h."""
+"""The number of each stream of random draws in csrc/common/random.h."""
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn; top_k 0: no limit."""
+    """The sampling settings; top_k 0: no limit."""
 
     temperature: float
     top_p: float
@@ -33,15 +33,15 @@ class Sampling(NamedTuple):
 
 
 class GenerationRequest(NamedTuple):
-    """The B rows that one `generate` asks for.
+    """The B rows that one call of `generate` requests.
 
     Attributes:
         batch: the prompts.
-        greedy: whether the likeliest tokens are asked for.
-        stream: of random draws, that of all rows.
-        max_new_tokens: int64 [B] the most tokens of each response.
-        draws, samples: int64 [B] of the key of each row's random numbers.
-        stops: the different stop strings of each row.
+        greedy: whether the most likely tokens are taken.
+        stream: the stream of random draws, one for all rows.
+        max_new_tokens: int64 [B] maximum number of tokens of each response.
+        draws, samples: int64 [B] parts of the key of each row's random numbers.
+        stops: the distinct stop strings of each row.
     """
 
     batch: RaggedBatch
@@ -54,22 +54,21 @@ class GenerationRequest(NamedTuple):
 
 
 class BaseEngine(GenerationInterface):
-    """An engine, but for how it answers: by default its weights are in place and it holds nothing between two calls.
+    """The base of engines; subclasses implement `_respond`. By default no memory is held between two calls.
 
-    What a row yields depends on its prompt, its sampling settings and its random key (seed, stream, draw id, sample)
-    alone. The token or the text that ends a response stays part of it, so that what is trained on is what was sampled.
+    The response of a row depends only on its prompt, its sampling settings and its random key (seed, stream, draw id,
+    sample). The token or string that ends a response stays part of it, so that training sees exactly what was sampled.
 
     Args:
-        config: section `policy.generation`; a mapping is read as one.
-        tokenizer: gives the pad token and the bytes on which stop strings are matched.
-        end_token_ids: where responses end without `stop_token_ids` (`data.boundaries`); None: at the tokenizer's end tokens.
-        max_model_len: longest sequence, prompt and response together; None: `vllm_cfg.max_model_len`, or no limit.
+        config: section `policy.generation`, as a model or a mapping.
+        tokenizer: provides the pad token and the bytes on which stop strings are matched.
+        end_token_ids: end responses if `stop_token_ids` is null (`data.boundaries`); None: the tokenizer's end tokens.
+        max_model_len: longest sequence, prompt plus response; None: `vllm_cfg.max_model_len`, or no limit.
         seed: part of the key of every random draw.
-        digest: gives a digest of the weights that the engine reads.
-        memory_share: the part of this machine's free memory that this engine may count on.
+        digest: returns a digest of the engine's weights.
+        memory_share: the share of this machine's free memory that this engine may use.
 
-    Raises ValueError for unknown keys and for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop
-    strings, ...).
+    Raises ValueError for unknown keys and invalid values (temperature < 0, top_p outside (0, 1], ...).
     """
 
     reports_finished = True
@@ -100,18 +99,19 @@ class BaseEngine(GenerationInterface):
     # ---- token ids in, token ids out
 
     def generate(self, data: Prompts, greedy: bool = False, on_finished: OnFinished | None = None) -> Answer:
-        """Return a response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of
-        `GenerationDatumSpec`: a `GenerationOutputSpec`.
+        """Return a response for every row: `Responses` for a RaggedBatch; a `GenerationOutputSpec` for padded prompts
+        with the keys of `GenerationDatumSpec`.
 
-        `greedy` takes the likeliest token each time and reports log-probabilities at temperature 1 without a filter.
-        Rows of the stream "val" use val_temperature, val_top_p and val_top_k where these are set. A prompt that leaves
-        no room under max_model_len gets an empty response that counts as truncated.
+        `greedy` takes the most likely token each time and reports log-probabilities at temperature 1 without a filter.
+        Rows of the stream "val" use val_temperature, val_top_p and val_top_k if these are set. A prompt that leaves no
+        room under max_model_len gets an empty response marked as truncated.
 
-        `on_finished(rows, token_ids)` is called between two steps of the engine with the rows whose responses have just
-        ended and these responses, each row once, those of the last step excepted; what it raises ends the generation.
+        Between two steps of the engine, `on_finished(rows, token_ids)` receives the rows whose responses have just
+        ended and these responses, each row once, except the rows of the last step. An error it raises ends the
+        generation.
 
         Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
-        RuntimeError when the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
+        RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
         """
         batch = data if isinstance(data, RaggedBatch) else _ragged_prompts(data)
         size = batch.size
@@ -129,10 +129,10 @@ class BaseEngine(GenerationInterface):
 
     @abstractmethod
     def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
-        """Return the responses to all rows."""
+        """Return the responses for all rows."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
-        """Return [B]: the most tokens of each response, within `max_model_len`."""
+        """Return [B]: the maximum number of tokens of each response, within `max_model_len`."""
         if not self.max_model_len:
             return asked.max_new_tokens.tolist()
         left = self.max_model_len - asked.batch.lengths
@@ -140,7 +140,7 @@ class BaseEngine(GenerationInterface):
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """The bytes of all tokens, in which stop strings are looked for."""
+        """The bytes of all tokens, in which stop strings are matched."""
         return token_bytes_table(self.tokenizer, self._vocab_size)
 
     # ---- weights and memory
@@ -150,19 +150,19 @@ class BaseEngine(GenerationInterface):
         return True
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Do nothing: there is nothing to give back."""
+        """Do nothing: no resources are held."""
         return True
 
     def shutdown(self) -> bool:
-        """Give all memory back. Safe to call twice."""
+        """Release all memory. Idempotent."""
         return True
 
     def invalidate_kv_cache(self) -> bool:
-        """Forget nothing: every `generate` begins with an empty cache, so no key of older weights is ever read."""
+        """Do nothing: every `generate` begins with an empty cache, so stale keys are never read."""
         return True
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights that the engine reads. Raise RuntimeError if the engine was made without one."""
+        """Return the digest of the engine's weights. Raise RuntimeError if the engine was created without `digest`."""
         if self._digest is None:
             raise RuntimeError(f"this {type(self).__name__} was made without `digest`")
         return self._digest()
@@ -170,7 +170,7 @@ class BaseEngine(GenerationInterface):
     # ---- settings
 
     def sampling(self, greedy: bool, stream: str) -> Sampling:
-        """Return how tokens of this stream are drawn. Greedy decoding reports log-probabilities at temperature 1
+        """Return the sampling settings of this stream. Greedy decoding reports log-probabilities at temperature 1
         without a filter."""
 
         def setting(name: str, default: float) -> float:
@@ -192,7 +192,7 @@ class BaseEngine(GenerationInterface):
         return C.SamplingRule(**self.sampling(greedy, stream)._asdict())
 
     def _max_new_tokens(self, lengths: Tensor) -> Tensor:
-        """Return int64 [B]: the longest response to prompts of these lengths [B]."""
+        """Return int64 [B]: the maximum response length for prompts of these lengths [B]."""
         limit = self.config.max_new_tokens
         if limit is None and not self.max_model_len:
             raise ValueError(
@@ -203,7 +203,7 @@ class BaseEngine(GenerationInterface):
         return torch.full_like(lengths, limit)
 
     def _draw_ids(self, draw_ids: Tensor | Sequence[int] | None, rows: int) -> Tensor:
-        """Return int64 [B]: those of the caller, or the next numbers."""
+        """Return int64 [B]: the caller's draw ids, or the next free numbers."""
         if draw_ids is not None:
             return _row_integers("draw_ids", draw_ids, rows)
         first = self._next_draw_id
@@ -211,7 +211,7 @@ class BaseEngine(GenerationInterface):
         return torch.arange(first, first + rows)
 
     def _stop_texts(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[str, ...]]:
-        """Return [B]: the different stop strings of each row, those of the configuration first."""
+        """Return [B]: the distinct stop strings of each row, the configuration's first."""
         per_row = [None] * rows if per_row is None else list(per_row)
         if len(per_row) != rows:
             raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
@@ -219,7 +219,8 @@ class BaseEngine(GenerationInterface):
         return [tuple(dict.fromkeys(common + _strings_of(row))) for row in per_row]
 
     def cache_bytes(self, device: torch.device) -> int:
-        """Return what keys and values may take: kv_cache_gb, or half of this engine's share of the free memory of the device."""
+        """Return the bytes for keys and values: kv_cache_gb, or half of this engine's share of the device's free
+        memory."""
         if self.config.kv_cache_gb:
             return int(self.config.kv_cache_gb * 1e9)
         free = available_bytes()
@@ -230,11 +231,11 @@ class BaseEngine(GenerationInterface):
 
 
 class ResponseBuffer:
-    """Responses in the making. A row that is never asked for has no room: its response is empty and truncated.
+    """Collects responses. A row without a stored response had no room: its response is empty and truncated.
 
     Args:
         count: rows of the batch.
-        on_finished: told of rows that ended while others run.
+        on_finished: called with rows that ended while others are in flight.
     """
 
     def __init__(self, count: int, on_finished: OnFinished | None) -> None:
@@ -248,12 +249,12 @@ class ResponseBuffer:
         self.tokens[row], self.logprobs[row], self.truncated[row] = tokens, logprobs, truncated
 
     def tell(self, rows: list[int]) -> None:
-        """Tell that these have ended, while others run."""
+        """Report rows that have ended while others are in flight."""
         if rows and self.on_finished is not None:
             self.on_finished(rows, [list(self.tokens[row]) for row in rows])
 
     def responses(self, version: int | None = None) -> Responses:
-        """Return all of them, under the weights of `version`."""
+        """Return all responses, marked with the weights' `version`."""
         return Responses(
             torch.tensor(list(chain.from_iterable(self.tokens)), dtype=torch.int64),
             offsets_of(torch.tensor([len(row) for row in self.tokens])),
@@ -262,14 +263,14 @@ class ResponseBuffer:
 
 
 def _strings_of(value: str | Sequence[str] | None) -> list[str]:
-    """Make a list of one string, several, or none."""
+    """Return a list of strings for one string, several strings, or None."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)
 
 
 def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
-    """Return int64 [rows]. Raise ValueError, which calls them `name`, for another number of them."""
+    """Return int64 [rows]. Raise ValueError, which names the argument `name`, if the number of values differs."""
     result = torch.as_tensor(values).to("cpu", torch.int64)
     if result.shape != (rows,):
         raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
@@ -277,7 +278,7 @@ def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tenso
 
 
 def _ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
-    """Take prompts of `GenerationDatumSpec` without their padding. Raise ValueError if lengths do not fit."""
+    """Return the prompts of a `GenerationDatumSpec` without padding. Raise ValueError if lengths do not fit."""
     ids = data["input_ids"].to("cpu", torch.int64)
     if ids.dim() != 2 or ids.shape[0] == 0:
         raise ValueError(f"input_ids: expected [B, S] with at least one row, got shape {tuple(ids.shape)}")
@@ -291,7 +292,7 @@ def _ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
 
 
 def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    """Return the one stream of all rows. Raise ValueError for several, or an unknown one."""
+    """Return the one stream of all rows. Raise ValueError for several streams or an unknown stream."""
     per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
     streams = sorted({row or "train" for row in per_row})
     if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:

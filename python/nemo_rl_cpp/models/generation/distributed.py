@@ -1,8 +1,8 @@
-"""Generation in several processes: each engine answers its share of the prompts, from its own trainer's weights, or, on
-workers that train nothing, from a copy of the weights that a refit brings.
+"""Generation in several processes: each engine answers its share of the prompts. An engine reads its trainer's weights
+or, in a worker that trains nothing, a copy of the weights that a refit updates.
 
-A response does not depend on which engine gives it: its draws follow from its prompt's number and its own (`draw_ids`,
-`sample_index`), never from the rest of a batch.
+A response does not depend on which engine generates it: its draws are keyed by its prompt's number and its sample
+number (`draw_ids`, `sample_index`), never by the rest of a batch.
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ ModelConfig = TypeVar("ModelConfig", bound=TrainedModelConfig)
 
 
 class EngineHost:
-    """What a worker with engines answers; its class has `create_generation`, which makes one on the worker's weights."""
+    """The engine methods of a worker. The worker's class provides `create_generation`, which creates an engine."""
 
     _engines: dict[int, NativeGeneration]
 
     def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
-        """Make an engine, and return its number."""
+        """Create an engine and return its number."""
         if not hasattr(self, "_engines"):
             self._engines = {}
         number = max(self._engines, default=-1) + 1
@@ -51,14 +51,14 @@ class EngineHost:
         return number
 
     def drop_engine(self, number: int) -> None:
-        """Give the engine's memory back. Safe to call twice."""
+        """Release the engine's memory. Idempotent."""
         if number in self._engines:
             self._engines.pop(number).shutdown()
 
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """Return what the engine answers; no prompts, no answers."""
+        """Return the engine's responses; an empty batch gives empty responses."""
         if prompts.size == 0:
             nothing = torch.zeros(0, dtype=torch.int64)
             return Responses(
@@ -67,7 +67,7 @@ class EngineHost:
         return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
 
     def ask_engine(self, number: int, method: str, *args: object) -> object:
-        """Call another method of the engine."""
+        """Call any method of the engine."""
         return getattr(self._engines[number], method)(*args)
 
 
@@ -75,13 +75,12 @@ class DistributedGeneration(GenerationInterface):
     """`NativeGeneration` in the processes of a policy.
 
     Args:
-        group: the policies whose weights the engines read.
-        config: the section `policy.generation`; None: the policy's own.
-        options: for `Policy.create_generation`.
-        tokenizer: whose pad token stands in padded results.
-        blocks: (gradient_blocks, train_global_batch_size, whether ranks take the blocks in turns) of the policy, so
-        that its ranks train
-            on what they generated; None: no training follows.
+        group: the policy workers whose weights the engines read.
+        config: the section `policy.generation`; None: the policy's own section.
+        options: arguments for `Policy.create_generation`.
+        tokenizer: provides the pad token of padded results.
+        blocks: (gradient_blocks, train_global_batch_size, whether blocks are assigned round-robin) of the policy, so
+            that each rank trains on what it generated; None: no training follows.
     """
 
     def __init__(
@@ -101,9 +100,8 @@ class DistributedGeneration(GenerationInterface):
         self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False,
         on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
     ) -> Responses | BatchedDataDict[GenerationOutputSpec]:  # fmt: skip
-        """Generate as `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal
-        ones to one engine. The
-        processes that have slices of one model answer the same prompts, step by step together."""
+        """Generate like `NativeGeneration.generate`. Each engine gets about the same number of prompt tokens, and equal
+        prompts go to the same engine. Processes with slices of one model generate for the same prompts in lockstep."""
         batch = data if isinstance(data, RaggedBatch) else RaggedBatch.of(data)
         batch = self._with_draws(batch)
         shares = self._shares(batch)
@@ -120,11 +118,10 @@ class DistributedGeneration(GenerationInterface):
         )
 
     def _shares(self, batch: RaggedBatch) -> list[list[int]]:
-        """Return the rows of each engine."""
         return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
-        """Put the responses of all engines in the order of the batch; `shares[r]` are the rows that parts[r] answers."""
+        """Return the responses of all engines in batch order; `shares[r]` are the rows of parts[r]."""
         place = torch.empty(sum(map(len, shares)), dtype=torch.int64)
         place[torch.tensor([row for rows in shares for row in rows], dtype=torch.int64)] = torch.arange(len(place))
         order = place.tolist()
@@ -140,7 +137,7 @@ class DistributedGeneration(GenerationInterface):
         )
 
     def _with_draws(self, batch: RaggedBatch) -> RaggedBatch:
-        """Number the prompts of rows without `draw_ids`, as one engine would."""
+        """Number the prompts of rows without `draw_ids`, as a single engine does."""
         if "draw_ids" in batch.samples:
             return batch
         batch, first = batch.copy(), self._next_draw_id
@@ -158,25 +155,25 @@ class DistributedGeneration(GenerationInterface):
         return all(self._ask("finish_generation"))
 
     def invalidate_kv_cache(self) -> bool:
-        """Forget cached keys and values in all engines."""
+        """Discard cached keys and values in all engines."""
         return any(self._ask("invalidate_kv_cache"))
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights that every engine reads."""
+        """Return the digest of the weights, which must be equal in all engines."""
         return self.group.call_for_one_value("ask_engine", self._number, "weight_digest")
 
     def get_logger_metrics(self) -> dict[str, float]:
-        """Return sums over all engines; the peak of blocks is the largest, the mean batch size the sum of means."""
+        """Return sums over all engines, but the maximum of peak_blocks; the mean batch sizes are summed too."""
         each = self.group.first_of_groups(self._ask("get_logger_metrics"))
         return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}
 
     def shutdown(self) -> bool:
-        """Give the memory of all engines back. Safe to call twice."""
+        """Release the memory of all engines. Idempotent."""
         self.group.call_all("drop_engine", self._number)
         return True
 
     def clear_logger_metrics(self) -> None:
-        """Begin the sums again."""
+        """Reset the metrics of all engines."""
         self._ask("clear_logger_metrics")
 
 
@@ -187,7 +184,7 @@ def _told(
 
 
 def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
-    """Take these samples of a batch of prompts, with all that the batch says of each."""
+    """Return these samples of a batch of prompts, with their tensors and generation settings."""
     index = torch.tensor(rows, dtype=torch.int64)
     taken = torch.zeros(batch.size, dtype=torch.bool)
     taken[index] = True
@@ -201,7 +198,8 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
 
 
 def for_workers(config: ModelConfig) -> ModelConfig:
-    """Return the section of a model with an absolute path of its folder, if it is one, as workers find it."""
+    """Return the model section with an absolute folder path, which is valid in every worker; a hub name stays
+    unchanged."""
     if not Path(config.model_name).expanduser().exists():
         return config
     return config.model_copy(update={"model_name": str(Path(config.model_name).expanduser().absolute())})
@@ -211,9 +209,9 @@ def for_workers(config: ModelConfig) -> ModelConfig:
 
 
 class EngineWorker(EngineHost):
-    """In a worker: a model that only generates, so without optimizer and master weights, and its engines.
+    """A model in a worker that only generates, without optimizer and master weights, and its engines.
 
-    Its weights come by refits alone; the model's files are read for its sizes and for where responses end.
+    Only refits set its weights. The model's files provide its sizes and end tokens.
     """
 
     def __init__(self, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> None:
@@ -229,7 +227,7 @@ class EngineWorker(EngineHost):
         return f"{self.model.digest():016x}"
 
     def create_generation(self, config: GenerationConfig | None = None, **options: object) -> NativeGeneration:
-        """Make an engine on these weights."""
+        """Return an engine on this worker's weights."""
         options.setdefault("memory_share", 1 / self.ranks.size)
         return generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, config, **options
@@ -238,7 +236,7 @@ class EngineWorker(EngineHost):
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """Generate as `EngineHost`, with the version of the weights. Raise RuntimeError before the first refit."""
+        """Generate like `EngineHost`, and add the version of the weights. Raise RuntimeError before the first refit."""
         if self.weight_version is None:
             raise RuntimeError("an engine of its own has no weights before the first sync_weights")
         responses = super().generate_with(number, prompts, greedy, on_finished)
@@ -246,31 +244,31 @@ class EngineWorker(EngineHost):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Meet rank 0 of the trainers and the other engines."""
+        """Join the rendezvous with rank 0 of the trainers and the other engines."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         weights = named_views(self.model.layout, self.model.compute)
         self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
 
     def update_weights_from_collective(self, version: int) -> RefitResult:
-        """Take the weights that rank 0 of the trainers sends. If they are not as expected, raise C.RefitRefused and
-        keep the old ones."""
+        """Receive the weights from rank 0 of the trainers. If they do not match, raise C.RefitRefused and keep the old
+        weights."""
         done = self._receiver.receive(version)
-        self.model.masters_changed()  # what was made of the old ones
+        self.model.masters_changed()  # discard data derived from the old weights
         self.weight_version = version
         return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
 
 class DedicatedGeneration(DistributedGeneration):
-    """`NativeGeneration` on the workers of a cluster that trains nothing. Nothing here waits for the trainers: a
-    `generate` in one thread runs
-    while the policy trains in another. A worker answers its calls in their order, so a refit falls between two calls of `generate`.
+    """`NativeGeneration` in the workers of a cluster that only generates. It never waits for the trainers: `generate`
+    can run in one thread while the policy trains in a different thread. A worker executes its calls in order, so a
+    refit happens between two calls of `generate`.
 
-    Prompts go to the engines in about equal numbers of expected tokens: those of the prompt, which is computed once for its
-    group, and for each response as many as the responses of the last call had on average.
+    Each engine gets about the same number of expected tokens: prompt tokens, counted once per group, plus the mean
+    response length of the last call for each response.
 
     Attributes:
-        weight_version: of the weights that the engines have; None before the first refit.
+        weight_version: version of the engines' weights; None before the first refit.
     """
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
@@ -301,13 +299,13 @@ class DedicatedGeneration(DistributedGeneration):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Let all engines meet rank 0 of the trainers."""
+        """Start the rendezvous of all engines with rank 0 of the trainers."""
         return self.group.run_all_workers_single_data("init_collective", meeting)
 
     def update_weights_from_collective(self, version: int) -> list[WorkerCall]:
-        """Let all engines take the weights that rank 0 of the trainers sends. Each gives a `RefitResult`."""
+        """Start receiving the weights from rank 0 of the trainers in all engines. Each returns a `RefitResult`."""
         return self.group.run_all_workers_single_data("update_weights_from_collective", version)
 
     def shutdown(self) -> bool:
-        """End the engines' processes. Safe to call twice."""
+        """Shut down the engines' processes. Idempotent."""
         return self.cluster.shutdown()

@@ -1,5 +1,5 @@
-"""The contract between rollouts and a generation engine: token ids in, token ids out; and what trainer and engines say
-of a refit."""
+"""The interface between rollouts and a generation engine (token ids in, token ids out), and the data types of a
+refit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _AT_ONCE_SECONDS = 1.0
 
 
 class GenerationDatumSpec(TypedDict):
-    """What `generate` takes.
+    """The input of `generate`.
 
     input_ids: int64 [B, S], prompts padded on the right.
-    input_lengths: [B] tokens of each prompt.
-    stop_strings: [B] a list of stop strings, or None, for each sample; they add to those of the configuration.
-    draw_ids: int64 [B] counts prompts over the whole run: part of the key of every random draw, so that a prompt that
-        comes twice gets fresh samples. Counted by the engine itself when missing.
-    sample_index: int64 [B] which of the generations of its prompt a row is (0 when missing).
-    stream: "train", "val" or "eval", one a row or one for all ("train" when missing): streams never share draws.
+    input_lengths: [B] number of tokens of each prompt.
+    stop_strings: [B] per sample a list of stop strings or None, in addition to the configuration's stop strings.
+    draw_ids: int64 [B] index of the prompt within the whole run. It is part of the key of every random draw, so that a
+        repeated prompt gets new samples. If missing, the engine numbers the prompts itself.
+    sample_index: int64 [B] index of the row among the generations of its prompt (0 if missing).
+    stream: "train", "val" or "eval", one per row or one for all rows ("train" if missing): streams never share draws.
     """
 
     input_ids: torch.Tensor
@@ -39,14 +39,14 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """What `generate` gives.
+    """The output of `generate`.
 
     output_ids: int64 [B, S'] prompt and response, padded on the right.
-    generation_lengths: [B] tokens of the response.
-    unpadded_sequence_lengths: [B] tokens of prompt and response.
-    logprobs: float32 [B, S'] log-probability of every sampled token under the distribution it was drawn from; 0 on
+    generation_lengths: [B] number of tokens of the response.
+    unpadded_sequence_lengths: [B] number of tokens of prompt and response.
+    logprobs: float32 [B, S'] log-probability of every sampled token under the distribution it was sampled from; 0 on
         prompt and padding.
-    truncated: bool [B] whether the response ended for want of room, not by a stop token or string.
+    truncated: bool [B] whether the response ended at a length limit, not at a stop token or string.
     """
 
     output_ids: torch.Tensor
@@ -59,15 +59,15 @@ class GenerationOutputSpec(TypedDict):
 
 @dataclass
 class Responses:
-    """What `generate` gives for prompts without padding: the responses alone, one after the other, N tokens in all.
+    """The output of `generate` for prompts without padding: the concatenated responses, N tokens in total.
 
     Attributes:
         token_ids: int64 [N].
         offsets: int64 [B + 1]: response b is token_ids[offsets[b] : offsets[b + 1]].
-        logprobs: float32 [N] of every sampled token under the distribution it was drawn from; None where the engine has none.
-        truncated: bool [B] whether a response ended for want of room; None where the engine does not say so.
-        weight_version: of the weights that generated them, as `sync_weights` gave it to an engine with weights of its
-        own; else None.
+        logprobs: float32 [N] of every sampled token under the distribution it was sampled from; None if not available.
+        truncated: bool [B] whether a response ended at a length limit; None if the engine does not report it.
+        weight_version: version of the weights that generated the responses, set by `sync_weights` for an engine that
+            holds its own weights; otherwise None.
     """
 
     token_ids: torch.Tensor
@@ -78,7 +78,8 @@ class Responses:
 
     @classmethod
     def of(cls, outputs: Responses | Mapping[str, torch.Tensor], prompt_lengths: torch.Tensor) -> Responses:
-        """Make responses from a `GenerationOutputSpec`, whose rows begin with prompts of `prompt_lengths` [B]."""
+        """Return the responses of a `GenerationOutputSpec` whose rows begin with prompts of `prompt_lengths` [B]
+        tokens."""
         if isinstance(outputs, Responses):
             return outputs
         ids, begins = outputs["output_ids"].cpu(), torch.as_tensor(prompt_lengths).cpu()
@@ -95,17 +96,17 @@ class Responses:
         return self.offsets.diff()
 
     def rows(self, of_tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Return the part of each response, as views."""
+        """Split a tensor [N] by response; return one view per response."""
         return list(of_tokens.split(self.lengths.tolist()))
 
     def padded(self, prompts: RaggedBatch, pad_token_id: int | None) -> BatchedDataDict[GenerationOutputSpec]:
-        """Return a `GenerationOutputSpec` with the prompts that were answered."""
+        """Return a padded `GenerationOutputSpec` of `prompts` and these responses."""
         total = prompts.lengths + self.lengths
         position = torch.arange(int(total.max()))
         is_prompt = position < prompts.lengths.unsqueeze(1)
         is_new = ~is_prompt & (position < total.unsqueeze(1))
         output_ids = torch.full(is_new.shape, 0 if pad_token_id is None else pad_token_id)
-        # masks select row after row, which is the ragged order
+        # masks select row by row, which is the ragged order
         output_ids[is_prompt] = prompts.tokens["input_ids"]
         output_ids[is_new] = self.token_ids
         logprobs = torch.zeros(is_new.shape, dtype=torch.float32)
@@ -118,46 +119,46 @@ class Responses:
 
 PaddedPrompts = BatchedDataDict[GenerationDatumSpec]
 Prompts = RaggedBatch | PaddedPrompts
-"""What an engine takes; a RaggedBatch, as a mapping, has the names of `GenerationDatumSpec`, too."""
+"""The input of an engine; a RaggedBatch, used as a mapping, also has the keys of `GenerationDatumSpec`."""
 Answer = Responses | BatchedDataDict[GenerationOutputSpec]
-"""What an engine gives: `Responses` for a RaggedBatch, or padded."""
+"""The output of an engine: `Responses` for a RaggedBatch, or a padded batch."""
 OnFinished = Callable[[list[int], list[list[int]]], None]
-"""Is told of responses as they end: their rows, and the token ids of each."""
+"""A callback for responses that have ended: receives their rows and the token ids of each response."""
 
 
 class GenerationInterface(Protocol):
-    """A generation engine. What a row yields depends on its prompt, its sampling settings and its random key alone, never on
-    the rest of the batch."""
+    """A generation engine. The response of a row depends only on its prompt, its sampling settings and its random key,
+    never on the rest of the batch."""
 
     reports_finished: bool = False
     """Whether `generate` takes `on_finished` (`OnFinished`)."""
     owns_process: bool
-    """Whether the engine has a process that its `shutdown` ends; the end of a run calls it then."""
+    """Whether the engine owns a process, which `shutdown` ends; `shutdown` is then called at the end of the run."""
 
     def prepare_for_generation(self) -> bool:
-        """Make room for generation. Called before `generate`."""
+        """Allocate what generation needs. Called before `generate`."""
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: OnFinished) -> Answer:
-        """Return a response for every prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
+        """Return a response per prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
 
-        The loop gives a RaggedBatch, which as a mapping is a `GenerationDatumSpec`; an engine may answer either way.
-        `beside` is `on_finished` for engines that say `reports_finished`, and empty for all others.
+        The loop passes a RaggedBatch, which as a mapping is a `GenerationDatumSpec`; the engine may return either form.
+        `beside` holds `on_finished` if the engine sets `reports_finished`; otherwise it is empty.
         """
 
     def finish_generation(self) -> bool:
-        """Give back what only generation needs. Called after the last `generate` of a step."""
+        """Release the resources that only generation needs. Called after the last `generate` of a step."""
 
     def invalidate_kv_cache(self) -> bool:
-        """Forget cached keys and values, since the weights are new; return whether there was such a cache."""
+        """Discard cached keys and values after a change of the weights; return whether a cache existed."""
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights that the engine reads, comparable with `PolicyInterface.weight_digest`."""
+        """Return the digest of the engine's weights, comparable with `PolicyInterface.weight_digest`."""
 
 
 @contextmanager
 def generating(generation: GenerationInterface) -> Iterator[None]:
-    """Call `prepare_for_generation` on entering and `finish_generation` on leaving, also after an error or Ctrl-C: an engine
-    takes no requests and holds no cache then."""
+    """Call `prepare_for_generation` on entering and `finish_generation` on leaving, also after an error or Ctrl-C.
+    After `finish_generation` the engine accepts no requests and holds no cache."""
     generation.prepare_for_generation()
     with finished_on_error(generation):
         yield
@@ -166,10 +167,10 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
 
 @contextmanager
 def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
-    """Call `finish_generation` after an error or Ctrl-C; without one, the caller does.
+    """Call `finish_generation` after an error or Ctrl-C only; on success, the caller calls it.
 
-    An error of `finish_generation` does not hide the first one, but is a note of it. After Ctrl-C, which may end the program
-    within seconds, it continues in another thread where it needs longer than a second.
+    An error of `finish_generation` is added as a note to the first error. Ctrl-C may end the program within seconds, so
+    `finish_generation` then runs in a separate thread, which is waited for one second.
     """
     try:
         yield
@@ -191,25 +192,25 @@ def _finish_after(generation: GenerationInterface, error: BaseException) -> None
 
 
 def end_engine(generation: GenerationInterface | None) -> None:
-    """End the process of an engine, if it has one."""
+    """Shut down the process of the engine, if it owns one."""
     if getattr(generation, "owns_process", False):
         generation.shutdown()
 
 
 DEFAULT_BUCKET_BYTES = 8_000_000
-"""Of `policy.refit_buffer_size_gb: null`. A bucket that stays in the cache is copied and digested faster
+"""Used for `policy.refit_buffer_size_gb: null`. A bucket that fits the CPU cache is copied and digested faster
 (tests/benchmarks/bench_refit.py)."""
 
 
 class RefitRendezvous(NamedTuple):
-    """Where rank 0 of the trainers (rank 0 here) and the engines (1, 2, ...) meet.
+    """The rendezvous of rank 0 of the trainers (rank 0) and the engines (ranks 1, 2, ...).
 
     Attributes:
-        host, port: of the TCP store that the run's own process holds.
-        size: of all who meet.
-        deadline: seconds that one message may take.
-        bucket_bytes: weights of one message.
-        delta: only what has changed since the last refit is sent.
+        host, port: address of the TCP store, which the run's main process holds.
+        size: number of participants.
+        deadline: timeout of one message in seconds.
+        bucket_bytes: bytes of weights per message.
+        delta: only weights that changed since the last refit are sent.
     """
 
     host: str
@@ -221,8 +222,8 @@ class RefitRendezvous(NamedTuple):
 
 
 class RefitResult(NamedTuple):
-    """What a refit came to for one process: bytes of weights, seconds, the digest of the weights that it has afterwards, and the
-    bytes of the messages that carried them."""
+    """The result of a refit for one process: bytes of weights, seconds, the digest of the process's weights afterwards,
+    and the bytes of the messages that were sent."""
 
     bytes: int
     seconds: float

@@ -1,4 +1,4 @@
-"""The policy on the native core: one process, one device; the engine reads these very weights."""
+"""The policy on the native core: one process, one device; the engine reads the policy's weights directly."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Policy(TrainedModel, PolicyInterface):
     """A language model in training: log-probabilities, optimizer steps, checkpoints.
 
     Args:
-        cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: as of `TrainedModel`.
+        cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: see `TrainedModel`.
         config: the `policy` section, or a dictionary of its keys.
         init_reference_model: keep a frozen copy of `config.model_name` for `get_reference_policy_logprobs`.
-        teachers: models that `get_teacher_logprobs` asks, by the keys of the configuration that name them.
+        teachers: models for `get_teacher_logprobs`, by the configuration keys that name them.
     """
 
     section = "policy"
@@ -51,22 +51,22 @@ class Policy(TrainedModel, PolicyInterface):
         )  # fmt: skip
         self.scoring = Scoring.of(config.generation)
         self.reference = self._reference() if init_reference_model else None
-        keys = {name: key for key, name in teachers.items()}  # a model is loaded once, whatever it teaches
+        keys = {name: key for key, name in teachers.items()}  # each model is loaded once, even if several keys name it
         self.teachers = {name: self._teacher(name, key) for name, key in keys.items()}
         self._exact = config.reuse_generation_logprobs != "never"
         self.reused_forward_share = self.zero_gradient_share = 0.0
-        self._steps_since_comparison = 0  # of whole forward passes: generation's with training's own
+        self._steps_since_comparison = 0  # since generation was last compared with a full forward pass
         if self.device != "cpu" and config.kept_activations_gb:
             raise ValueError(
                 f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU"
             )
 
     def _reference(self) -> C.DecoderModel:
-        """Return the model that the run began with: the present one without its adapters, or a frozen copy."""
+        """Return the model at the start of the run: the current model without its adapters, or a frozen copy."""
         return self._load(self.folder, trainable=False) if self.lora is None else self.model.base()
 
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
-        """Load a frozen model for the policy's tokens."""
+        """Load a frozen teacher model, for the policy's sequence lengths and ranks."""
         folder = open_model_folder(
             name,
             max_length=self.config.max_total_sequence_length,
@@ -78,7 +78,7 @@ class Policy(TrainedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """Whether training takes generation's log-probabilities as the old policy's (reuse_generation_logprobs)."""
+        """Whether training uses generation's log-probabilities as the old policy's (reuse_generation_logprobs)."""
         return self._exact
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
@@ -86,9 +86,9 @@ class Policy(TrainedModel, PolicyInterface):
     def get_logprobs(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Return {"logprobs": [T], or [B, S] of padded `data`}: log pi(token | tokens before it); 0 where `token_mask` or `sample_mask`
-        is 0, at first tokens, on padding, and for a token that top-k or top-p removes. Under generation's temperature, top_p
-        and top_k, as generation reports them."""
+        """Return {"logprobs": [T], or [B, S] for padded `data`}: log pi(token | preceding tokens), under generation's
+        temperature, top_p and top_k, as generation reports it. The value is 0 if `token_mask` or `sample_mask` is 0, at
+        first tokens, on padding, and for a token that top-k or top-p removes."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(
             logprobs=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size, self.scoring))
@@ -97,8 +97,8 @@ class Policy(TrainedModel, PolicyInterface):
     def get_reference_policy_logprobs(
         self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """Return {"reference_logprobs": [T] or [B, S]} under the frozen initial weights and generation's temperature, but without top-k
-        and top-p; else as `get_logprobs`."""
+        """Return {"reference_logprobs": [T] or [B, S]}, computed like `get_logprobs`, but under the frozen initial
+        weights and without top-k and top-p."""
         if self.reference is None:
             raise ValueError("the policy was built without a reference model (init_reference_model=False)")
         batch = RaggedBatch.of(data)
@@ -106,7 +106,7 @@ class Policy(TrainedModel, PolicyInterface):
         return BatchedDataDict(reference_logprobs=in_layout_of(data, batch, logprobs))
 
     def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"teacher_logprobs": [T] or [B, S]} under the teacher of this model name; else as `get_reference_policy_logprobs`."""
+        """Return {"teacher_logprobs": [T] or [B, S]}, like `get_reference_policy_logprobs`, under `teacher`."""
         batch = RaggedBatch.of(data)
         logprobs = self._score(self.teachers[teacher], batch, micro_batch_size, self.scoring.unfiltered())
         return BatchedDataDict(teacher_logprobs=in_layout_of(data, batch, logprobs))
@@ -122,17 +122,17 @@ class Policy(TrainedModel, PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainingResult:
-        """Take one optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
+        """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
 
-        Without `prev_logprobs` in the data the rollout's weights must be the current ones: the first update takes its own
-        forward as the old policy's log-probabilities, later updates generation's (the same bits; where they are not, they
-        are counted, and the later rows are scored before the first update).
+        If the data has no `prev_logprobs`, the rollout's weights must be the current weights. The first update then
+        uses its own forward pass as the old policy's log-probabilities. Later updates use generation's if all are
+        bit-identical; otherwise mismatches are counted, and the later rows are scored before the first update.
 
         Returns:
-            {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch, see
-            `collect_metrics`; "prev_logprobs": [T], or [B, S] of padded `data`, of the policy before the first update, for further
-            calls on the same data; "packed_tokens"}. `reused_forward_share` then says how many of them needed no forward pass but generation's,
-            `zero_gradient_share` how many no backward pass, because their loss has no gradient.
+            {"loss", "grad_norm": [global batches], "all_mb_metrics": name -> one value per micro-batch (see
+            `collect_metrics`), "prev_logprobs": [T], or [B, S] for padded `data`, under the policy before the first
+            update, for further calls on the same data; "packed_tokens"}. Afterwards `reused_forward_share` is the share
+            of tokens without a forward pass in training, and `zero_gradient_share` the share without a backward pass.
         """
         batch = RaggedBatch.of(data)
         done = self.train_part(batch, loss_fn, eval_mode, gbs, mbs)
@@ -142,7 +142,7 @@ class Policy(TrainedModel, PolicyInterface):
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> PolicyUpdates:
-        """Train on this rank's samples of the batch, see `train`."""
+        """Train on this rank's samples of the batch; see `train`."""
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
         batching, blocks = self._batching("train", mbs), self.config.gradient_blocks
@@ -168,7 +168,7 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the log-probabilities for updates after the first: generation's if they were the same bits, else those of a pass now."""
+        """Return the log-probabilities for later updates: generation's if bit-identical, otherwise newly computed."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -176,17 +176,17 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, None, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Drop kept activations when it is time, so that the step makes its own forward pass. With kept ones generation and training
-        are compared by the head alone: an error before it (layers that read a stale copy of weights) shows only here."""
+        """Drop kept activations once per check period, so that this step makes a full forward pass. Kept activations
+        only compare the head; an error before the head (layers that read stale weights) needs a full pass."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
             self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Let the next step train on generation's activations once this machine has shown that both passes agree. A step makes its own
-        forward pass if they do not, if memory is to be saved (activation_checkpointing), if other ranks have slices of the model, or
-        if memory does not hold the `tokens` of a step (most micro-batches would miss some)."""
+        """Let the next step train on generation's activations, once both forward passes were bit-identical on this
+        machine. A step makes its own forward pass if they differ, with activation_checkpointing, with tensor
+        parallelism, or if memory cannot hold the `tokens` of a step (most micro-batches would miss some)."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -195,7 +195,7 @@ class Policy(TrainedModel, PolicyInterface):
         if not agree or not fits or limit == 0 or not possible:
             self.model.keep_activations(0)
         elif self.model.max_kept_bytes == 0:
-            self.model.release_workspace()  # a backward from kept activations holds one layer at a time
+            self.model.release_workspace()  # a backward pass from kept activations holds one layer at a time
             self.model.keep_activations(limit)
 
     # ---- generation and the rest of the interface ---------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Policy(TrainedModel, PolicyInterface):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
-        """Return an engine on these weights: no copy, no refit."""
+        """Return an engine that reads these weights directly: no copy, no refit."""
         from nemo_rl_cpp.models.generation.native import generation_on
 
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
@@ -215,20 +215,20 @@ class Policy(TrainedModel, PolicyInterface):
         return engine
 
     def performance(self) -> dict[str, float]:
-        """Return `reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's first step: it
-        tells how a step ran, not what it did."""
+        """Return `reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's
+        first step, also after a resume: it describes how a step ran, not its result."""
         return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
 
 
 @dataclass
 class PolicyUpdates:
-    """What one `train` call came to, for this rank's samples.
+    """The result of one `train` call for this rank's samples.
 
     Attributes:
-        exactness: of the first global batch; None where nothing was compared.
-        prev_logprobs: [T] of the policy before the first update, of all ranks' samples.
-        reused_tokens: how many needed no forward pass but generation's.
-        on_policy: whether `prev_logprobs` were made here.
+        exactness: of the first global batch; None if nothing was compared.
+        prev_logprobs: [T] under the policy before the first update, for all ranks' samples.
+        reused_tokens: number of tokens without a forward pass in training.
+        on_policy: whether this call computed `prev_logprobs`.
     """
 
     updates: Updates
@@ -239,7 +239,7 @@ class PolicyUpdates:
 
     @classmethod
     def of_ranks(cls, parts: Sequence[PolicyUpdates]) -> PolicyUpdates:
-        """Join those of all ranks."""
+        """Combine the results of all ranks."""
         first, exactness = parts[0], parts[0].exactness
         for part in parts[1:]:
             exactness = None if exactness is None else exactness.with_other(part.exactness)
@@ -248,12 +248,13 @@ class PolicyUpdates:
         return cls(updates, exactness, first.prev_logprobs, reused, first.on_policy)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (zero_gradient_share, reused_forward_share). A later pass over the same batch keeps the second, `last_reused`."""
+        """Return (zero_gradient_share, reused_forward_share); on later passes over a batch the latter is
+        `last_reused`."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused
 
     def report(self, data: Batch, batch: RaggedBatch) -> TrainingResult:
-        """Return the result of `train` for `data`, which is `batch` in the caller's layout."""
+        """Return the result of `train` in the layout of `data`; `batch` is the same batch, ragged."""
         prev = in_layout_of(data, batch, self.prev_logprobs)
         return self.updates.report() | {"exactness": self.exactness, "prev_logprobs": prev}

@@ -1,4 +1,4 @@
-"""One global batch: micro-batches forward, loss, backward. `TrainedModel` (models/trained_model.py) makes the optimizer step."""
+"""One global batch: forward pass, loss and backward pass per micro-batch. `TrainedModel` makes the optimizer step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Loss: TypeAlias = Callable[..., object]
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is not a number: the run stops before the optimizer step."""
+    """A loss or gradient is infinite or NaN: the run stops before the optimizer step."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How generation sampled, and so how its tokens are scored: log-softmax of logits / temperature over what top-k and
-    top-p keep (all tokens by default)."""
+    """The sampling settings of generation, under which tokens are scored: log-softmax of logits / temperature over the
+    tokens that top-k and top-p keep (all tokens by default)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,7 +35,7 @@ class Scoring:
 
     @staticmethod
     def of(generation: GenerationConfig) -> Scoring:
-        """Read `policy.generation`. Greedy decoding (temperature 0) reports temperature 1 without a filter."""
+        """Read `policy.generation`. Greedy decoding (temperature 0) is scored at temperature 1 without a filter."""
         if generation.temperature == 0:
             return Scoring()
         top_p, top_k = generation.top_p, generation.top_k
@@ -55,7 +55,7 @@ class Scoring:
 
 @dataclass
 class Exactness:
-    """Generation's log-probabilities against the training forward's, before the first update."""
+    """A comparison of generation's log-probabilities with the training forward pass's, before the first update."""
 
     tokens: int = 0
     mismatched_tokens: int = 0
@@ -69,17 +69,17 @@ class Exactness:
             self.max_gap = max(self.max_gap, float((curr - generation).abs()[differs].max()))
 
     def with_other(self, other: Exactness) -> Exactness:
-        """Join the comparison with that of other tokens."""
+        """Return the combined comparison of both sets of tokens."""
         mismatched = self.mismatched_tokens + other.mismatched_tokens
         return Exactness(self.tokens + other.tokens, mismatched, max(self.max_gap, other.max_gap))
 
 
 @dataclass
 class GlobalBatchResult:
-    """`outputs`: what the model's head said of each trained token, [T] of the whole batch; 0 elsewhere and in samples outside the
-    global batch. `losses`, `metrics`: one a micro-batch. `zero_gradient_tokens`: of `packed_tokens` those that needed no backward.
-
-    Of several ranks each has the results of its own samples. `blocks`: how many micro-batches each block has."""
+    """The result of one global batch, on each rank for its own samples. `outputs`: the head's output per trained token,
+    [T] for the whole batch; 0 at other tokens and outside the global batch. `losses`, `metrics`: one per micro-batch.
+    `zero_gradient_tokens`: number of `packed_tokens` without a backward pass. `blocks`: number of micro-batches per
+    block."""
 
     outputs: Tensor
     blocks: list[int] = field(default_factory=list)
@@ -96,7 +96,7 @@ class GlobalBatchResult:
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Denominators over the whole global batch (and all ranks)."""
+    """The denominators of the loss over the whole global batch (and all ranks)."""
 
     valid_seqs: Tensor
     valid_toks: Tensor
@@ -115,23 +115,24 @@ class GlobalCounts:
 
 @dataclass
 class MicroBatchRunner:
-    """How a model goes through a batch: forward, loss and backward of micro-batches; gradients add up in the trainer.
+    """Runs the forward pass, loss and backward pass of each micro-batch of a batch; gradients accumulate in the
+    trainer.
 
-    Under top-k or top-p a loss with a KL term also gets `curr_logprobs_unfiltered` [b, S-1] in its data, and its gradient
-    with respect to them is followed too.
+    With top-k or top-p, a loss with a KL term also receives `curr_logprobs_unfiltered` [b, S-1] in its data, and its
+    gradient with respect to them is propagated too.
 
-    Where the loss's gradient is zero in a whole micro-batch there is no backward. Samples of which the loss says so beforehand
-    (`zero_gradient_rows`) therefore get micro-batches of their own.
+    A micro-batch whose loss has zero gradient gets no backward pass. Samples that the loss reports as such beforehand
+    (`zero_gradient_rows`) are therefore placed in separate micro-batches.
 
     Attributes:
         trainer: the native trainer.
         loss_fn: a loss of this package, or any callable.
-        batching: how a batch is cut.
-        scoring: how generation sampled.
-        evaluate: how the loss is asked: `evaluate_loss` of log-probabilities, `evaluate_value_loss` of values.
+        batching: how a batch is split into micro-batches.
+        scoring: the sampling settings of generation.
+        evaluate: `evaluate_loss` for log-probabilities, `evaluate_value_loss` for values.
         ranks: the processes that share a global batch.
-        blocks: whose gradients are added along a fixed tree, see `Ranks.blocks`.
-        sums: how gradients are added over the ranks.
+        blocks: number of blocks whose gradients are added along a fixed tree, see `Ranks.blocks`.
+        sums: how gradients are summed over the ranks.
     """
 
     trainer: C.Trainer
@@ -145,25 +146,25 @@ class MicroBatchRunner:
 
     @property
     def own_blocks(self) -> int:
-        """Count this rank's blocks."""
+        """The number of this rank's blocks."""
         return 1 if self.blocks is None else self.blocks // self.ranks.size
 
     @property
     def evens_out(self) -> bool:
-        """Whether samples without a backward pass let others move between ranks: not where blocks are fixed for the sake of the bits."""
+        """Whether samples move between ranks to balance backward passes; never with fixed blocks."""
         asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
         return asked and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
-        """Take part in the sum that other ranks may have begun, whatever it gives: a rank has failed, this one or another. Where each
-        block has a sum of its own, `end_block` has done so."""
+        """Join a gradient sum that other ranks may have started, and discard its result, because some rank failed. If
+        each block has a separate sum, `end_block` has already joined."""
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 
     def forward(
         self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
     ) -> GlobalBatchResult:
-        """Pass the samples [begin, end) without a backward."""
+        """Run the samples [begin, end) without a backward pass."""
         return self.forward_backward(data, begin, end, on_policy=on_policy, exactness=exactness, backward=False)
 
     def forward_backward(
@@ -176,17 +177,17 @@ class MicroBatchRunner:
         exactness: Exactness | None = None,
         backward: bool = True,
     ) -> GlobalBatchResult:
-        """Pass the samples [begin, end), micro-batch by micro-batch.
+        """Run the samples [begin, end), one micro-batch at a time.
 
         Args:
-            on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
-            exactness: where to compare them with `generation_logprobs`; None: no comparison.
+            on_policy: the weights are those of generation, so this forward pass provides `prev_logprobs`.
+            exactness: receives the comparison with `generation_logprobs`; None: no comparison.
         """
         guard = _RankGuard(self, self.sums if backward else GradientSums())
         options = data, begin, end, backward, on_policy, exactness
         batch = guard.planned(options) if backward else _GlobalBatch(self, *options)
         for number, micro_batches in enumerate(batch.blocks):
-            # the ranks begin to add up gradients during the last backward pass of a block, or of the last block
+            # the gradient sum starts during the last backward pass of each block (sharded) or of the last block
             adds = guard.sums.beside and (guard.sums.sharded or number + 1 == len(batch.blocks))
             last = batch.last_with_gradient(micro_batches) if adds else None
             with guard:
@@ -202,7 +203,7 @@ class MicroBatchRunner:
         return batch.result
 
     def _micro_batch(self, batch: _GlobalBatch, rows: list[int]) -> None:
-        """Go forward, ask the loss, and go backward unless the loss has no gradient."""
+        """Run the forward pass, the loss, and the backward pass unless the loss has zero gradient."""
         trainer, batching, scoring, result = self.trainer, self.batching, self.scoring, batch.result
         packed_tokens = C.packed_tokens(batch.packed, rows, batching.share_prefix)
         result.packed_tokens += packed_tokens
@@ -237,15 +238,15 @@ class MicroBatchRunner:
 
 
 class _RankGuard:
-    """Lets the other ranks finish a global batch in which this one has failed, then raises its error: they wait for this rank's part
-    of each sum of gradients. One process alone fails at once."""
+    """Lets the other ranks finish a global batch after a failure on this rank, then raises the error. The other ranks
+    wait for this rank's part of each gradient sum. A single process fails at once."""
 
     def __init__(self, runner: MicroBatchRunner, sums: GradientSums) -> None:
         self.runner, self.sums = runner, sums
         self.failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Plan a batch, and exchange kept activations where samples move between ranks, if no rank has failed."""
+        """Plan a batch. If no rank has failed, exchange the kept activations of samples that move between ranks."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)
@@ -254,18 +255,18 @@ class _RankGuard:
         if runner.evens_out and runner.ranks.sum(0.0 if self.failed is None else 1.0) == 0:
             runner.trainer.move_kept(batch.packed, batch.moves)
         if self.failed is not None and self.sums.sharded and runner.own_blocks > 1:
-            for _ in range(runner.own_blocks):  # the others add each of theirs to this rank's
+            for _ in range(runner.own_blocks):  # the other ranks add this rank's part to each block
                 runner.trainer.end_block()
         self.raise_failure()
         return batch
 
     def left(self, micro_batches: list[list[int]]) -> list[list[int]]:
-        """Return the micro-batches that are still passed: none after a failure."""
+        """Return the micro-batches that still have to run: none after a failure."""
         return micro_batches if self.failed is None else []
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank ends its blocks: after a failure only for the others' sake."""
+        """Whether this rank ends its blocks; after a failure only because the other ranks wait for it."""
         return self.failed is None or self.sums.sharded
 
     def __enter__(self) -> None:
@@ -284,7 +285,7 @@ class _RankGuard:
 
 
 class _GlobalBatch:
-    """One global batch on its way through `MicroBatchRunner`: its plan, its denominators and its results."""
+    """One global batch in `MicroBatchRunner`: its plan, its denominators and its results."""
 
     def __init__(
         self, way: MicroBatchRunner, data: RaggedBatch, begin: int, end: int, backward: bool, on_policy: bool, exactness: Exactness | None
@@ -312,15 +313,14 @@ class _GlobalBatch:
         )
 
     def last_with_gradient(self, micro_batches: list[list[int]]) -> list[int] | None:
-        """Return the last micro-batch with a gradient."""
         return next((rows for rows in reversed(micro_batches) if not self.is_apart(rows)), None)
 
     def is_apart(self, rows: list[int]) -> bool:
-        """Whether the loss has said that these samples have no gradient."""
+        """Return whether the loss reported these samples as having zero gradient."""
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
-        """Ask the loss about the head's outputs [b, width]."""
+        """Evaluate the loss on the head's outputs [b, width]."""
         data = micro.data(self.data)
         if self.exactness is not None:
             self.exactness.compare(curr, data["generation_logprobs"].to(curr.dtype), micro.padded(self.wanted))
@@ -351,8 +351,8 @@ class _GlobalBatch:
 def fused_token_loss(
     trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: GlobalCounts, scoring: Scoring
 ) -> C.TokenLoss | None:
-    """Return the loss for the head to ask while it holds a token's logits, which saves computing them again; None if the loss
-    looks at whole sequences or is a plain callable, and if the head does not allow it."""
+    """Return the loss that the head evaluates while it holds a token's logits, which avoids computing them twice.
+    Return None if the loss depends on whole sequences or is a plain callable, or if the head does not support it."""
     if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(
         scoring.temperature, scoring.top_p, scoring.top_k
     ):
@@ -361,8 +361,8 @@ def fused_token_loss(
 
 
 def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
-    """Return (log-probabilities with 0 for -inf, how many were -inf): tokens that top-k or top-p removes under the present weights.
-    As in NeMo RL they stay in the loss, as constants. NaN stays NaN."""
+    """Return (log-probabilities with -inf replaced by 0, number replaced). Top-k or top-p removes these tokens under
+    the current weights. As in NeMo RL they stay in the loss as constants. NaN stays NaN."""
     removed = logprobs == -torch.inf
     count = int(removed.sum())
     return (logprobs.masked_fill(removed, 0.0) if count else logprobs), count
@@ -370,8 +370,8 @@ def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class LossResult:
-    """A loss of one micro-batch; the gradients [b, width - first_column] are with respect to the head's outputs and the
-    unfiltered log-probabilities."""
+    """The loss of one micro-batch. The gradients [b, width - first_column] are with respect to the head's outputs and
+    the unfiltered log-probabilities."""
 
     value: float
     metrics: dict[str, float]
@@ -380,7 +380,7 @@ class LossResult:
     first_column: int = 1
     what: str = "log-probability"
     nonfinite: tuple[int, int] | None = (
-        None  # (row, column of grad) of the first term that is not finite, where the loss says so
+        None  # (row, column of grad) of the first term that is not finite, if the loss reports it
     )
 
     def has_no_gradient(self) -> bool:
@@ -390,8 +390,8 @@ class LossResult:
 def evaluate_loss(
     loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Evaluate the native loss, or any callable, on log-probabilities [b, width], which then require grad. A loss sees them
-    without column 0, whose token has none."""
+    """Evaluate the native loss or any callable on log-probabilities [b, width]. The loss does not receive column 0,
+    whose token has no log-probability. A callable receives a tensor that requires grad."""
     curr_logprobs = curr_logprobs[:, 1:]
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(
@@ -434,8 +434,8 @@ def evaluate_loss(
 def evaluate_value_loss(
     loss_fn: Loss, values: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Evaluate a loss on values [b, width], column t the value of the state before token t (column 0 is 0): the native one, or any
-    callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) on values that require grad."""
+    """Evaluate a loss on values [b, width]; column t is the value of the state before token t (column 0 is 0). The loss
+    is native, or any callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) with autograd."""
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(values.contiguous(), micro, counts.valid_seqs, counts.valid_toks)
         return LossResult(float(result.loss), dict(result.metrics), result.grad_values, first_column=0, what="value")

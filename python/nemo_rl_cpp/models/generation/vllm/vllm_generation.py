@@ -1,4 +1,4 @@
-"""Generation by a vLLM server, which the run or its user has started; each refit brings the weights there."""
+"""Generation by a vLLM server that the run or the user has started; each refit sends the weights to the server."""
 
 import contextlib
 import time
@@ -29,18 +29,18 @@ from nemo_rl_cpp.models.generation.vllm.weights import NcclTransport, SharedMemo
 from nemo_rl_cpp.models.trained_model import TrainedModel
 
 _REFIT, _GENERATE = "a refit", "generate"
-_PLAIN = {  # what a server's own defaults must not change
+_PLAIN = {  # set explicitly, so that a server's defaults do not change them
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0,
     "logprobs": 0, "ignore_eos": True, "detokenize": False, "n": 1,
 }  # fmt: skip
 
 
 class Response:
-    """A response of vLLM in the making: stop strings are looked for in the bytes of its tokens, as the native engine does it.
+    """A response of vLLM in progress. Stop strings are matched in the bytes of its tokens, as in the native engine.
 
     Args:
-        row: of the batch.
-        room: the most tokens that it may have.
+        row: row of the batch.
+        room: maximum number of tokens.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Response:
         self._tail, self.stopped, self.truncated = b"", False, False
 
     def add(self, token: int, logprob: float) -> None:
-        """Append a token, unless vLLM sampled it beyond a stop string."""
+        """Append a token, unless vLLM sampled it after a stop string."""
         if self.stopped:
             return
         self.tokens.append(token)
@@ -66,29 +66,30 @@ class Response:
 
 
 class VllmGeneration(BaseEngine):
-    """NeMo RL's generation interface on a vLLM server: `policy.generation.vllm_cfg.server_url`, or one that `vllm_cfg.python` runs.
+    """NeMo RL's generation interface on a vLLM server: `policy.generation.vllm_cfg.server_url`, or one that
+    `vllm_cfg.python` runs.
 
-    A server that the user has started stays when the run ends, with the last weights. Other clients may use it, too:
-    their requests end before each refit. vLLM generates nothing before the first `update_weights`. Requests go to
-    vLLM's route of token ids as streams, so that every token is a sign of life, and a response that a stop string has
-    ended is given up there. A sample is drawn by vLLM with a seed made from (seed, stream, draw id, sample, length of
-    the prompt), so that a run that is repeated asks for the same. vLLM's log-probabilities are not those of training to
-    the bit. `generate` raises what `BaseEngine.generate` does, VllmError before the first refit, and WorkerLostError
-    when the server has ended, or has made no token for vllm_cfg.timeout_s.
+    A server that the user has started keeps running after the run, with the last weights. Other clients may use it too;
+    their requests end before each refit. vLLM generates nothing before the first `update_weights`. Requests are streams
+    to vLLM's token-id route, so every token shows that the server is alive. A response is aborted once a stop string
+    ends it. vLLM samples with a seed computed from (seed, stream, draw id, sample, prompt length), so a repeated run
+    sends the same requests. vLLM's log-probabilities are not bit-identical to training's. `generate` raises the errors
+    of `BaseEngine`, VllmError before the first refit, and WorkerLostError if the server has ended or has produced no
+    token for vllm_cfg.timeout_s.
 
     Args:
-        policy: whose weights vLLM gets.
-        config: section `policy`. Read are precision and of `generation` max_new_tokens, temperature, top_p, top_k, val_temperature,
-            val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size and `vllm_cfg`; for a server that the run starts also
-            prefill_chunk_tokens, kv_cache_gb and vllm_kwargs.
-        tokenizer, end_token_ids, seed: as of `BaseEngine`.
+        policy: provides the weights for vLLM.
+        config: section `policy`. Uses precision and from `generation` max_new_tokens, temperature, top_p, top_k,
+            val_temperature, val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size and `vllm_cfg`; for a
+            server started by the run also prefill_chunk_tokens, kv_cache_gb and vllm_kwargs.
+        tokenizer, end_token_ids, seed: see `BaseEngine`.
 
     Attributes:
         model_config: config.json of the policy's model.
-        weight_version: of the weights that vLLM has; None before the first refit.
-        server: the one that the run has started, else None.
+        weight_version: version of vLLM's weights; None before the first refit.
+        server: the server that the run has started, or None.
 
-    Raises ValueError for a server that the run cannot use, WorkerLostError for one that does not start.
+    Raises ValueError for a server that the run cannot use, WorkerLostError for a server that does not start.
     """
 
     owns_process = True
@@ -144,7 +145,7 @@ class VllmGeneration(BaseEngine):
         requests = []
         for row, prompt in enumerate(prompts):
             if room[row] > 0:
-                # 63 bits of the key of a response; the prompt's length sets the turns of a conversation apart
+                # 63 bits of the response's key; the prompt's length distinguishes the turns of a conversation
                 key = pack("<IIqqq", self.seed, STREAMS[asked.stream], draws[row], samples[row], len(prompt))
                 seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
                 requests.append(Response(row, prompt, room[row], seed, asked.stops[row], token_bytes))
@@ -179,7 +180,7 @@ class VllmGeneration(BaseEngine):
             except BaseException:
                 for future in left:
                     future.cancel()
-                self._client.give_up()  # requests under way end in vLLM with their connections
+                self._client.give_up()  # closing the connections aborts the requests in flight in vLLM
                 raise
 
     def _sampling_arguments(self, asked: GenerationRequest) -> dict[str, float]:
@@ -219,11 +220,11 @@ class VllmGeneration(BaseEngine):
     # ---- weights
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> RefitResult:
-        """Bring the weights to vLLM, in its own types where they differ; those of `version` from then on.
+        """Send the weights of `version` to vLLM, converted to its dtypes where needed.
 
-        Requests of others end first. If it fails before the update begins, the server continues with its old weights; later it stays
-        paused, since it has some of the new ones. Raises RuntimeError when what arrived has another digest than what was sent, or a
-        parameter of vLLM's model got nothing; vLLM generates nothing then.
+        Requests of other clients end first. If a failure occurs before the update begins, the server continues with its
+        old weights; later it stays paused, because some weights are new. Raises RuntimeError if the received weights
+        have a different digest or a parameter of vLLM's model received no values; vLLM then generates nothing.
         """
         began = time.perf_counter()
         self.weight_version = self._arrived = None
@@ -232,7 +233,7 @@ class VllmGeneration(BaseEngine):
             self._transport.prepare(weights)
         except (
             BaseException
-        ):  # the server, which others may use, has its old weights; a pause that came too late may be one all the same
+        ):  # the server, which others may use, still has its old weights; a late pause may have taken effect
             with contextlib.suppress(VllmError, WorkerLostError):
                 self._call("POST", "/resume")
             raise
@@ -253,14 +254,14 @@ class VllmGeneration(BaseEngine):
         return self._client.call(_REFIT, method, path, body)
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights that arrived at the last refit, 32 hexadecimal digits. Raise RuntimeError
-        before the first."""
+        """Return the digest of the weights received at the last refit, 32 hexadecimal digits. RuntimeError before the
+        first."""
         if self._arrived is None:
             raise RuntimeError("vLLM has no weights before the first sync_weights")
         return self._arrived
 
     def shutdown(self) -> bool:
-        """Give the memory of weights back, and end the server that the run has started. Safe to call twice."""
+        """Release the transfer memory, and stop the server that the run has started. Idempotent."""
         self._client.give_up()
         self._transport.close()
         self._end_server()
@@ -296,7 +297,7 @@ def _sampled(choice: dict, url: str) -> tuple[list[int], list[float]]:
 
 
 def check_vllm(policy: PolicyConfig, device: str) -> None:
-    """Raise ValueError if the vLLM of a configuration is missing, or cannot generate for a run on `device`."""
+    """Raise ValueError if the configured vLLM is missing, or cannot generate for a run on `device`."""
     if policy.generation.vllm_cfg.server_url is None:
         check_interpreter(policy.generation.vllm_cfg.python)
     else:
@@ -304,9 +305,9 @@ def check_vllm(policy: PolicyConfig, device: str) -> None:
 
 
 def vllm_of(policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> VllmGeneration:
-    """Return vLLM for the policy of a run: a server that the run starts, or the one of `vllm_cfg.server_url`.
+    """Return vLLM for the policy of a run: a server that the run starts, or the server at `vllm_cfg.server_url`.
 
-    Raises ValueError for a policy that does not give its weights out, as a user's class may not.
+    Raises ValueError for a policy that does not expose its weights (a custom class).
     """
     vllm = config.generation.vllm_cfg
     key = "python" if vllm.server_url is None else "server_url"

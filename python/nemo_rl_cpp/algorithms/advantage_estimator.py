@@ -1,10 +1,10 @@
-"""From rewards to advantages: the estimators, over the native ops, and the stage of a step that calls one. One class and one line in
-`config/loop.py`, or `register_estimator`, add another.
+"""Advantage estimators over the native ops, and the stage of a step that calls one. To add an estimator, write a class
+and a line in `config/loop.py`, or call `register_estimator`.
 
-compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) gives advantages [B, S], or (advantages, returns) from
-the estimators PPO uses. With `offsets` [B + 1] what belongs to tokens is [T] instead, without padding; a run gives it so.
-Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] where that is given.
-`last_metrics` of each estimator holds `advantage/degenerate_whitening` = 1.0 when too few tokens were valid to whiten.
+compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) returns advantages [B, S], or (advantages, returns)
+for PPO's estimators. With `offsets` [B + 1], per-token values are [T] without padding; training runs use this form.
+Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] if given. `last_metrics` of each estimator holds
+`advantage/degenerate_whitening` = 1.0 when too few tokens were valid to whiten.
 """
 
 import inspect
@@ -48,9 +48,9 @@ def calculate_baseline_and_std_per_prompt(
 ) -> tuple[Tensor, Tensor]:
     """Return (baseline, std), both [B]: mean and unbiased std of the rewards of the samples with the same prompt.
 
-    prompts [B, L] (rows equal as a whole, they need not be adjacent), rewards and valid_mask [B]; samples with
-    valid_mask 0 do not count. With leave_one_out_baseline the sample itself is left out. `std_rewards` replaces the
-    rewards in the std. A prompt with at most one valid sample gives (own reward, 0).
+    prompts [B, L] (samples with equal rows form a group, adjacent or not), rewards and valid_mask [B]; samples with
+    valid_mask 0 are ignored. With leave_one_out_baseline the sample itself is excluded. The std is computed from
+    `std_rewards` if given. A prompt with at most one valid sample gives (own reward, 0).
     """
     result = ops.group_baseline(
         rewards,
@@ -67,14 +67,14 @@ def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
 
 
 def _on_tokens(advantages: Tensor, mask: Tensor, offsets: Tensor | None) -> Tensor:
-    """Repeat [B] on every token: [B, S], an expanded view, or [T]."""
+    """Repeat the values [B] on each token: [B, S], an expanded view, or [T]."""
     if offsets is None:
         return advantages.unsqueeze(-1).expand(mask.shape)
     return advantages.repeat_interleave(offsets.diff())
 
 
 class _Estimator(AdvantageEstimator):
-    """What estimators share: sections, or mappings with their keys. ConfigError for a key that the section lacks."""
+    """The base class: takes sections, or mappings with their keys. Raises ConfigError for an unknown key."""
 
     section: type[AdvEstimatorConfig | GAEConfig] = AdvEstimatorConfig
 
@@ -93,13 +93,13 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return both log-probabilities if the reward has a KL penalty and both are there."""
+        """Return both log-probabilities if the reward has a KL penalty and both are given."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
 
 class GRPOAdvantageEstimator(_Estimator):
-    """reward - baseline of the group, over the group's std if normalize_rewards; the same on every token."""
+    """reward - baseline of the group, divided by the group's std if normalize_rewards; the same on every token."""
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
@@ -116,15 +116,15 @@ class GRPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also of masked positions. Samples with valid_mask 0 do not enter a baseline."""
+        """Return advantages, also at masked positions. Samples with valid_mask 0 do not enter a baseline."""
         return _on_tokens(self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask), mask, offsets)
 
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
-    """GRPO for each `reward/<name>` of the batch, their weighted sum whitened over the samples (arXiv:2601.05242).
+    """GRPO on each `reward/<name>` of the batch; their weighted sum is whitened over the samples (arXiv:2601.05242).
 
-    `reward_weights` has a weight for each part, in the order of their names. Where it is None, `part_weights` has some by
-    name, and the others weigh 1.
+    `reward_weights` has a weight for each component, in the order of their names. If it is None, `part_weights` gives
+    weights by name; a component without an entry weighs 1.
     """
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
@@ -136,7 +136,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor], valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages. Weights go by the sorted names of the components. Raise ValueError for fewer than two."""
+        """Return advantages. Weights follow the sorted component names. Raise ValueError for fewer than two."""
         keys = get_gdpo_reward_component_keys(repeated_batch)
         if len(keys) < 2:
             raise ValueError(
@@ -157,21 +157,21 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (float64 [number of groups] the sums of `values` [B], int64 [B] which of them each sample belongs to)."""
+    """Return (float64 [number of groups], the sums of `values` [B]; int64 [B], the group of each sample)."""
     _, group = torch.unique(groups, return_inverse=True)
     sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.to(torch.float64))
     return sums, group
 
 
 class OPOAdvantageEstimator(_Estimator):
-    """OPO (arXiv:2505.23585): reward - sum_i(length_i reward_i) / sum_i(length_i) over the group, the baseline of least variance where
-    a token's gradient is as large as another's; the same on every token. Lengths count trained tokens."""
+    """OPO (arXiv:2505.23585): reward - sum_i(length_i reward_i) / sum_i(length_i) over the group, the baseline of least
+    variance if all tokens have equally large gradients; the same on every token. Lengths count trained tokens."""
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also of masked positions. Samples with valid_mask 0 do not enter a baseline."""
+        """Return advantages, also at masked positions. Samples with valid_mask 0 do not enter a baseline."""
         groups, trained = _groups(prompt_ids, group_id), (mask != 0).to(torch.float64)
         lengths = (
             trained.sum(1)
@@ -188,14 +188,14 @@ class OPOAdvantageEstimator(_Estimator):
 
 
 class BestOfGroupAdvantageEstimator(_Estimator):
-    """verl's grpo_passk (arXiv:2503.19595): the best response of a group has its reward less the second best, over the group's std if
-    normalize_rewards; the others 0. Of several best ones the first counts, and has 0."""
+    """verl's grpo_passk (arXiv:2503.19595): the best response of a group gets its reward minus the second best, over
+    the group's std if normalize_rewards; all others get 0. Of equally best responses the first counts, and gets 0."""
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also of masked positions. Samples with valid_mask 0 are not compared."""
+        """Return advantages, also at masked positions. Samples with valid_mask 0 are not compared."""
         groups, advantages = _groups(prompt_ids, group_id), torch.zeros_like(rewards)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         std = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).std
@@ -211,18 +211,18 @@ class BestOfGroupAdvantageEstimator(_Estimator):
 
 
 class PassAtKAdvantageEstimator(_Estimator):
-    """Pass@k training (arXiv:2508.10751): a response's mean advantage over all sets of `pass_k` responses of its group, of which one
-    is rewarded if any of its members is right (reward above 0).
+    """Pass@k training (arXiv:2508.10751): a response's mean advantage over all sets of `pass_k` responses of its group.
+    A set is rewarded if any of its members is right (reward above 0).
 
-    With N responses, W of them wrong, and p = 1 - C(W, k) / C(N, k), a right one has (1 - p) / sd and a wrong one
-    (1 - p - C(W - 1, k - 1) / C(N - 1, k - 1)) / sd, where sd = sqrt(p (1 - p)).
+    With N responses, W of them wrong, and p = 1 - C(W, k) / C(N, k), a right response gets (1 - p) / sd and a wrong
+    response (1 - p - C(W - 1, k - 1) / C(N - 1, k - 1)) / sd, where sd = sqrt(p (1 - p)).
     """
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also of masked positions. Samples with valid_mask 0 are in no set."""
+        """Return advantages, also at masked positions. Samples with valid_mask 0 are in no set."""
         groups, is_right = _groups(prompt_ids, group_id), rewards > 0
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         totals, group = _sums_of_groups(groups, voting)
@@ -245,7 +245,7 @@ class PassAtKAdvantageEstimator(_Estimator):
 
 
 class ReinforcePlusPlusAdvantageEstimator(_Estimator):
-    """Reward less the group's mean (if minus_baseline) and less the KL penalty of the token (if use_kl_in_reward),
+    """Reward minus the group's mean (if minus_baseline) and minus the token's KL penalty (if use_kl_in_reward),
     whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
@@ -270,7 +270,7 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
 
 
 class RawRewardAdvantageEstimator(_Estimator):
-    """The reward itself on every token, whitened over the valid tokens if normalize_advantages; no returns."""
+    """The reward on every token, whitened over the valid tokens if normalize_advantages; computes no returns."""
 
     section = GAEConfig
 
@@ -303,7 +303,7 @@ class GeneralizedAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (advantages, returns) of tokens; values[t] is V of the state before token t."""
+        """Return (advantages, returns) per token; values[t] is V of the state before token t."""
         logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
         policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
         value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
@@ -323,15 +323,15 @@ class GeneralizedAdvantageEstimator(_Estimator):
 
 
 class OPDAdvantageEstimator(_Estimator):
-    """On-policy distillation: the policy gradient of a divergence D between student p and teacher q, from the tokens that the student
-    sampled; 0 at masked positions. With g = log q - log p of a token the advantage is
+    """On-policy distillation: the policy gradient of a divergence D between student p and teacher q, from the student's
+    sampled tokens; 0 at masked positions. With g = log q - log p of a token the advantage is
 
-        reverse KL: g        forward KL: min(e^g, max_teacher_ratio) - 1        Jensen-Shannon: (log(1 + e^g) - log 2) / 2
+        reverse KL: g        forward KL: min(e^g, max_teacher_ratio) - 1        Jensen-Shannon: (log(1 + e^g) - log 2) /
+            2
 
-    and for `mixed` the weighted sum of the first two: E_p[advantage d(log p)] = -dD (a constant that is subtracted does not change it).
-    MOPD (arXiv:2601.02780) is the reverse KL, plus `outcome_advantage_weight` times the group advantage of the rewards. TROPD:
-    q becomes alpha q + (1 - alpha) p, so the reverse KL's advantage is at least log(1 - alpha).
-    """
+    and for `mixed` the weighted sum of the first two: E_p[advantage d(log p)] = -dD (subtracting a constant does not
+    change it). MOPD (arXiv:2601.02780) is the reverse KL, plus `outcome_advantage_weight` times the group advantage of
+    the rewards. TROPD: q becomes alpha q + (1 - alpha) p, so the reverse KL's advantage is at least log(1 - alpha)."""
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
@@ -359,7 +359,7 @@ class OPDAdvantageEstimator(_Estimator):
         prev_logprobs: Tensor | None = None, valid_mask: Tensor | None = None, group_id: Tensor | None = None,
         offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages. A token that the student's top-k or top-p removes (log-probability -inf) has the advantage 0."""
+        """Return advantages; 0 for a token that the student's top-k or top-p removes (log-probability -inf)."""
         if teacher_logprobs is None or prev_logprobs is None:
             missing = "teacher_logprobs" if teacher_logprobs is None else "prev_logprobs"
             raise ValueError(f"opd needs {missing} [B, S]; got None")
@@ -384,7 +384,7 @@ class OPDAdvantageEstimator(_Estimator):
 def make_estimator(
     algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
 ) -> AdvantageEstimator:
-    """Return the estimator of `<algorithm>.adv_estimator`. Raise ValueError for a name without an estimator."""
+    """Return the estimator of `<algorithm>.adv_estimator`. Raise ValueError for an unknown name."""
     name = settings.name
     if isinstance(name, PythonObjectRef):
         return OwnEstimator(name.component, algorithm, settings, loss)
@@ -399,10 +399,10 @@ def register_estimator(
     keys: type[Section] | None = None,
     algorithm: str = "grpo",
 ) -> None:
-    """Let configurations choose your estimator by `<algorithm>.adv_estimator.name`.
+    """Register your estimator, so that configurations can select it with `<algorithm>.adv_estimator.name`.
 
-    The fields of `keys` become keys of the section `adv_estimator`, unless it has them. Raise ValueError when the name is taken.
-    """
+    The fields of `keys` are added to the section `adv_estimator`, unless it has them. Raise ValueError if the name is
+    taken."""
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
     ADVANTAGE_ESTIMATORS.add(
         name, EstimatorEntry(cls, algorithm), section, keys.model_fields if keys is not None else {}
@@ -413,12 +413,12 @@ def register_estimator(
 
 
 def _takes_ragged(estimator: AdvantageEstimator) -> bool:
-    """Whether its compute_advantage names `offsets`: then what belongs to tokens is given as [T] with them, without padding."""
+    """Return whether compute_advantage has a parameter `offsets`: per-token inputs are then [T], without padding."""
     return "offsets" in inspect.signature(estimator.compute_advantage).parameters
 
 
 def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the inputs of every estimator and `of_tokens`, which are [T] or None. Pad them unless it takes ragged ones."""
+    """Return the inputs that all estimators take, and `of_tokens`, each [T] or None. Pad them unless `ragged`."""
     of_tokens["mask"] = batch.valid_mask
     if ragged:
         return {**of_tokens, "prompt_ids": batch.input_ids, "rewards": batch.rewards, "offsets": batch.offsets}
@@ -427,11 +427,11 @@ def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict
 
 
 class GroupAdvantages:
-    """GRPO's: each sample is compared with the others of its group. Groups go by `group_id`: two equal prompts of a batch are
-    two groups.
+    """GRPO's stage: each sample is compared with the others of its group. Groups are given by `group_id`: two equal
+    prompts of a batch are two groups.
 
-    With `masked_reward_policy` exclude the samples that get no gradient have no say in their group's statistics. Final
-    advantages lie within [advantage_clip_low, advantage_clip_high]; a bound that is None does not bind.
+    With `masked_reward_policy` exclude, samples that receive no gradient are ignored in their group's statistics. The
+    advantages are clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
     """
 
     def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig | DistillationConfig) -> None:
@@ -466,7 +466,7 @@ class GroupAdvantages:
 
 
 class TokenAdvantages:
-    """PPO's: from the values of the critic's states, or the rewards as they are; with a critic also what it learns from."""
+    """PPO's stage: advantages from the critic's values, or the raw rewards; with a critic also its target returns."""
 
     def __init__(self, estimator: AdvantageEstimator) -> None:
         self.estimator, self._ragged = estimator, _takes_ragged(estimator)

@@ -1,4 +1,5 @@
-"""What GRPO (with DAPO and ProRLv2), distillation, supervised fine-tuning and PPO have of their own. The loop is one (`algorithms/loop.py`)."""
+"""How GRPO (with DAPO and ProRLv2), distillation, supervised fine-tuning and PPO differ. `algorithms/loop.py` is
+shared."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,19 +27,19 @@ class Advantages(Protocol):
     estimator: AdvantageEstimator
 
     def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` to the batch, and `returns` where a critic learns from them."""
+        """Add `advantages` to the batch, and `returns` if a critic learns from them."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What is an algorithm's own, beside the sections of its configuration.
+    """What distinguishes an algorithm, apart from its configuration sections.
 
     Attributes:
-        make_advantages: the stage `Advantages` of a configuration.
-        is_trained: which messages of a conversation the policy is trained on.
-        needs_tokens: whether a step without a single token to train on ends the run. PPO would go on to shrink both models
-            by weight decay, epoch after epoch; a step of GRPO has one update, and the report says that it taught nothing.
-    """
+        make_advantages: makes the stage `Advantages` of a configuration.
+        is_trained: returns whether the policy is trained on a message of a conversation.
+        needs_tokens: whether a step without any token to train on ends the run. PPO would otherwise continue and shrink
+            both
+            models by weight decay; a step of GRPO is a single update, and the report shows that nothing was learned."""
 
     make_advantages: Callable[[TrainMasterConfig], Advantages]
     is_trained: Callable[[Message], bool]
@@ -46,7 +47,7 @@ class Algorithm:
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
-    """Return the stage for `grpo.adv_estimator.name`. Raise ValueError for a name that GRPO has no estimator for."""
+    """Return the stage for `grpo.adv_estimator.name`. Raise ValueError if GRPO has no such estimator."""
     estimator = make_estimator("grpo", config.grpo.adv_estimator, config.loss_fn)
     if isinstance(estimator, GDPOAdvantageEstimator):
         estimator.part_weights = _part_weights(config)
@@ -54,8 +55,8 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 
 
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
-    """Return the weights of the reward functions whose rewards are gdpo's parts, by the parts' names. Return {} if no data set of the
-    training uses them, or if they have none. Raise ValueError if the estimator has weights, too."""
+    """Return the weights of the reward functions whose rewards are gdpo's components, by name. Return {} if no training
+    data set uses them, or if they have no weights. Raise ValueError if the estimator has weights, too."""
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
         return {}
@@ -76,7 +77,7 @@ def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages
 
 
 def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
-    """Return the stage for `ppo.adv_estimator.name`. Raise ValueError for a name that PPO has no estimator for."""
+    """Return the stage for `ppo.adv_estimator.name`. Raise ValueError if PPO has no such estimator."""
     return TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn))
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in the loop of all algorithms: what stands in the places of engine, rollouts, advantages and validation."""
+"""Supervised fine-tuning in the shared loop: the stand-ins for engine, rollouts, advantages and validation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nemo_rl_cpp.rollouts.batches import DatumBatch, TrainBatch, build_train_bat
 
 
 class NoEngine:
-    """A run that generates nothing."""
+    """Stands in for the engine in a run that generates nothing."""
 
     owns_process = False
 
@@ -33,7 +33,7 @@ class NoEngine:
 
 
 class NoRefit:
-    """There is no engine that needs the weights."""
+    """Stands in for the weight sync: there is no engine that needs the weights."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
         return {}
@@ -53,24 +53,24 @@ def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
 
 
 class EqualAdvantages:
-    """Every token of an answer counts the same."""
+    """Gives every token of an answer the same advantage."""
 
     metrics: Metrics = {}
     estimator = None
 
     def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` of 1. Take away `generation_logprobs`, since nothing was generated."""
+        """Add `advantages` of 1. Remove `generation_logprobs`, because nothing was generated."""
         batch.advantages = torch.ones(batch.num_tokens)
         batch.tokens.pop("generation_logprobs", None)
 
 
 @dataclass(kw_only=True)
 class AnswerValidator(Validator):
-    """Validates by the loss on answers that are not trained.
+    """Validates by the loss on held-out answers.
 
     Attributes:
         model: the policy.
-        loss_fn: the loss of the training.
+        loss_fn: the training loss.
         divisible_by: `policy.make_sequence_length_divisible_by`.
     """
 
@@ -83,8 +83,8 @@ class AnswerValidator(Validator):
         return ["val_loss", "num_samples", "num_tokens"]
 
     def run(self, step: int) -> ValidationResult:
-        """Return `val_loss`, the mean over the tokens of all batches; `num_samples` and `num_tokens` of these. A batch that the end of
-        the data leaves incomplete does not count."""
+        """Return `val_loss`, the mean over the tokens of all batches, with their `num_samples` and `num_tokens`. An
+        incomplete last batch is ignored unless it is the only batch."""
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
         for number, rows in enumerate(self.loader):

@@ -1,7 +1,7 @@
-"""A run: its parts (`TrainingRun`), and how a configuration becomes one (`build_run`).
+"""The parts of a training run (`TrainingRun`), and how a configuration is turned into a run (`build_run`).
 
-The order matters in two places: environments start their worker processes before this process computes on several
-threads, and the checkpoint to resume from is known before the model is loaded.
+The order matters twice: environments start their worker processes before this process starts computing on several
+threads, and the checkpoint to resume from is chosen before the model is loaded.
 """
 
 from __future__ import annotations
@@ -78,24 +78,24 @@ from nemo_rl_cpp.user_code import serve
 
 @dataclass
 class TrainingRun:
-    """The parts of a training run. A mode is another part here, never another loop.
+    """The parts of a training run. Each mode is a different part; the loop stays the same.
 
     Attributes:
-        config: checked; `config.loop` is its section `grpo` or `ppo`.
-        state: the counters that a resumed run continues from.
-        critic: values for the advantages and their training (`Critic`, or `NoCritic`).
-        teachers: score what the policy has sampled (`Teachers`, or `NoTeacher`).
-        collector: makes the rollouts of a step, in the step or while earlier ones train.
-        environments: score the answers, for training and for validation.
-        stop: tells between steps whether the user wants the run to end.
+        config: the validated configuration; `config.loop` is its section `grpo` or `ppo`.
+        state: the counters from which a resumed run continues.
+        critic: computes values for the advantages and is trained (`Critic`, or `NoCritic`).
+        teachers: score the sampled tokens (`Teachers`, or `NoTeacher`).
+        collector: makes the rollouts of a step, in that step or while earlier steps train.
+        environments: score the responses, for training and for validation.
+        stop: reports between steps whether the user wants to end the run.
         before_training: hooks before the first step.
-        after_step: hooks after each step, in their order (`algorithms/hooks.py`).
-        validation: None when there is nothing to validate on.
-        log: writes the numbers of steps, and holds them.
-        report: writes report.html; None: no page.
-        resources: what `close` releases: processes, locks of folders, the engine.
+        after_step: hooks after each step, in call order (`algorithms/hooks.py`).
+        validation: None if there is no validation data.
+        log: writes the metrics of steps, and holds them.
+        report: writes report.html; None: no report is written.
+        resources: what `close` releases: processes, folder locks, the engine.
         cluster: the workers of policy, critic and engine.
-        engine_cluster: the workers of engines with weights of their own; None where there are none.
+        engine_cluster: the workers of engines that hold a separate copy of the weights; None if there are none.
     """
 
     config: TrainMasterConfig
@@ -131,17 +131,17 @@ class TrainingRun:
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
-        """The models that are trained, by the name of their folder in a checkpoint."""
+        """The trained models, keyed by the name of their checkpoint folder."""
         return {"policy": self.policy} | self.critic.models
 
     @property
     def history(self) -> list[Metrics]:
-        """One dictionary a step of this process: `step`, its metrics, `seconds` and rates."""
+        """One dictionary per step of this process: `step`, its metrics, `seconds` and rates."""
         return self.log.history
 
     @property
     def validations(self) -> list[Metrics]:
-        """One dictionary a validation of this process: `step` and its metrics."""
+        """One dictionary per validation of this process: `step` and its metrics."""
         return self.log.validations
 
     @property
@@ -150,10 +150,10 @@ class TrainingRun:
         return Path(self.log.logger.log_dir)
 
     def train(self) -> None:
-        """Train to the end that the configuration or the user sets; then complete the report, the logs and a summary.
+        """Train until the configuration or the user ends the run; then complete the report, the logs and a summary.
 
-        An exception leaves the report saying what it was. One from the user's own code (a reward function, an environment, a
-        loss) names its function, file and line (`errors.in_user_code`).
+        An exception is recorded in the report and raised. An exception from user code (a reward function, an
+        environment, a loss) names its function, file and line (`errors.in_user_code`).
         """
         began, first = time.monotonic(), self.state.step
         status, message, published = "failed", "", {}
@@ -175,7 +175,7 @@ class TrainingRun:
         except BaseException as error:
             told = in_user_code(error)
             message = one_sentence(told or error)
-            if status == "failed":  # else it is on_end that has failed
+            if status == "failed":  # otherwise on_end itself failed
                 self.callbacks.end(status)
             status = "failed"
             if told is None:
@@ -191,33 +191,33 @@ class TrainingRun:
             self.terminal.progress.finish(rows, title=f"{self.config.title}: {ended}")
 
     def _status(self) -> str:
-        """Tell how a run ended that has not failed. A run that was interrupted, or that `checkpoint_must_save_by` ended, continues
-        in the next one: neither is uploaded."""
+        """Return how a run that has not failed ended. A run that was interrupted, or ended by
+        `checkpoint_must_save_by`, is expected to be resumed, so it is not uploaded."""
         if self.stop.requested:
             return "interrupted"
         return "stopped in time" if self.state.stop_reason == OUT_OF_TIME else "finished"
 
     def validate(self) -> ValidationResult:
-        """Validate the present weights. ValueError without validation data."""
+        """Validate the current weights. Raise ValueError if there is no validation data."""
         if self.validation is None:
             raise ValueError("there is no validation data: set data.validation")
         return serve(partial(self.validation.run, self.state))
 
     def evaluate(self, config: EvalMasterConfig) -> EvalResult:
-        """Evaluate the present weights as the configuration of an evaluation says (`load_eval_config`): its data, environment,
-        sampling and metric. Model, tokenizer and the longest sequence are this run's. Raises ConfigError."""
+        """Evaluate the current weights with the data, environment, sampling and metric of `config` (see
+        `load_eval_config`). Model, tokenizer and maximum sequence length are this run's. Raise ConfigError."""
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
     def card_facts(self) -> CardFacts:
-        """Return what a model card says of the present weights."""
+        """Return the facts of the model card for the current weights."""
         step, last = self.state.step, self.validations[-1] if self.validations else None
         return facts_of_step(
             self.card, step, self.history[-1] if self.history else {}, last if last and last["step"] == step else None
         )
 
     def close(self) -> None:
-        """End the processes of environments, workers and engine, and unlock the log and checkpoint folders. May be called again."""
+        """End the processes of environments, workers and engine, and unlock the log and checkpoint folders."""
         self.resources.close()
 
     def __enter__(self) -> Self:
@@ -236,24 +236,26 @@ def build_run(
     policy_factory: Callable[..., PolicyInterface] | None = None,
     callbacks: Callbacks | None = None,
 ) -> TrainingRun:
-    """Make everything that a configuration describes, ready to `train`: data, environments, policy, critic, engine, logs.
+    """Build everything that a configuration describes, ready to `train`: data, environments, policy, critic, engine,
+    logs.
 
-    Check the configuration as a file would be checked, lock checkpointing.checkpoint_dir until the run's end, and continue from the
-    newest whole checkpoint there, as checkpointing.resume says.
+    Validate the configuration as if it came from a file, lock checkpointing.checkpoint_dir until the run ends, and
+    resume from the newest complete checkpoint there, as checkpointing.resume allows.
 
     Args:
-        data: gives data sets and environments of (configuration, tokenizer); by default what the configuration says.
-        policy_factory: makes the policy instead of `Policy` (`DistributedPolicy` in a cluster of several workers), with its arguments.
+        data: returns data sets and environments for (configuration, tokenizer); by default those of the configuration.
+        policy_factory: makes the policy instead of `Policy` or `DistributedPolicy`, with the same arguments.
 
-    Raises ConfigError, ResumeError (a checkpoint of another run), FolderError (a folder that another run holds), all
-    ValueErrors, before a model is loaded.
-    """
+    Raises ConfigError, ResumeError (the checkpoint belongs to a different run) or FolderError (a different run holds
+    the folder), all ValueErrors, before a model is loaded."""
     config = checked(config, master_of(config))
     loop, algorithm = config.loop, ALGORITHMS[config.algorithm]
     set_seed(loop.seed)
     stage("preparing tokenizer, data and environments")
     tokenizer = make_tokenizer(config.policy)
-    with ExitStack() as resources:  # released when a later part fails, else by `TrainingRun.close`; the last one first
+    with (
+        ExitStack() as resources
+    ):  # released in reverse order: here if a later part fails, otherwise by `TrainingRun.close`
         made = data(config, tokenizer)
         resources.push(partial(close_environments, made.environments))
         checkpoints = CheckpointManager(config.checkpointing)
@@ -307,10 +309,10 @@ def build_run(
 
 
 def connect_hooks(run: TrainingRun) -> None:
-    """List what follows each step.
+    """List the hooks that follow each step.
 
-    The order makes a killed run whole: metrics are on the disk before the checkpoint that they belong to appears, and a run that
-    resumes from a checkpoint cuts off whatever was logged after it. Times come last, because saving takes time.
+    The order keeps a killed run consistent: metrics are on disk before their checkpoint appears, and a resumed run
+    removes whatever was logged after its checkpoint. Times are logged last, because saving takes time.
     """
     config, log, terminal, validation = run.config, run.log, run.terminal, run.validation
     ending = Ending(
@@ -341,7 +343,7 @@ def connect_hooks(run: TrainingRun) -> None:
     ]
     run.after_step = [
         ending.look,
-        log.metrics,  # before what may wait for rollouts of later steps, which may have failed
+        log.metrics,  # precedes the hooks that may wait for rollouts of later steps, which may have failed
         run.callbacks.after_step,
         *([validation.after_step] if validation else []),
         ending.decide,

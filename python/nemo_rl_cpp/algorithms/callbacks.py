@@ -1,4 +1,4 @@
-"""Callbacks: code of the user's that hears of steps, validations, checkpoints and the end of a run, and may stop it."""
+"""Callbacks: user code called after steps, validations and checkpoints and at the end of a run; it may stop the run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ METHODS = ("on_step", "on_validation", "on_checkpoint", "on_end")
 
 @dataclass(frozen=True)
 class RunEvent:
-    """What a callback is told.
+    """The event that a callback receives.
 
     Attributes:
-        step: finished steps.
-        max_steps: those of a whole run.
-        metrics: of the step (`reward`, `loss`, `rewards/<function>`, ...); in `on_validation` those of the validation (`accuracy`, ...).
-        checkpoint: the folder that was just written, in `on_checkpoint`; None elsewhere.
-        status: how the run ended, in `on_end`: "finished", "stopped in time" (by checkpointing.checkpoint_must_save_by), "interrupted" or "failed"; "" elsewhere.
-        run: the whole run, with `history`, `policy`, `config` and `log_dir`.
-    """
+        step: the number of finished steps.
+        max_steps: the number of steps of a whole run.
+        metrics: of the step (`reward`, `loss`, `rewards/<function>`, ...); in `on_validation` of the validation.
+        checkpoint: the folder that was just written, in `on_checkpoint`; otherwise None.
+        status: in `on_end` how the run ended: "finished", "stopped in time" (by checkpointing.checkpoint_must_save_by),
+            "interrupted" or "failed"; otherwise "".
+        run: the whole run, with `history`, `policy`, `config` and `log_dir`."""
 
     step: int
     max_steps: int
@@ -42,13 +42,13 @@ class RunEvent:
     status: str = ""
 
     def stop(self, reason: str = "a callback") -> None:
-        """End the run after this step, with a last validation and checkpoint; `reason` stands in the summary. After a call in
-        `on_checkpoint` that checkpoint is the last, and nothing is validated."""
+        """End the run after this step, with a last validation and checkpoint; `reason` appears in the summary. If
+        called in `on_checkpoint`, that checkpoint is the last, and no validation follows."""
         self.run.state.stop(reason)
 
 
 class Callback:
-    """The base class of callbacks. Override what you need; what a method raises ends the run.
+    """The base class of callbacks. Override the methods that you need; an exception in a method ends the run.
 
     class Plateau(nemo_rl_cpp.Callback):
         def on_validation(self, event):
@@ -57,20 +57,20 @@ class Callback:
     """
 
     def on_step(self, event: RunEvent) -> None:
-        """Called after each step, when its metrics are logged and before it is validated and saved."""
+        """Called after each step, when its metrics are logged and before its validation and checkpoint."""
 
     def on_validation(self, event: RunEvent) -> None:
         """Called after each validation, also the one before the first step."""
 
     def on_checkpoint(self, event: RunEvent) -> None:
-        """Called when `event.checkpoint` is complete; the step's validation, if it has one, is over."""
+        """Called when `event.checkpoint` is complete and the step's validation, if any, is over."""
 
     def on_end(self, event: RunEvent) -> None:
-        """Called once at the end of the run, unless a second Ctrl-C ends it at once."""
+        """Called once at the end of the run, unless a second Ctrl-C aborts it."""
 
 
 class Callbacks:
-    """The callbacks of a run, called in their order."""
+    """The callbacks of a run, called in order."""
 
     run: TrainingRun
 
@@ -89,8 +89,8 @@ class Callbacks:
             self._call("on_checkpoint", self._last_metrics(), result.checkpoint)
 
     def end(self, status: str) -> None:
-        """Call `on_end` of each, whatever one raises: the first error goes to the caller, further ones are printed. After a failure
-        all are printed, since the caller gets the failure."""
+        """Call `on_end` of every callback, even if some raise. Raise the first error and print the others. After a
+        failure print all errors, because the caller raises the failure."""
         event, first = self._event(self._last_metrics(), status=status), None
         for callback in self._callbacks:
             try:
@@ -126,7 +126,7 @@ def _tell(callback: Callback, method: str, event: RunEvent) -> None:
 
 
 def checked_callbacks(given: object) -> Callbacks:
-    """Return one callback or several as a run takes them. Raise ValueError for anything else."""
+    """Return one or several callbacks as `Callbacks`. Raise ValueError for anything else."""
     several = [] if given is None else [given] if _methods(given) else given
     if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
         raise ValueError(

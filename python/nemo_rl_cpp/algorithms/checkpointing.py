@@ -1,18 +1,18 @@
-"""What a checkpoint of a training run holds, when it is written, and how a run resumes from one.
+"""What a checkpoint of a training run holds, when it is written, and how a run resumes from it.
 
     step_N/
       policy/weights/           Hugging Face folder with the tokenizer and a model card
       policy/optimizer/         with checkpointing.save_optimizer
-      value/...                 the same of PPO's critic
+      value/...                 the same for PPO's critic
       train_dataloader.json     position in the data
       trainer_state/sampler.*   prompt groups kept for the next step: JSON and safetensors, nothing that runs code
       trainer_state/ready_batches.*  rollouts that were made ahead for later steps (`algorithms/collector.py`)
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 
-Nothing else of ours has a state: every random number is a function of the seed and of what is saved here. Functions of the
-user's (`data.custom_dataloader`, rewards, callbacks) are to keep none that a resumed run would miss.
+No other part of this package has state: every random number is a function of the seed and of what is saved here. User
+code (`data.custom_dataloader`, rewards, callbacks) must not keep state that a resumed run would lack.
 
-The model card and the upload to the hub are here, too: what a run tells others of its model.
+The module also writes the model card and uploads checkpoints to the Hub.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ READY_BATCHES = Path("trainer_state") / "ready_batches"
 
 
 class NotSavedError(FolderError):
-    """The last checkpoint of a run could not be written for want of space."""
+    """Raised if the last checkpoint of a run could not be written because the disk is full."""
 
 
 class Resume(NamedTuple):
-    """Where a run resumes: the newest whole checkpoint, or nothing for a new run."""
+    """The point where a run resumes: the newest complete checkpoint, or nothing for a new run."""
 
     path: Path | None
     state: TrainState
 
     def model_paths(self, component: str) -> tuple[Path | None, Path | None]:
-        """Return (weights folder, optimizer folder) of `policy` or `value`; None where there is none."""
+        """Return (weights folder, optimizer folder) of `policy` or `value`; None for a missing folder."""
         return CheckpointManager.get_resume_paths(self.path, model_component=component)
 
     def load_data_position(self, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> None:
@@ -86,8 +86,8 @@ class Resume(NamedTuple):
             load_dataloader_state(loader, self.path)
 
     def load_sampler(self, sampler: GroupSampler) -> None:
-        """Load the prompt groups that the last step kept for the next one. Drop them, and print that, if the sampler now keeps none
-        or makes groups of another size."""
+        """Load the prompt groups that the last step kept for the next step. If the sampler now keeps none or makes
+        groups of a different size, drop them and print a note."""
         if self.path is None or (kept := _kept_groups(self.path)) is None:
             return
         if kept["cache"] is not None and not sampler.takes(kept["cache"]):
@@ -98,7 +98,7 @@ class Resume(NamedTuple):
             sampler.load_state_dict(kept)
 
     def load_ready_batches(self, collection: RolloutCollector) -> None:
-        """Load the rollouts that were made for later steps."""
+        """Load the rollouts that were made ahead for later steps."""
         if self.path is not None and (self.path / READY_BATCHES).with_suffix(".json").is_file():
             collection.load_state_dict(read_state(self.path / READY_BATCHES))
 
@@ -120,10 +120,10 @@ def _kept_groups(checkpoint: Path) -> SamplerState | None:
 
 
 def find_resume(checkpoints: CheckpointManager | None) -> Resume:
-    """Return the newest whole checkpoint of `checkpointing.checkpoint_dir`, every file verified, or a fresh state.
+    """Return the newest complete checkpoint of `checkpointing.checkpoint_dir`, every file verified, or a fresh state.
 
-    Raise ResumeError (a ValueError) if `checkpointing.resume` forbids what is found, and if there are checkpoints but none
-    is whole: a new run would bury what can perhaps be saved.
+    Raise ResumeError (a ValueError) if `checkpointing.resume` forbids what is found, or if there are checkpoints but
+    none is complete: a new run could overwrite files that can still be recovered.
     """
     path = checkpoints.get_latest_checkpoint_path() if checkpoints is not None and checkpoints.enabled else None
     if checkpoints is not None and checkpoints.enabled:
@@ -138,10 +138,10 @@ def find_resume(checkpoints: CheckpointManager | None) -> Resume:
 
 @dataclass
 class Saver:
-    """Saves a checkpoint after a step, if one is due, with all that the run needs to continue.
+    """Saves a checkpoint after a step, if due, with everything that the run needs to continue.
 
     Attributes:
-        card: facts of the model card that the whole run shares.
+        card: facts of the model card that hold for the whole run.
     """
 
     manager: CheckpointManager
@@ -158,15 +158,15 @@ class Saver:
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
-        """What a checkpoint saves, by the name of its folder."""
+        """The models to save, keyed by the name of their checkpoint folder."""
         return {"policy": self.policy} | self.critic.models
 
     def after_step(self, result: StepResult) -> None:
-        """Save if a checkpoint is due by `CheckpointManager.save_reason`, or is owed because an earlier one found no space and
-        there is space again.
+        """Save if `CheckpointManager.save_reason` says that a checkpoint is due, or if an earlier save found the disk
+        full and there is space again.
 
-        A save that fails for want of space is said once; the run goes on. At its end that is an error (NotSavedError). Weights
-        that are not finite are never saved: NonFiniteError names the first bad parameter.
+        If the disk is full, warn once and continue; at the end of the run raise NotSavedError. Never save weights that
+        are not finite: raise NonFiniteError, which names the first bad parameter.
         """
         self.check_metric_name(result)
         manager, state = self.manager, result.state
@@ -196,7 +196,8 @@ class Saver:
         result.checkpoint = saved
 
     def _save(self, result: StepResult) -> Path:
-        """Write the checkpoint and return its folder. The logs are synced first, so that no checkpoint is newer than its logs."""
+        """Write the checkpoint and return its folder. The logs are synced first: no checkpoint is newer than its
+        logs."""
         manager, state, collector = self.manager, result.state, self.collector
         metric = self._metric_of(result)
         self.logger.flush()
@@ -217,8 +218,8 @@ class Saver:
         return Path(folder).with_name(f"step_{state.step}")
 
     def check_metric_name(self, result: StepResult) -> None:
-        """Raise ValueError when `checkpointing.metric_name` is none of the metrics that there are: after the first step, and after
-        the first validation, so that no save finds out. Do nothing once the name was seen."""
+        """Raise ValueError if no metric is named `checkpointing.metric_name`. Check after the first step and the first
+        validation, so that the error comes before the first save. Do nothing once the metric was seen."""
         manager, validation = self.manager, result.validation
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:
@@ -232,7 +233,7 @@ class Saver:
         else:
             known = self.validator.gives(result.rollout_names, self.environments)
             if known is not None and name in known:
-                return  # the first validation tells
+                return  # checked again at the first validation
         if known is None:
             return
         if name not in known:
@@ -240,8 +241,8 @@ class Saver:
         manager.metric_seen = True
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
-        """Return the metric that ranks a checkpoint. Return {}, and say so once a run (unless it was interrupted), where no
-        validation ran on this step or where a metric that was there before is missing."""
+        """Return the metric that ranks a checkpoint. Return {} if this step has no validation or lacks a metric that
+        was seen before, and print a warning once per run (none if the run was interrupted)."""
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
         validation = result.validation.metrics if result.validation else None
@@ -286,11 +287,11 @@ class Saver:
         return shutil.disk_usage(self.manager.checkpoint_dir).free
 
     def _size(self) -> int:
-        """Return the bytes of a checkpoint's tensors."""
+        """Return the size of a checkpoint's tensors in bytes."""
         return sum(model.checkpoint_bytes(self.manager.save_optimizer) for model in self.models.values())
 
     def _check_weights(self, state: TrainState) -> None:
-        """Raise NonFiniteError with the first parameter that is not finite, of any model that is trained."""
+        """Raise NonFiniteError, naming the first parameter that is not finite, if any trained model has one."""
         for name, model in self.models.items():
             if bad := model.non_finite_parameters():
                 raise NonFiniteError(
@@ -307,20 +308,20 @@ def _no_metric(manager: CheckpointManager, known: Iterable[str]) -> ValueError:
     )
 
 
-# ---- what others are told of the model
+# ---- model card and upload
 
 
 def facts_of_run(
     config: TrainMasterConfig, environments: Mapping[str, Environment], loss_fn: object, estimator: object
 ) -> CardFacts:
-    """Return the facts of a model card that do not change in the course of a run."""
+    """Return the facts of the model card that stay constant during a run."""
     own = {"loss_fn": loss_fn, "adv_estimator": estimator}
     components = {what: each.name for what, each in own.items() if isinstance(each, (OwnLoss, OwnEstimator))}
     return CardFacts(0, reward_names(config, environments), {}, components)
 
 
 def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metrics | None) -> CardFacts:
-    """Return the facts of a model card after a step, with its metrics and those of its validation."""
+    """Return the facts of the model card after a step, including its metrics and those of its validation."""
     results = {"reward, last step": metrics["reward"]} if metrics else {}
     if validation is not None:
         word, value = headline(validation)
@@ -329,10 +330,10 @@ def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metr
 
 
 def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
-    """Return the names of environments; of reward functions their own, with their weights."""
+    """Return the names of the environments; for reward functions, the functions' names with their weights."""
     found: list[str] = []
     used = environments_of_training(config.data)
-    # of other environments the section may be another task's
+    # with other environments the section may belong to a different task
     section = config.env.get("reward_functions") if used == {"reward_functions"} else None
     for task, environment in environments.items():
         described = getattr(getattr(environment, "_instance", environment), "described", None)
@@ -346,8 +347,8 @@ def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environme
 
 
 def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:
-    """Upload a checkpoint where `checkpointing.push_to_hub` names a repository, and return the row of the summary. A failure
-    stands there and loses nothing."""
+    """Upload a checkpoint if `checkpointing.push_to_hub` names a repository, and return the row for the summary. A
+    failed upload is reported in that row and raises nothing."""
     repository, private = config.push_to_hub, config.hub_private
     if repository is None or checkpoint is None:
         return {}
@@ -361,14 +362,14 @@ def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, s
         }
 
 
-# ---- which run a folder is of
+# ---- resuming
 
 
 def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) -> Resume:
-    """Lock the checkpoint folder, and return where to continue. The caller ends the lock (`CheckpointManager.shutdown`).
+    """Lock the checkpoint folder and return where to resume. The caller unlocks it (`CheckpointManager.shutdown`).
 
-    Print the first lines of a resumed run: the checkpoint, its time, each key that changed. Raise ResumeError (a ValueError) for
-    another run by `checks/resumed.py`, and FolderError for a folder that another run holds.
+    Print the first lines of a resumed run: the checkpoint, its time, each changed key. Raise ResumeError (a ValueError)
+    if `checks/resumed.py` finds a different run, and FolderError if a different run holds the folder.
     """
     checkpoints.claim()
     resume = find_resume(checkpoints)
@@ -378,7 +379,7 @@ def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) 
 
 
 def announce(resume: Resume, config: TrainMasterConfig) -> None:
-    """Print what is resumed and what changed since. Raise ResumeError if it would be another run."""
+    """Print which checkpoint is resumed and which keys changed. Raise ResumeError if it belongs to a different run."""
     saved = resumed.read_saved(resume.path)
     if refused := list(resumed.refusals(saved, config)):
         raise ResumeError(resumed.refusal_text(saved, refused))
@@ -390,7 +391,7 @@ def announce(resume: Resume, config: TrainMasterConfig) -> None:
 
 
 def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
-    """Tell how to continue a run that is at its end by the configuration; None while there is something to train."""
+    """Return how to continue a run that the configuration considers finished; None if it is not finished."""
     section, loop = config.algorithm, config.loop
     for key, done, limit in (
         ("max_num_steps", state.total_steps, loop.max_num_steps),

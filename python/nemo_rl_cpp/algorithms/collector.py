@@ -1,10 +1,10 @@
-"""Where the rollouts of a step come from: made in the step itself, or while earlier steps train.
+"""How the rollouts of a step are made: in the step itself, or while earlier steps train.
 
-Both give the batches of a run in one order, and what a batch holds does not depend on how fast anything is:
+Both collectors return batches in the same order. The content of a batch does not depend on timing:
 
     SyncCollector   batch k is generated in step k, under version k of the weights
-    AsyncCollector  batch k is generated under version max(0, k - A) while steps before k train (A: `max_trajectory_age_steps`)
-"""
+    AsyncCollector  batch k is generated under version max(0, k - A) while steps before k train (A:
+        `max_trajectory_age_steps`)"""
 
 import copy
 from abc import ABC, abstractmethod
@@ -36,15 +36,15 @@ CollectedState = dict[str, object]
 
 @dataclass
 class Collected:
-    """The rollouts of one step, and how they were come by.
+    """The rollouts of one step, and statistics of their collection.
 
     Attributes:
-        rollout_metrics: of engine and environments, also of rollouts that are not among the samples.
+        rollout_metrics: of engine and environments; includes rollouts that were filtered out.
         sampler_metrics: of dynamic sampling.
-        finished_epochs: of the data, while the prompts were drawn.
-        weight_version: which weights generated.
-        metrics: of the refit, and of the wait for rollouts beside training.
-        seconds: times of the stages, where they were measured outside the step.
+        finished_epochs: epochs of the data that ended while the prompts were drawn.
+        weight_version: the version of the weights that generated the rollouts.
+        metrics: of the weight sync, and of the wait for asynchronous rollouts.
+        seconds: durations of the stages that were measured outside the step.
     """
 
     samples: Rollouts
@@ -68,13 +68,13 @@ class RolloutCollector(ABC):
     """Makes the rollouts of a step.
 
     Attributes:
-        refit: brings the policy's weights to the engine.
-        prompts: draws the next prompts, each G times.
-        roll_out: lets the engine answer prompts and the environments score the answers (`run_multi_turn_rollout`).
+        refit: copies the policy's weights to the engine.
+        prompts: yields the next prompts, each repeated G times.
+        roll_out: generates responses to prompts and has the environments score them (`run_multi_turn_rollout`).
         sampler: collects rollouts until there are enough to train on.
         shape_rewards: scales and shapes the rewards of a round.
-        change_rewards: changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`).
-        failures_left: how many rounds of generation or scoring may still fail in this run; a failed one is done again.
+        change_rewards: changes `total_reward` of finished rollouts and returns metrics (`grpo.length_penalty`).
+        failures_left: how many more failed rounds of generation or scoring are retried in this run.
     """
 
     generation: GenerationInterface
@@ -92,21 +92,21 @@ class RolloutCollector(ABC):
 
     @abstractmethod
     def collect(self, timer: Timer) -> Collected:
-        """Return the rollouts of the next step. The engine has the present weights afterwards."""
+        """Return the rollouts of the next step. Afterwards the engine has the current weights."""
 
     def settle(self) -> None:
-        """Wait until nothing is generated, for a validation or a checkpoint. Raise what generation raised."""
+        """Wait until no generation is in flight, before a validation or checkpoint. Re-raise errors of generation."""
 
     def state_dict(self) -> list[CollectedState]:
-        """Return the batches that are ready for later steps. `settle` comes first."""
+        """Return the batches that are ready for later steps. Call `settle` first."""
         return []
 
     @abstractmethod
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Continue from `state_dict`."""
+        """Restore the batches of `state_dict`."""
 
     def close(self, wait: bool = False) -> None:
-        """Begin nothing more, and with `wait` wait for what has begun. Safe to call twice."""
+        """Stop starting new work; with `wait`, wait for work in flight. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -117,16 +117,16 @@ class RolloutCollector(ABC):
         self.close(wait=not isinstance(error, KeyboardInterrupt))
 
     def refresh(self, timer: Timer) -> dict[str, float | str | None]:
-        """Give the engine the present weights and make it ready."""
+        """Copy the current weights to the engine and prepare it for generation."""
         with timer("prepare_for_generation/total"):
             metrics = self.refit.sync_weights(timer=timer)
             self.generation.prepare_for_generation()
         return metrics
 
     def make(self, weight_version: int, timer: Timer) -> Collected:
-        """Generate until a step can be taken: one round, unless dynamic sampling asks for more.
+        """Generate until a step can be trained: one round, or more if dynamic sampling needs them.
 
-        Rollouts get `raw_reward` float32 [B], as the environments gave it, and `weight_version` int64 [B].
+        Add to the rollouts `raw_reward` float32 [B], as the environments returned it, and `weight_version` int64 [B].
         """
         while not self.sampler.full:
             prompts = self.prompts.next()
@@ -155,7 +155,7 @@ class RolloutCollector(ABC):
         return Collected(samples, self._rounds.pop(), self.sampler.metrics, epochs, weight_version)
 
     def _count_failure(self, error: Exception) -> None:
-        """Raise the error where no further round may fail. A lost worker would not answer again."""
+        """Raise the error if no more rounds may fail, or if a worker is lost, because a retry would fail, too."""
         if isinstance(error, WorkerLostError) or self.failures_left == 0:
             raise error
         self.failures_left -= 1
@@ -166,17 +166,17 @@ class RolloutCollector(ABC):
         )
 
     def leave_out(self, batches: list[CollectedState], why: str) -> None:
-        """Say that a checkpoint's batches are not trained. The data is past them, so their epochs count."""
+        """Drop a checkpoint's batches and print why. The data loader is already past them, so count their epochs."""
         print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
             self.state.next_epoch()
 
 
 class SyncCollector(RolloutCollector):
-    """Generates a step's rollouts when the step asks for them. Nothing is ready before its step."""
+    """Generates the rollouts of a step within that step. Nothing is made ahead."""
 
     def collect(self, timer: Timer) -> Collected:
-        """Give the engine the present weights, generate, and close the engine."""
+        """Copy the current weights to the engine, generate, and end generation."""
         metrics = self.refresh(timer)
         with finished_on_error(self.generation):
             collected = self.make(self.state.step, timer)
@@ -186,26 +186,26 @@ class SyncCollector(RolloutCollector):
         return collected
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Leave out the batches of a run that generated while it trained, and say so."""
+        """Drop the batches of a run that generated ahead, and print a note."""
         if state:
             self.leave_out(state, "rollouts are made in their own step now")
 
 
 @dataclass
 class AsyncCollector(RolloutCollector):
-    """Generates the batches of later steps while the present one trains. The engine has separate weights.
+    """Generates the batches of later steps while the current step trains. The engine holds a separate copy of the
+    weights.
 
-    In step s, before training, all generation has ended: the engine gets version s, and begins the batch of step s + A. So a
-    batch is A versions old when it is trained, but for the first ones, which version 0 generates; and a run gives the same bits
-    however long generation and training take. What is ready waits in order; a checkpoint holds it.
+    In step s, before training, all generation has ended: the engine gets version s and starts the batch of step s + A.
+    So a batch is A versions stale when it is trained, except the first ones, which version 0 generates. Results are
+    bit-identical at any speed of generation and training. Finished batches wait in order; a checkpoint saves them.
 
     Attributes:
         age: A, at least 1 (`max_trajectory_age_steps`).
-        keeps: whether checkpoints will hold batches. Then the first one is tried, so that step 1 reports a column which no
-            checkpoint can hold.
-        groups: (prompts of a step, responses to each), which batches of a checkpoint must have; None: any.
-        submit: starts a job and gives its future; None: in a thread. Jobs run one after the other.
-    """
+        keeps: whether checkpoints will hold batches. If so, the first batch is tested, so that step 1 reports a column
+            that no checkpoint can hold.
+        groups: (prompts per step, responses per prompt), required of a checkpoint's batches; None: any.
+        submit: starts a job and returns its future; None: use a thread. Jobs run one after the other."""
 
     age: int = 1
     keeps: bool = False
@@ -216,13 +216,13 @@ class AsyncCollector(RolloutCollector):
         super().__post_init__()
         self._threads: ThreadPoolExecutor | None = None
         self.submit = self.submit or self._in_thread
-        self._batches: deque[Future[Collected | None]] = deque()  # of steps state.step, state.step + 1, ...
-        self._epochs_drawn = self.state.current_epoch  # of the data, when all these batches are trained
+        self._batches: deque[Future[Collected | None]] = deque()  # for steps state.step, state.step + 1, ...
+        self._epochs_drawn = self.state.current_epoch  # epochs of the data after all these batches
         self._generates = False
 
     def collect(self, timer: Timer) -> Collected:
-        """Wait for the rollouts of the step, and begin those of a later one. `exposed_generation` is the time that training
-        waits."""
+        """Wait for the rollouts of this step, and start those of a later step. `exposed_generation` is the time that
+        training waits."""
         with timer("exposed_generation"):
             self.settle()
         ready, version = len(self._batches), self.state.step
@@ -247,7 +247,7 @@ class AsyncCollector(RolloutCollector):
         return self._threads.submit(job)
 
     def _batch_of(self, step: int, version: int) -> Collected | None:
-        """Make the batch of a step, counted from 0; None where the run ends before it. Jobs run in the order of steps."""
+        """Make the batch of a step, counted from 0; None if the run ends earlier. Jobs run in the order of steps."""
         state, timer = self.state, Timer()
         if state.max_num_steps is not None and step >= state.max_num_steps:
             return None
@@ -262,7 +262,7 @@ class AsyncCollector(RolloutCollector):
         return collected
 
     def settle(self) -> None:
-        """Wait for all batches, and close the engine."""
+        """Wait for all batches, and end generation."""
         for batch in self._batches:
             batch.result()
         if self._generates:
@@ -275,8 +275,8 @@ class AsyncCollector(RolloutCollector):
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Train the batches of a checkpoint in their order, also where the run now allows a smaller age. Leave out batches of
-        another size than this run's, and say so."""
+        """Queue the batches of a checkpoint for training in order, even if the run now allows a smaller age. If their
+        size is not this run's, drop them and print a note."""
         sizes = [
             torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
         ]
@@ -291,7 +291,7 @@ class AsyncCollector(RolloutCollector):
             self._epochs_drawn += saved["finished_epochs"]
 
     def close(self, wait: bool = False) -> None:
-        """Begin nothing more. What is being generated ends by itself, or with its workers."""
+        """Stop starting new work. Generations in flight run to completion or stop with their workers."""
         if self._threads is not None:
             self._threads.shutdown(wait=wait, cancel_futures=not wait)
             self._threads = None

@@ -1,7 +1,7 @@
-"""Losses and advantage estimators of the user: by dotted name in a configuration, or as objects from Python.
+"""Custom losses and advantage estimators: by dotted name in a configuration, or as objects from Python.
 
-Each stands in a wrapper that gives it the inputs that it asks for, says in one sentence what is wrong with what it returns, and
-tells its exceptions from ours.
+Each is wrapped: the wrapper passes the inputs that the component takes, reports a wrong return value in one sentence,
+and distinguishes exceptions of user code from ours.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from nemo_rl_cpp.user_code import call_user
 
 
 class AdvantageEstimator(Protocol):
-    """Turns the rewards of a batch into advantages of its tokens. The base class of the user's estimators.
+    """Turns the rewards of a batch into advantages of its tokens. Derive custom estimators from this class.
 
     class Best(nemo_rl_cpp.AdvantageEstimator):
         def compute_advantage(self, rewards, group_id, **batch):
             return rewards - rewards.mean()
 
-    `last_metrics` holds numbers of the last call that are logged with the step.
+    `last_metrics` holds metrics of the last call, which are logged with the step.
     """
 
     last_metrics: Mapping[str, float] = MappingProxyType({})
@@ -42,29 +42,28 @@ class AdvantageEstimator(Protocol):
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Return advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
+        """Return advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the trained tokens.
 
-        `batch` has what else an algorithm knows. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
-        `logprobs_policy` and `logprobs_reference` [B, S] or None, with a teacher also `teacher_logprobs` and `prev_logprobs`. PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None.
-        An estimator of PPO returns (advantages, returns), the latter None where there is no critic.
-
-        One that names `offsets`, int64 [B + 1], among its inputs is given all that is [B, S] here as [T], without padding.
-        """
+        `batch` has the algorithm's other inputs. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
+        `logprobs_policy`, `logprobs_reference` [B, S] or None, with a teacher `teacher_logprobs` and `prev_logprobs`.
+        PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None. PPO's estimators return (advantages,
+        returns); returns are None without a critic. If the method has a parameter `offsets`, int64 [B + 1], every input
+        of shape [B, S] is passed as [T], without padding."""
 
 
 Estimator = AdvantageEstimator | Callable[..., Tensor] | Mapping[str, object] | str | None
-"""What may be given for an advantage estimator from Python."""
+"""What Python callers may pass as an advantage estimator."""
 Loss = LossFunction | Callable[..., object] | Mapping[str, object] | str | None
-"""What may be given for a loss."""
+"""What Python callers may pass as a loss."""
 
 
 def component_name(found: object) -> str:
-    """Name a function, a class or an object for messages."""
+    """Return the name of a function, class or object for messages."""
     return str(getattr(found, "__qualname__", None) or type(found).__qualname__)
 
 
 class Made(NamedTuple):
-    """A component that is ready: the object, and a call of it that takes any inputs and hands on those that the component names."""
+    """A finished component, and a callable that takes any inputs and passes on those that the component takes."""
 
     component: Any
     call: Callable[..., Any]
@@ -73,10 +72,10 @@ class Made(NamedTuple):
 def make_component(
     found: Any, what: str, base: str, method: str, kwargs: Mapping[str, object], sections: Mapping[str, object]
 ) -> Made:
-    """Make a component of a class, an object with `method` or a function.
+    """Make a component from a class, an object with `method`, or a function.
 
-    A class is constructed with `kwargs` and with the `sections` that its __init__ names; a function gets `kwargs` at each call.
-    Raise LoadingError, which names `what` and `base`, for anything that lacks the method.
+    A class is constructed with `kwargs` and with those `sections` that its __init__ takes; a function gets `kwargs` in
+    each call. Raise LoadingError, which names `what` and `base`, if the method is missing.
     """
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
@@ -96,7 +95,6 @@ def make_component(
 
 
 def _taken(function: Callable[..., object], inputs: Mapping[str, object]) -> dict[str, object]:
-    """Return the inputs that a function takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -108,10 +106,10 @@ def _taken(function: Callable[..., object], inputs: Mapping[str, object]) -> dic
 
 
 class OwnEstimator(AdvantageEstimator):
-    """An advantage estimator of the user's: an object with `compute_advantage`, or a function of the same inputs.
+    """A custom advantage estimator: an object with `compute_advantage`, or a function with the same inputs.
 
-    Advantages [B], one a sample, hold for all of its tokens. Raises ValueError for another shape, for what is no tensor, and for
-    values that are not finite.
+    Advantages [B], one per sample, apply to all of its tokens. Raises ValueError for a different shape, for a value
+    that is no tensor, and for values that are not finite.
     """
 
     def __init__(
@@ -164,9 +162,9 @@ class OwnEstimator(AdvantageEstimator):
 
 
 class OwnLoss(LossFunction):
-    """A loss of the user's, as the trainer asks for one. In other processes it is made again from its dotted name.
+    """A custom loss with the interface of the trainer. Other processes create it from its dotted name.
 
-    Raises ValueError where it gives neither a scalar tensor nor (scalar tensor, metrics).
+    Raises ValueError if it returns neither a scalar tensor nor (scalar tensor, metrics).
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -228,7 +226,7 @@ def make_loss(section: ClippedPGLossConfig) -> LossFunction:
 
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
-    """Return a loss that was given from Python. Raise LoadingError (a ValueError) for anything else."""
+    """Return a loss that was passed from Python. Raise LoadingError (a ValueError) for anything else."""
     if type(given) is ClippedPGLossFn:
         return given
     return OwnLoss(given, section)

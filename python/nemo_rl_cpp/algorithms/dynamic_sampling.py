@@ -1,6 +1,6 @@
-"""Dynamic sampling (DAPO): train only on prompts whose generations are neither all right nor all wrong.
+"""Dynamic sampling (DAPO): train only on prompts whose responses are neither all right nor all wrong.
 
-A group of generations with equal rewards has advantages of zero: it costs a training step's time and teaches nothing.
+A group with equal rewards has zero advantages: it costs training time and yields no gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,16 +16,16 @@ from nemo_rl_cpp.rollouts.batches import Rollouts, sample_mask
 
 
 class DynamicSamplingExhausted(ValueError):
-    """So many batches were generated, and still too few groups of prompts have mixed rewards."""
+    """Raised if the allowed number of batches was generated and too few prompt groups have mixed rewards."""
 
 
 def raw_rewards(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the rewards [B] before shaping, if the batch has them: shaping must not make an unmixed group look mixed."""
+    """Return the unshaped rewards [B], if any, because shaping must not make a uniform group look mixed."""
     return batch["unshaped_total_reward"] if "unshaped_total_reward" in batch else batch["total_reward"]
 
 
 def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return int64 [B]: groups of generations of one prompt, numbered by first appearance, from `group_id`, else `idx`."""
+    """Return int64 [B], each row's prompt group numbered by first appearance, from `group_id` or otherwise `idx`."""
     ids = batch["group_id"] if "group_id" in batch else batch.get("idx")
     if ids is None:
         raise ValueError("dynamic sampling needs 'group_id' (or 'idx') in the batch, to know which rows share a prompt")
@@ -36,7 +36,7 @@ def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest and largest reward of every group, among `voters` bool [B]; both 0 where a group has none."""
+    """Return the smallest and largest reward of each group among rows `voters` bool [B]; 0 for groups without any."""
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
     values = rewards.cpu()
@@ -49,7 +49,7 @@ def extremes(
 
 
 def unmasked_rows(rollouts: Mapping[str, torch.Tensor], overlong_filtering: bool) -> torch.Tensor:
-    """Return bool [B]: rows that will get a gradient, see `sample_mask`."""
+    """Return bool [B], the rows that will receive a gradient (see `sample_mask`)."""
     return sample_mask(rollouts, overlong_filtering) != 0
 
 
@@ -60,7 +60,7 @@ ADVICE = (
 
 
 class SamplerState(TypedDict):
-    """What a `GroupSampler` saves: plain values, lists and tensors."""
+    """The state that a `GroupSampler` saves: plain values, lists and tensors."""
 
     cache: dict[str, torch.Tensor | list[object]] | None
     batches: int
@@ -71,7 +71,7 @@ class SamplerState(TypedDict):
 
 @dataclass
 class GroupCounts:
-    """Groups of one step so far, by their raw rewards: all equal and above zero, all equal and not, or mixed."""
+    """Counts of a step's groups by their raw rewards: all equal and positive, all equal and not positive, or mixed."""
 
     all_right: int = 0
     all_wrong: int = 0
@@ -79,18 +79,18 @@ class GroupCounts:
 
 
 class GroupSampler:
-    """Collects rollouts until a step has enough groups of prompts to train on.
+    """Collects rollouts until a step has enough prompt groups to train on.
 
-    Off, it takes whatever one batch brings. On, it keeps the groups whose raw rewards differ, asks for further batches
-    while they are too few (`full` is false), and gives exactly `num_groups` of them. A group is never broken up.
+    If disabled, it passes each batch on unchanged. If enabled, it keeps the groups whose raw rewards differ, needs
+    further batches while `full` is false, and returns exactly `num_groups` groups. A group is never split.
 
     Args:
-        num_groups: prompts of a training step.
+        num_groups: prompts per training step.
         enabled: whether groups with equal rewards are dropped.
-        max_gen_batches: batches that a step may generate.
+        max_gen_batches: the largest number of batches that a step may generate.
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
-        voters: bool [B], the rows of a batch whose rewards count in whether a group's differ; by default all do.
-        group_size: samples of a group, by which groups of a checkpoint are told from those of another run; None: any.
+        voters: returns bool [B], the rows whose rewards decide whether a group is mixed; by default all rows.
+        group_size: samples per group, which groups loaded from a checkpoint must match; None: any.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GroupSampler:
 
     @classmethod
     def from_config(cls, loop: LoopConfig) -> Self:
-        """Make one from section `grpo` or `ppo`."""
+        """Make a sampler from the section `grpo` or `ppo`."""
         return cls(
             num_groups=loop.num_prompts_per_step,
             enabled=loop.use_dynamic_sampling,
@@ -131,21 +131,21 @@ class GroupSampler:
 
     @property
     def full(self) -> bool:
-        """Whether a step can be taken."""
+        """Whether there are enough groups for a step."""
         return self.cached_groups >= self.num_groups if self.enabled else self._cache is not None
 
     @property
     def cached_groups(self) -> int:
-        """Count the groups that wait to be taken."""
+        """The number of groups collected so far."""
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
     def add(self, rollouts: Rollouts, weight_version: int = 0) -> None:
-        """Take in one batch of rollouts with `group_id`, `total_reward` and, when shaped, `unshaped_total_reward`.
+        """Add one batch of rollouts with `group_id`, `total_reward` and, if shaped, `unshaped_total_reward`.
 
-        Rows get `weight_version` int64 [B], the version of the policy that sampled them, unless they have it.
+        Set `weight_version` int64 [B], the version of the policy that sampled each row, unless it is set.
 
-        Raise ValueError for a reward that is not finite, and DynamicSamplingExhausted when this was the last batch
-        allowed and the step is still short of groups.
+        Raise ValueError for a reward that is not finite, and DynamicSamplingExhausted if this was the last allowed
+        batch and groups are still missing.
         """
         rewards = raw_rewards(rollouts)
         _check_finite(rewards)
@@ -153,7 +153,7 @@ class GroupSampler:
         rollouts["group_id"] = groups = group_numbers(rollouts)
         if (
             self.enabled and self.keep_surplus and not self._checked
-        ):  # a checkpoint will hold them: say so in the first step
+        ):  # a checkpoint will hold them: report problems in the first step
             check_state(dict(rollouts.data), "rollouts")
             self._checked = True
         if "weight_version" not in rollouts:
@@ -183,18 +183,18 @@ class GroupSampler:
             self._cache = rollouts
             return
         parts = [self._cache, rollouts]
-        if any("mask_sample" in part for part in parts):  # an environment may speak of it in some rounds only
+        if any("mask_sample" in part for part in parts):  # an environment may return it in some rounds only
             for part in parts:
                 if "mask_sample" not in part:
                     part["mask_sample"] = torch.zeros(part.size, dtype=torch.bool)
         self._cache = Rollouts.from_batches(parts)
 
     def take(self, weight_version: int | None = None) -> Rollouts:
-        """Return the rollouts to train on, `group_id` numbered from 0; `metrics` then describes how they were found.
+        """Return the rollouts to train on, `group_id` numbered from 0, and set `metrics` to statistics of their
+        collection.
 
-        `weight_version` is the policy's current one: rows that an older one sampled count as `stale_samples`.
-        Raise RuntimeError unless `full`.
-        """
+        `weight_version` is the policy's current version: rows of older versions are reported as `stale_samples`.
+        Raise RuntimeError unless `full`."""
         if not self.full:
             raise RuntimeError(
                 f"only {self.cached_groups} of {self.num_groups} groups are there: add rollouts until full"
@@ -244,7 +244,7 @@ class GroupSampler:
         )
 
     def state_dict(self) -> SamplerState:
-        """Return all that the next call depends on: plain values, lists and tensors."""
+        """Return everything that the next call depends on: plain values, lists and tensors."""
         return {
             "cache": None if self._cache is None else dict(self._cache.data),
             "batches": self._batches,
@@ -254,12 +254,12 @@ class GroupSampler:
         }
 
     def takes(self, cache: Mapping[str, torch.Tensor]) -> bool:
-        """Whether kept groups of a checkpoint are groups of this sampler: it keeps some, and of the same size."""
+        """Return whether groups of a checkpoint fit: this sampler keeps surplus groups, and the sizes are equal."""
         sizes = torch.bincount(cache["group_id"]).unique().tolist()
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Continue from `state_dict`."""
+        """Restore the state of `state_dict`."""
         self._cache = None if state["cache"] is None else Rollouts(state["cache"])
         self._batches = state["batches"]
         self._counts = GroupCounts(**state["counts"])

@@ -1,7 +1,7 @@
-"""Hooks: what follows each step of the loop (logs, validation, checkpoints, the live line, the decision to stop).
+"""Hooks that follow each step of the loop: logs, validation, checkpoints, the live line, the decision to stop.
 
-A hook is called with the `StepResult` of the step that has ended. `TrainingRun.after_step` lists them in their order, and
-`TrainingRun.before_training` those that look at a run before its first step.
+A hook is called with the `StepResult` of the finished step. `TrainingRun.after_step` lists the hooks in call order;
+`TrainingRun.before_training` lists those called before the first step.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ OUT_OF_TIME = "checkpoint_must_save_by"
 
 @dataclass
 class StepResult:
-    """What a finished step gives to the hooks, and what earlier hooks add for later ones.
+    """The results of a finished step, and what earlier hooks add for later hooks.
 
     Attributes:
         state: the counters of the run; `state.step` is this step.
         metrics: logged under `train/`; empty before the first step.
         table: columns of train_data_step<N>.jsonl.
         histograms: name -> values, logged as `train/<name>/histogram`.
-        generated_tokens: tokens of all responses of the step, those filtered out included.
-        rollout_tokens: the same with the prompts and what environments said.
-        rollout_names: names of the metrics that rollouts and environments gave; validation has these too.
-        interrupted: Ctrl-C or a signal asked the run to end.
+        generated_tokens: tokens of all responses of the step, including those filtered out.
+        rollout_tokens: `generated_tokens` plus the tokens of prompts and environments.
+        rollout_names: names of the metrics from rollouts and environments; a validation has them, too.
+        interrupted: Ctrl-C or a signal requested the end of the run.
         timed_out: the run must save and end (`checkpointing.checkpoint_must_save_by`).
         reached_target: the validation reached `stop_at_validation_threshold`.
-        validation: of this step, if there was one.
-        checkpoint: the folder that was written after this step, if one was.
+        validation: the validation of this step, if there was one.
+        checkpoint: the checkpoint folder written after this step, if there was one.
         performance: rates.
     """
 
@@ -76,7 +76,7 @@ Hook = Callable[[StepResult], None]
 
 @dataclass
 class Ending:
-    """Decides whether the run ends: Ctrl-C or a signal, the time limit, a validation that is good enough."""
+    """Decides whether the run ends: Ctrl-C or a signal, the time limit, or a validation that reached its target."""
 
     stop: GracefulStop
     timeout: TimeoutChecker
@@ -94,7 +94,7 @@ class Ending:
         result.reached_target = reached_target(validation.metrics if validation else None, self.loop)
         if result.interrupted:
             state.stop(self.stop.reason)
-        elif result.timed_out and not state.finished:  # else it has ended by itself
+        elif result.timed_out and not state.finished:  # otherwise it ended regularly
             state.stop(OUT_OF_TIME)
         elif result.reached_target:
             state.stop(f"{self.loop.stop_at_validation_metric} reached {self.loop.stop_at_validation_threshold}")
@@ -102,7 +102,7 @@ class Ending:
 
 @dataclass
 class Validation:
-    """Validates when the configuration says so."""
+    """Runs a validation if the configuration schedules one."""
 
     validator: Validator
     collector: RolloutCollector
@@ -117,7 +117,7 @@ class Validation:
             result.validation = self.run(result.state)
 
     def run(self, state: TrainState) -> ValidationResult:
-        """Validate the present weights."""
+        """Validate the current weights."""
         with self.timer("validation"):
             self.collector.settle()
             self.collector.refit.sync_weights(timer=self.timer)
@@ -129,12 +129,12 @@ class Validation:
 
 @dataclass
 class StepLog:
-    """Writes the numbers of steps and validations to the loggers, and keeps them for Python.
+    """Writes the metrics of steps and validations to the loggers, and keeps them for Python.
 
     Attributes:
-        history: one dictionary a step of this process: `step`, its metrics, `seconds` and rates.
-        validations: one dictionary a validation of this process: `step` and its metrics.
-        model_performance: gives rates that the policy counts itself.
+        history: one dictionary per step of this process: `step`, its metrics, `seconds` and rates.
+        validations: one dictionary per validation of this process: `step` and its metrics.
+        model_performance: returns rates that the policy measures.
     """
 
     logger: Logger
@@ -161,7 +161,7 @@ class StepLog:
         self.logger.log_metrics(result.validation.timings, result.step, prefix="timing/validation")
 
     def times(self, result: StepResult) -> None:
-        """Log seconds by stage, rates and memory: what differs between two runs that do the same."""
+        """Log seconds by stage, rates and memory, which differ even between two identical runs."""
         timing = self.timer.step_timing_metrics()
         result.performance = performance_metrics(
             timing,
@@ -180,7 +180,7 @@ class StepLog:
 
 @dataclass
 class Terminal:
-    """Shows the run in the terminal: the live line, validations, and what is serious."""
+    """Shows the run in the terminal: the live line, validations, and serious alerts."""
 
     progress: Progress
     alerts: Alerts
@@ -218,7 +218,7 @@ def _interval(metrics: Metrics) -> str:
 
 
 def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]:
-    """Return the rows of the table at the end of a run."""
+    """Return the rows of the summary table at the end of a run."""
     state, history, validations = run.state, run.history, run.validations
     steps = state.step - first_step
     table: dict[str, str] = {

@@ -1,7 +1,7 @@
 """The training loop: GRPO, DAPO, ProRLv2, distillation, supervised fine-tuning and PPO on one page.
 
-Everything that a configuration can switch on or off is a part of the run, never another loop: `algorithms/build.py` says what
-the parts are and puts them together. GRPO is the loop whose critic does nothing and whose epochs are one.
+Everything that a configuration switches on or off is a part of the run; the loop stays the same. `algorithms/build.py`
+describes and combines the parts. GRPO is this loop with a critic that does nothing and a single epoch.
 """
 
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def train_loop(run: "TrainingRun") -> None:
-    """Take a batch of rollouts from version `state.step` of the policy in each turn, and train on it: the next version."""
+    """In each turn, collect rollouts from version `state.step` of the policy, and train the next version on them."""
     config, loop, state, refit = run.config, run.config.loop, run.state, run.collector.refit
     needs = LogprobNeeds.of(config.loss_fn, loop)
     start = StepResult(state)
     for hook in run.before_training:
         hook(start)
-    with run.collector:  # what was begun for later steps ends with the loop
+    with run.collector:  # ends the work for later steps
         while not state.finished:
             with run.timer.step(state.step + 1) as timer:
                 collected = run.collector.collect(timer)

@@ -1,4 +1,4 @@
-"""The parts of a run, each made from its section of the configuration. `build_run` (`algorithms/build.py`) puts them together."""
+"""The parts of a run, each made from its section of the configuration. `algorithms/build.py` combines them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
 @dataclass
 class RunData:
-    """Data sets, several of them by task name, and environments."""
+    """Data sets (a mapping by task name if there are several) and environments."""
 
     train: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset]
     validation: AllTaskProcessedDataset | None
@@ -70,7 +70,7 @@ class RunData:
 
 
 def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
-    """Return the tokenizer of the section `policy.tokenizer`; tiny-random has its own, of characters."""
+    """Return the tokenizer of the section `policy.tokenizer`; for tiny-random, a tokenizer of characters."""
     if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = choose_template(
@@ -93,8 +93,8 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
 def make_dataloader(
     data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
-    """Return the training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each.
-    Messages name `section`, that of the training loop."""
+    """Return the training loader, which yields `num_prompts` prompts at a time; for a dictionary of data sets, one
+    loader per set. Error messages name `section`, the section of the training loop."""
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         if 0 < len(rows) < batch_size:
@@ -129,16 +129,16 @@ def set_seed(seed: int) -> None:
 
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
-    """Count the steps of the whole run, as far as they are known before it: max_num_steps, or the batches of max_num_epochs if these
-    are fewer. Dynamic sampling may need several batches a step. Several loaders never end."""
+    """Return the number of steps of the whole run as known in advance: max_num_steps, or the batches of max_num_epochs
+    if these are fewer. Dynamic sampling may need several batches per step. Multiple loaders never end."""
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))
 
 
 def make_cluster(config: TrainMasterConfig) -> Cluster:
-    """Return one device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
-    processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
+    """Return one device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of
+    `cluster.executor` processes and ray. Raise ValueError if `cluster.device` requests a GPU that cannot be used."""
     say_fold(config, forecast_summary(config))
     use_threads(config.cluster)
     use_gpus = check_device(config.cluster.device) == "cuda"
@@ -156,7 +156,7 @@ def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
 def make_generation(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
 ) -> GenerationInterface:
-    """Return engines on the policy's weights, in separate workers, or vLLM; `NoEngine` where nothing is generated."""
+    """Return engines that share the policy's weights, separate engines, or vLLM; `NoEngine` if nothing is generated."""
     if config.algorithm == "sft":
         return NoEngine()
     if config.policy.generation.runs_vllm:
@@ -174,9 +174,8 @@ def make_policy(
     steps: int,
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:
-    """Return the policy with the weights and optimizer of the checkpoint, or those of policy.model_name, for a run of `steps` steps.
-
-    The reference model is built only when the KL weight is not 0.
+    """Return the policy with the checkpoint's weights and optimizer, or with the weights of policy.model_name, for a
+    run of `steps` steps. The reference model is built only if the KL weight is not 0.
     """
     runs_vllm = config.policy.generation.runs_vllm
     if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
@@ -207,7 +206,7 @@ def make_policy(
 
 
 def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType) -> Teachers | NoTeacher:
-    """Return what lets the teachers score a batch. Raise ValueError for a teacher with another vocabulary than the policy's."""
+    """Return the teachers that score a batch. Raise ValueError if a teacher's vocabulary differs from the policy's."""
     if not config.teachers:
         return NoTeacher()
     for key, name in config.teachers.items():
@@ -221,8 +220,8 @@ def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer:
 def make_critic(
     config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int
 ) -> Critic | NoCritic:
-    """Return PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those
-    of value.model_name; `NoCritic` for GRPO and for an estimator that needs no values."""
+    """Return PPO's critic with the weights and optimizer of the checkpoint, or with the weights of value.model_name or
+    ppo.warm_start_value_checkpoint; `NoCritic` for GRPO and for an estimator that needs no values."""
     if not config.has_critic:
         return NoCritic()
     loop = config.ppo
@@ -239,7 +238,7 @@ def make_critic(
 
 
 def warm_start_weights(checkpoint: str) -> Path:
-    """Return the folder of the critic's weights in a checkpoint step_N. Raise ValueError if there are none."""
+    """Return the folder of the critic's weights in a checkpoint step_N. Raise ValueError if it does not exist."""
     weights = Path(checkpoint).expanduser() / "value" / "weights"
     if not weights.is_dir():
         raise ValueError(
@@ -250,8 +249,8 @@ def warm_start_weights(checkpoint: str) -> Path:
 
 
 def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
-    """Return the logger of a folder below logger.log_dir: exp_NNN of this very run, cut back to the checkpoint's step, or the next
-    new one. The folder is locked until the logger's `finish`."""
+    """Return the logger of a folder below logger.log_dir: the resumed run's exp_NNN, truncated to the checkpoint's
+    step, or the next unused one. The folder is locked until the logger's `finish`."""
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
     logger = None
@@ -284,7 +283,7 @@ def make_collector(
     environments: Environments,
     state: TrainState,
 ) -> RolloutCollector:
-    """Return what makes rollouts: in their step, or while earlier steps train (`async_grpo` or `async_ppo`)."""
+    """Return the collector of rollouts: in their step, or while earlier steps train (`async_grpo` or `async_ppo`)."""
     loop, settings = config.loop, config.loop.beside_training
     penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
     parts = {
@@ -324,7 +323,7 @@ def make_validation(
     logger: Logger,
     timer: Timer,
 ) -> Validation | None:
-    """Return what validates, or None without validation data."""
+    """Return the validation on prompts, or None without validation data."""
     loader = make_val_dataloader(data.validation, config.loop)
     if loader is None:
         return None
@@ -344,7 +343,7 @@ def make_answer_validation(
     collector: RolloutCollector,
     timer: Timer,
 ) -> Validation | None:
-    """Return what measures the loss on answers that are not trained, or None without validation data."""
+    """Return the validation by the loss on held-out answers, or None without validation data."""
     loader = make_val_dataloader(data.validation, config.sft)
     if loader is None:
         return None
@@ -356,14 +355,14 @@ def make_answer_validation(
 
 
 def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
-    """Return what logs steps. Trainers generate, too, unless engines have processes of their own."""
+    """Return the log of steps. Trainers also generate, unless engines have separate processes."""
     trainers, engines = trainers_of(config), engines_of(config)
     devices = Devices(trainers + engines, trainers, engines or trainers)
     return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)
 
 
 def make_report(config: TrainMasterConfig, logger: Logger, tokenizer: TokenizerType) -> ReportWriter | None:
-    """Return what writes report.html, or None with `logger.report: false`."""
+    """Return the writer of report.html, or None with `logger.report: false`."""
     if not config.logger.report:
         return None
     return ReportWriter(
@@ -381,5 +380,5 @@ def close_environments(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """End the environments' processes. One that does not answer is waited for, unless the user has ended the run."""
+    """End the environments' processes. Wait for those that do not answer, unless the user has ended the run."""
     environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)

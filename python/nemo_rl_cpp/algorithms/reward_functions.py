@@ -1,4 +1,5 @@
-"""Rewards changed before training: linear rescaling, DAPO's overlong penalty, ProRLv2's stop-properly penalty, and `grpo.length_penalty`."""
+"""Changes of rewards: linear scaling, DAPO's overlong penalty, ProRLv2's stop-properly penalty,
+`grpo.length_penalty`."""
 
 import statistics
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -27,11 +28,11 @@ Lengths = dict[str, list[int]]
 
 
 def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
-    """Shape `total_reward` of the batch in place and return it; the raw one stays as `unshaped_total_reward`.
+    """Shape `total_reward` of the batch in place and return the batch; keep the raw reward as `unshaped_total_reward`.
 
-    Stop-properly: reward * coef where `truncated` is set. Overlong (DAPO, arXiv:2503.14476), with L the length of the
+    Stop-properly: reward * coef if `truncated` is set. Overlong (DAPO, arXiv:2503.14476), with L the length of the
     first assistant message (or `response_token_lengths`): reward + min(-(L - (max - buffer)) / buffer * penalty, 0).
-    The penalty keeps growing beyond max_response_length. The rules of the configuration check the numbers.
+    The penalty continues to grow beyond max_response_length. The configuration's rules validate the numbers.
     """
     cfg = as_model(cfg, RewardShapingConfig)
     if not cfg.enabled:
@@ -48,7 +49,7 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
 
 
 def shaping_warning(cfg: RewardShapingConfig) -> str | None:
-    """Return a warning when stop-properly leaves overlong keys without effect."""
+    """Return a warning if stop-properly makes overlong keys ineffective."""
     cfg = as_model(cfg, RewardShapingConfig)
     ignored = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is not None]
     if not cfg.enabled or cfg.compose or cfg.stop_properly_penalty_coef is None or not ignored:
@@ -68,16 +69,16 @@ def _overlong(batch: MutableMapping[str, Tensor], cfg: RewardShapingConfig) -> N
 
 
 def _response_lengths(batch: MutableMapping[str, Tensor]) -> Tensor | list[int]:
-    """Count the tokens of each sample's first assistant message."""
+    """Return the number of tokens of each sample's first assistant message."""
     if "response_token_lengths" in batch:
         return batch["response_token_lengths"]
     return [next(len(m["token_ids"]) for m in log if m["role"] == "assistant") for log in batch["message_log"]]
 
 
 def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfig) -> BatchT:
-    """Rescale `total_reward` and every `reward/<name>` of the batch in place and return it.
+    """Rescale `total_reward` and every `reward/<name>` of the batch in place and return the batch.
 
-    r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Prints how many
+    r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Print how many
     rewards were clamped. Equal source bounds give infinite or NaN rewards, as in NeMo RL; the configuration loader
     rejects them.
     """
@@ -104,9 +105,9 @@ def apply_length_penalty(
 ) -> dict[str, float]:
     """Change `total_reward` [B] of the rollouts by length, group by group (`group_id`), and return the metrics.
 
-    A group whose rewards are not all 0 or 1, or come in parts (`reward/<name>`), stays unchanged. A reward is never
-    taken below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before), `reward_delta_mean`,
-    `wiped_correct_frac` (right ones that end at 0), `adjusted_frac` and `skipped_non_binary_frac`.
+    A group stays unchanged if its rewards are not all 0 or 1, or have components (`reward/<name>`). A reward never
+    falls below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before), `reward_delta_mean`,
+    `wiped_correct_frac` (right responses reduced to 0), `adjusted_frac` and `skipped_non_binary_frac`.
     """
     before = rollouts["total_reward"].double().tolist()
     after, skipped = list(before), 0
@@ -145,10 +146,10 @@ def penalized(
     rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
     bands: Mapping[str, ProfileBandChannel] | None = None,
 ) -> list[float]:  # fmt: skip
-    """Return the rewards [G] of one group, each 0 or 1, after bonuses, penalties and bands; `lengths` by channel, [G] each.
+    """Return the rewards [G] of one group, each 0 or 1, after bonuses, penalties and bands; `lengths` holds [G] per
+    channel.
 
-    reward = max(0, reward + additions) x factor of each band, where only rewards above 0 are changed.
-    """
+    reward = max(0, reward + additions) x factor of each band; only rewards above 0 are changed."""
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
@@ -162,7 +163,7 @@ def penalized(
 
 
 def band_factor(length: float, band: ProfileBandChannel) -> float:
-    """Return 1 up to `a`, f from `b`, and a line between."""
+    """Return 1 up to `a`, f from `b` on, and a linear interpolation between."""
     if length <= band.a:
         return 1.0
     if length >= band.b:
@@ -182,7 +183,7 @@ def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: Tokenizer
 
 
 def reasoning_and_answer(text: str) -> tuple[str, str]:
-    """Split a text at `</think>`. After an open `<think>` all is reasoning; a text without either is all answer."""
+    """Split a text at `</think>`. Text after an unclosed `<think>` is reasoning; text without either tag is answer."""
     before, end, after = text.partition("</think>")
     if end:
         return before.removeprefix("<think>"), after
@@ -192,7 +193,7 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
 def _additions(
     right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
 ) -> list[float]:
-    """Return what length adds to each reward [G]; nothing if fewer than two are right."""
+    """Return what length adds to each reward [G]; zeros if fewer than two responses are right."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions
@@ -214,7 +215,7 @@ def _additions(
 
 
 def _centred_weights(lengths: list[int]) -> list[float]:
-    """Return 1 for the shortest to 0 for the longest, less the mean; all 0 if lengths are equal."""
+    """Return 1 for the shortest to 0 for the longest, minus the mean; all 0 if lengths are equal."""
     low, high = min(lengths), max(lengths)
     if low == high:
         return [0.0] * len(lengths)

@@ -1,4 +1,4 @@
-"""Stages of a training step: shaped rewards, samples masked by their log-probabilities' error, the critic, epochs of training, what is reported."""
+"""Stages of a training step: reward shaping, masking by log-probability error, critic, training epochs, metrics."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:
 
 
 class NothingToTrainOnError(RuntimeError):
-    """A batch without a single token to train on."""
+    """Raised for a batch without any token to train on."""
 
 
 def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> None:
-    """Raise NothingToTrainOnError if every token is masked: an optimizer step would only shrink the weights."""
+    """Raise NothingToTrainOnError if every token is masked: an optimizer step would only decay the weights."""
     if bool(batch.is_valid.any()):
         return
     cut = int(samples.truncated.sum())
@@ -45,7 +45,7 @@ def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> 
 
 
 def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[str, float]:
-    """Drop sequences by `seq_logprob_error_threshold`, if the batch was scored before training."""
+    """Mask sequences by `seq_logprob_error_threshold`, if the batch was scored before training."""
     if "prev_logprobs" not in batch:
         return {}
     metrics = compute_and_apply_seq_logprob_error_masking(batch, batch.rewards, threshold)
@@ -53,10 +53,10 @@ def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[st
 
 
 def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-    """Train the critic and the policy on the batch, in turns, each for its epochs. Return the metrics, as means over epochs.
+    """Train the critic and the policy on the batch, alternating, each for its epochs. Return the metrics, averaged over
+    epochs.
 
-    The first pass of the policy leaves the old policy's log-probabilities in the batch for those that follow.
-    """
+    The policy's first pass stores the old policy's log-probabilities in the batch for the passes that follow."""
     loop, of_critic, of_policy = run.config.loop, [], []
     for epoch in range(max(loop.policy_epochs, loop.critic_epochs)):
         if epoch < loop.critic_epochs:
@@ -81,13 +81,13 @@ def step_result(
     of_advantages: step_metrics.Metrics,
     leave_one_out: bool,
 ) -> StepResult:
-    """Return everything that is logged of a step but its times."""
+    """Return everything that is logged for a step except its times."""
     samples, rollout_metrics = collected.samples, collected.rollout_metrics
     rewards, groups = batch.rewards, batch.group_id[:, None]
     baseline, _ = calculate_baseline_and_std_per_prompt(
         groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=leave_one_out
     )
-    stale = {"stale_samples": metrics["stale_samples"]}  # by the weights that train, not those that have generated
+    stale = {"stale_samples": metrics["stale_samples"]}  # under the weights that train, not those that generated
     logged = metrics | rollout_metrics | step_metrics.batch_metrics(samples, batch)
     logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale | of_advantages
     names = [name for name in ("advantages", "values", "returns") if name in batch]
@@ -106,12 +106,12 @@ def step_result(
 def compute_and_apply_seq_logprob_error_masking(
     train_data: MutableMapping[str, Tensor], rewards: Tensor, seq_logprob_error_threshold: float | None
 ) -> dict[str, float]:
-    """Return metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each sequence;
-    with a threshold, sample_mask becomes 0 (in place) where e_b exceeds it.
+    """Return metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each
+    sequence; with a threshold, set sample_mask to 0 (in place) if e_b exceeds it.
 
-    Returns max_, mean_ and min_seq_mult_prob_error over valid sequences, those with a trained token (0 if none), the same
-    with `_after_mask` over those still valid, num_masked_seqs, and masked_correct_pct: the share of the masked ones with
-    reward 1.
+    Return max_, mean_ and min_seq_mult_prob_error over valid sequences, which have a trained token (0 if none); the
+    same with `_after_mask` over those that remain valid; num_masked_seqs; and masked_correct_pct, the share of masked
+    sequences with reward 1.
     """
     sample_mask: Tensor = train_data["sample_mask"]
     token_mask = train_data["token_mask"][:, 1:]
@@ -152,18 +152,18 @@ class Critic:
 
     @property
     def models(self) -> dict[str, ValueInterface]:
-        """What a checkpoint saves, by the name of its folder."""
+        """The models to save, keyed by the name of their checkpoint folder."""
         return {"value": self.model}
 
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
-        """Add `values` to the batch: of the state before each token."""
+        """Add `values` to the batch: the value of the state before each token."""
         with timer("value_inference"):
             self.model.prepare_for_inference()
             batch.values = self.model.get_values(batch, timer=timer)["values"]
             self.model.finish_inference()
 
     def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-        """Train one pass over the batch, towards its `returns`, and return the metrics `critic/*`."""
+        """Train one pass over the batch towards its `returns`, and return the metrics `critic/*`."""
         with timer("value_training"):
             self.model.prepare_for_training()
             result = self.model.train(batch, self.loss_fn, timer=timer)
@@ -172,7 +172,7 @@ class Critic:
 
 
 class NoCritic:
-    """GRPO, and PPO on raw rewards: nothing is valued and nothing trained."""
+    """Stands in for the critic in GRPO, and in PPO on raw rewards: does nothing."""
 
     models: dict[str, ValueInterface] = {}
 
@@ -184,8 +184,8 @@ class NoCritic:
 
 
 def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
-    """Return the metrics of one `Value.train` call under `critic/`, and the explained variance of the returns R by the values V,
-    both of the training forward:
+    """Return the metrics of one `Value.train` call under `critic/`, and the explained variance of the returns R by the
+    values V, both computed in the training forward pass:
 
         critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)
 

@@ -1,4 +1,4 @@
-"""The numbers of a training step, under NeMo RL's names."""
+"""The metrics of a training step, with NeMo RL's names."""
 
 import math
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ _MEANS = {
 def aggregate_microbatch_metrics(
     all_mb_metrics: Mapping[str, list[float]], num_global_batches: int = 1
 ) -> dict[str, float]:
-    """Return one value a metric from its values over micro-batches (see `collect_metrics`).
+    """Return one value per metric from its values over micro-batches (see `collect_metrics`).
 
-    Losses and shares are normalised by global counts, so they add up. Minima and maxima ignore infinities (-1.0 when
-    nothing is left, as in NeMo RL); `lr`, `wd` and counts of the global batch are averaged over global batches. Micro-batches without a valid
-    sample (`num_valid_samples` 0) do not count.
+    Losses and shares are normalised by global counts, so they are summed. Minima and maxima ignore infinities (-1.0
+    when none is left, as in NeMo RL); `lr`, `wd` and counts of the global batch are averaged over global batches.
+    Micro-batches without a valid sample (`num_valid_samples` 0) are ignored.
 
-    `token_mult_prob_error` is divided once, where the policy also gives its numerators (`token_mult_prob_error_sum`): it is
-    then exactly 1.0 where the trainer and the generator agree in every token. The mean is taken over global batches.
+    `token_mult_prob_error` is divided once if the policy also returns its numerators (`token_mult_prob_error_sum`): it
+    is then exactly 1.0 if trainer and generator agree in every token. The mean is taken over global batches.
     """
     valid = all_mb_metrics.get("num_valid_samples")
     result = {}
@@ -49,7 +49,7 @@ def aggregate_microbatch_metrics(
         elif name == "token_mult_prob_error":
             result[name] = math.fsum(kept)
         elif name != "token_mult_prob_error_sum":
-            result[name] = float(f"{math.fsum(kept):.13g}")  # shares that make up 1 add up to 1, their rounding aside
+            result[name] = float(f"{math.fsum(kept):.13g}")  # shares of a whole add up to 1, up to rounding
     sums, tokens = all_mb_metrics.get("token_mult_prob_error_sum"), all_mb_metrics.get("global_valid_toks")
     if sums and tokens and len(sums) == len(tokens):
         result["token_mult_prob_error"] = _mean_of_tokens(sums, tokens) / num_global_batches
@@ -57,8 +57,8 @@ def aggregate_microbatch_metrics(
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """Add up the means of global batches. `sums` and `tokens` have entries that belong together: a sum over tokens, and how
-    many tokens its global batch has. Global batches of equally many tokens are divided together."""
+    """Return the sum of the global batches' means. `sums` has a sum over tokens per global batch, `tokens` the number
+    of these tokens. Global batches with equal numbers of tokens are divided together."""
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
         total.setdefault(count, []).append(value)
@@ -66,11 +66,11 @@ def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
 
 
 def training_metrics(result: TrainingResult) -> dict[str, float]:
-    """Return the metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in NeMo RL.
+    """Return the metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in
+    NeMo RL.
 
-    `max_logprob_gap` and `logprob_mismatched_tokens` say how far generation's log-probabilities were from those of the
-    first training forward: both 0 as long as the two are exactly the same computation on the same weights.
-    """
+    `max_logprob_gap` and `logprob_mismatched_tokens` compare generation's log-probabilities with those of the first
+    training forward pass: both are 0 if the two are exactly the same computation on the same weights."""
     metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
     metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"], len(result["loss"]))
     exactness = result.get("exactness")
@@ -81,9 +81,9 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
 
 
 def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
-    """Join the metrics of several passes over one batch, of each model: means, lowest of `_min`, highest of `_max`. If a model makes
-    more than one pass, add those of each model's last one under `last_epoch/`. A metric that only some passes have is
-    taken from these."""
+    """Merge the metrics of several passes over one batch, per model: means, minimum for `_min`, maximum for `_max`. If
+    a model makes several passes, add each model's last pass under `last_epoch/`. A metric that only some passes have is
+    computed from those passes."""
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:
         result |= _means(epochs)
@@ -137,7 +137,7 @@ def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
 
 
 def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object]]:
-    """Return the columns of train_data_step<N>.jsonl: one entry a sample."""
+    """Return the columns of train_data_step<N>.jsonl, one entry per sample."""
     lengths = batch.input_lengths.tolist()
     table: dict[str, list[object]] = {
         "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples.message_log],
@@ -161,7 +161,7 @@ def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object
 
 
 def truths(samples: Rollouts) -> dict[str, list[object]]:
-    """Return the column `ground_truth` of a rollout file: the right answers, if any prompt has one."""
+    """Return the column `ground_truth` of a rollout file, if any prompt has a ground truth."""
     found = [(info or {}).get("ground_truth") for info in samples.get("extra_env_info") or ()]
     shown = [truth if truth is None or isinstance(truth, (str, int, float)) else str(truth) for truth in found]
     return {"ground_truth": shown} if any(truth is not None for truth in shown) else {}

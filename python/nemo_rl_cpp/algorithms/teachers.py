@@ -1,4 +1,4 @@
-"""Teachers: frozen models that score the tokens which the policy has sampled."""
+"""Teachers: frozen models that score the tokens sampled by the policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 
 def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
-    """Raise ValueError if the teacher's tokenizer has other tokens than the policy's, whose ids it is asked about."""
+    """Raise ValueError if the teacher's vocabulary differs from the policy's, whose token ids the teacher scores."""
     if teacher == TINY_RANDOM:  # it has no tokenizer of its own
         return
     if Tokenizer.from_pretrained(teacher, section=key).get_vocab() != tokenizer.get_vocab():
@@ -32,19 +32,20 @@ class NoTeacher:
 
 
 class Teachers:
-    """Lets the teacher of each sample's task score the sample.
+    """Scores each sample with the teacher of its task.
 
     Args:
-        policy: holds the teachers beside its own weights, by their model names.
+        policy: holds the teachers alongside its own weights, by their model names.
         models: the model name of each teacher.
-        default: which of `models` teaches a task without a teacher of its name; None: such a task is an error.
+        default: the key in `models` for tasks without a teacher of their name; None: such a task is an error.
     """
 
     def __init__(self, policy: PolicyInterface, models: Mapping[str, str], default: str | None) -> None:
         self.policy, self.models, self.default = policy, models, default
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
-        """Add `teacher_logprobs` [T] to the batch: 0 where nothing is trained. Raise ValueError for a task without a teacher."""
+        """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens. Raise ValueError for a task without
+        teacher."""
         chosen = [self._model_of(task) for task in samples.get("task_name") or [None] * batch.size]
         scored = torch.zeros(batch.num_tokens)
         for model in sorted(set(chosen)):

@@ -1,4 +1,4 @@
-"""What a training loop must remember to continue exactly where it was."""
+"""The state that a training loop needs to resume exactly where it stopped."""
 
 from dataclasses import dataclass, field, fields
 from typing import Self
@@ -8,11 +8,11 @@ from nemo_rl_cpp.config.access import as_number
 
 @dataclass
 class TrainState:
-    """Counters of a run. Saved as `training_info.json` of every checkpoint, with NeMo RL's field names.
+    """Counters of a run, saved as `training_info.json` of every checkpoint, with NeMo RL's field names.
 
-    Steps are counted from 0 here and logged from 1: `total_steps` optimizer-loop steps are done, step `total_steps + 1`
-    is next. `draw_counter` counts every prompt drawn over the whole run (dynamic sampling draws more than it trains on);
-    it keys the random numbers of generation, so a prompt that comes twice gets fresh samples.
+    Steps are counted from 0 in this class and logged from 1: `total_steps` steps are done, step `total_steps + 1` is
+    next. `draw_counter` counts every prompt drawn over the whole run (dynamic sampling draws more than it trains on);
+    it keys the random numbers of generation, so a prompt that is drawn twice gets different samples.
     """
 
     consumed_samples: int = 0
@@ -37,7 +37,7 @@ class TrainState:
 
     @property
     def finished(self) -> bool:
-        """Whether the loop should end; `stop_reason` says why."""
+        """Whether the loop should end; `stop_reason` holds the reason."""
         if self.stop_reason is None:
             if self.max_num_steps is not None and self.total_steps >= self.max_num_steps:
                 self.stop_reason = "max_num_steps"
@@ -46,14 +46,14 @@ class TrainState:
         return self.stop_reason is not None
 
     def advance(self, num_prompts: int = 0, num_valid_tokens: int = 0) -> None:
-        """Count a finished step, which used `num_prompts` prompts and trained on `num_valid_tokens` tokens."""
+        """Count a finished step that used `num_prompts` prompts and trained on `num_valid_tokens` tokens."""
         self.total_steps += 1
         self.current_step += 1
         self.consumed_samples += num_prompts
         self.total_valid_tokens += int(num_valid_tokens)
 
     def next_epoch(self) -> None:
-        """Count an epoch: the data loader begins again."""
+        """Count an epoch: the data loader starts over."""
         self.current_epoch += 1
         self.current_step = 0
 
@@ -64,11 +64,11 @@ class TrainState:
         return first
 
     def stop(self, reason: str) -> None:
-        """End the run at the next step boundary; the first reason stays."""
+        """End the run at the next step boundary. If called again, the first reason is kept."""
         self.stop_reason = self.stop_reason or reason
 
     def note_metric(self, value: float, higher_is_better: bool = True) -> bool:
-        """Remember the best value of the checkpoint metric. Return True when `value` is a new best; NaN never is."""
+        """Record the best value of the checkpoint metric. Return whether `value` is a new best; NaN never is."""
         if value != value:
             return False
         best = self.best_metric
@@ -78,8 +78,8 @@ class TrainState:
         return False
 
     def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, object]:
-        """Return the content of training_info.json, with `metric` under its full name. It has no `val_reward` before the first
-        validation."""
+        """Return the content of training_info.json, with `metric` under its full name; without `val_reward` before the
+        first validation."""
         info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
         if info["val_reward"] is None:
             del info["val_reward"]
@@ -87,8 +87,8 @@ class TrainState:
 
     @classmethod
     def from_training_info(cls, info: dict[str, object] | None) -> Self:
-        """Return the saved state, or a fresh one for None. Drop unknown names; missing ones keep their defaults. A run that had
-        stopped may continue (its limits come from the configuration)."""
+        """Return the saved state, or a fresh state for None. Unknown names are dropped; missing names keep their
+        defaults. A stopped run may continue, because its limits come from the configuration."""
         known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
         values = {name: value for name, value in (info or {}).items() if name in known}
         for name in ("val_reward", "best_metric"):

@@ -1,4 +1,4 @@
-"""Validation: the policy answers prompts that it is not trained on."""
+"""Validation: the policy answers prompts on which it is not trained."""
 
 import math
 import time
@@ -45,13 +45,13 @@ OWN_METRICS = (
 
 @dataclass
 class Validator:
-    """Runs validations and tells when they are due.
+    """Runs validations and decides when they are due.
 
-    Every validation draws its samples from the stream `val` with the prompt's number in the data set as draw id: two
-    validations of the same weights give the same answers, and a resumed run the same ones as an unbroken run.
+    Every validation samples from the stream `val`, with the prompt's index in the data set as draw id: two validations
+    of the same weights give the same responses, also in a resumed run.
 
     Attributes:
-        task_to_env: what scores the answers, by task.
+        task_to_env: the environment that scores the responses, by task.
         loop: the section `grpo` or `ppo`.
     """
 
@@ -65,16 +65,16 @@ class Validator:
     num_samples_to_print: int = 0
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
-        """Return the names of a validation's metrics, by those of a training step's rollouts; None if other environments score it."""
+        """Return the names of a validation's metrics, given a training step's; None if the environments differ."""
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
     def due_at_start(self, step: int) -> bool:
-        """Tell whether to validate before the first step of a new run."""
+        """Return whether to validate before the first step of a new run."""
         return step == 0 and self.loop.val_at_start
 
     def due(self, step: int, is_last: bool) -> bool:
-        """Tell whether to validate after step number `step` (from 1)."""
+        """Return whether to validate after step number `step` (from 1)."""
         if is_last and self.loop.val_at_end:
             return True
         period = self.loop.val_period
@@ -83,11 +83,11 @@ class Validator:
     def run(self, step: int) -> ValidationResult:
         """Validate and write val_data_step<step>.jsonl.
 
-        Metrics: `accuracy`, the mean raw reward, with `accuracy_ci95_low` and `accuracy_ci95_high` (Wilson, one trial a
-        prompt; rewards in [0, 1] only); `avg_length`, mean tokens of a response; `num_samples`, prompts; `right_or_wrong`, 1 where every reward was 0
-        or 1, so that `accuracy` is one in the word's sense (elsewhere reports say "reward"); with several generations a prompt `pass_k`, the share of prompts with a positive reward among them; rollout and environment
-        metrics.
-        """
+        Metrics: `accuracy`, the mean raw reward, with `accuracy_ci95_low` and `accuracy_ci95_high` (Wilson, one trial
+        per prompt; only for rewards in [0, 1]); `avg_length`, the mean tokens per response; `num_samples`, the number
+        of prompts; `right_or_wrong`, 1 if every reward was 0 or 1 (otherwise reports write "reward" instead of
+        "accuracy"); `pass_k` with several generations per prompt, the share of prompts with any positive reward;
+        rollout and environment metrics."""
         start = time.perf_counter()
         logs: list[list[dict[str, str]]] = []
         rewards: list[float] = []
@@ -114,7 +114,7 @@ class Validator:
         return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
 
     def _prompts(self) -> Iterator[BatchedDataDict]:
-        """Yield exactly max_val_samples prompts, or as many as there are."""
+        """Yield exactly max_val_samples prompts, or all prompts if there are fewer."""
         limit = self.loop.max_val_samples
         taken = 0
         for batch in self.loader:
@@ -150,19 +150,19 @@ class Validator:
 
 
 def mean_word(metrics: Mapping[str, object]) -> str:
-    """Name the mean of a validation's rewards: accuracy if they are right or wrong, else reward."""
+    """Return the name for a validation's mean reward: accuracy if rewards are right or wrong, otherwise reward."""
     return "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
-    """Return what a validation says first: (its name, its value)."""
+    """Return the main result of a validation: (its name, its value)."""
     if "val_loss" in metrics:
         return "loss", float(metrics["val_loss"])
     return mean_word(metrics), float(metrics["accuracy"])
 
 
 def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
-    """Whether a validation reached `stop_at_validation_threshold`. ValueError when the metric does not exist."""
+    """Return whether a validation reached `stop_at_validation_threshold`. Raise ValueError for an unknown metric."""
     name, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if metrics is None or name is None or threshold is None:
         return False

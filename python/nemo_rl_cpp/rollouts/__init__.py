@@ -1,1 +1,1 @@
-"""Rollouts: prompts, generations and environments brought together."""
+"""Rollouts: they combine prompts, generation and environments."""

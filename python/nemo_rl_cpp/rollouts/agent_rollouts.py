@@ -1,5 +1,5 @@
-"""Rollouts that agents make through the policy's server. The policy trains on the token ids and log-probabilities that the engine
-returned; only agents and people read the text."""
+"""Rollouts that agents make through the policy's server. The policy trains on the engine's token ids and
+log-probabilities; the text is only for agents and people."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
 
 
 def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]) -> bool:
-    """Whether the environments of this batch make their rollouts themselves. ValueError where only some of them do."""
+    """Return whether the environments of this batch make their own rollouts. Raise ValueError if only some do."""
     by_agent = {
         task: getattr(task_to_env.get(task), "runs_rollouts", False) is True for task in set(batch["task_name"])
     }
@@ -32,13 +32,13 @@ def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]
 def run_agent_rollouts(
     policy: ServedGeneration, batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment], greedy: bool = False
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
-    """Let the environment's agent make a rollout of every row.
+    """Have the environment's agent make a rollout for every row.
 
-    The message logs become what the engine was asked and answered; else the result is that of `run_multi_turn_rollout`. A
-    rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls outside the longest conversation of a
-    rollout are not trained, and counted: `agent_calls_left_out`.
+    The message logs become the prompts and responses of the engine; otherwise the result is that of
+    `run_multi_turn_rollout`. A rollout that failed or sent no request has `loss_multiplier` 0. Calls outside the
+    longest conversation of a rollout are not trained; `agent_calls_left_out` counts them.
 
-    Returns (batch, rollout metrics with those of the environments). RuntimeError where every rollout failed.
+    Return (batch, rollout metrics with those of the environments). Raise RuntimeError if every rollout failed.
     """
     if not hasattr(policy, "begin_rollout"):
         raise ValueError(
@@ -71,7 +71,7 @@ def _tasks(policy: ServedGeneration, batch: DatumBatch, keys: list[str]) -> list
 
 
 def _messages(log: LLMMessageLogType, info: Mapping[str, object] | None) -> list[dict[str, str]]:
-    """Return the prompt as messages: those of the data's row, or the one text that was made of them."""
+    """Return the prompt as messages: those of the data's row, or otherwise the rendered text."""
     given = (info or {}).get("messages")
     if isinstance(given, list):
         return [dict(message) for message in given]
@@ -127,7 +127,7 @@ def _attach(
 
 
 def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLogType:
-    """Return the messages of a conversation of calls, with the ids that went through the engine: nothing is tokenised again."""
+    """Return the messages of a chain of calls, with the engine's token ids: nothing is tokenized again."""
     log: LLMMessageLogType = []
     before = 0
     for call in chain:

@@ -1,7 +1,7 @@
-"""The batches of a training step: `Rollouts`, which engine and environments make, and `TrainBatch`, on which the policy trains.
+"""The batches of a training step: `Rollouts`, made by engine and environments, and `TrainBatch`, on which the policy
+trains.
 
-Shapes: B samples with T tokens in all, one sample after the other; S, the longest sample's tokens, where a view is padded.
-"""
+Shapes: B samples with T tokens in total, concatenated; S is the length of the longest sample, in padded views."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn, Self
@@ -22,7 +22,7 @@ DatumBatch = BatchedDataDict[DatumSpec]
 
 
 class MissingField(AttributeError, KeyError):
-    """A batch is asked for something that no stage has put into it."""
+    """Raised if a batch lacks a field because no stage has added it."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -41,8 +41,8 @@ def _column(name: str, meaning: str, made_by: str) -> property:
 
 
 class Rollouts(BatchedDataDict):
-    """Conversations with what environments said of them, one row a sample. Columns of a data set travel along, as keys, and so
-    do the parts of the reward, as `reward/<name>`.
+    """Conversations with the environments' results, one row per sample. Columns of a data set are kept as keys;
+    components of the reward are `reward/<name>`.
 
     A row belongs to a group: the samples of one prompt.
     """
@@ -74,9 +74,9 @@ def _of_samples(name: str, meaning: str) -> property:
 class TrainBatch(RaggedBatch):
     """The samples to train on. `build_train_batch` makes it; each later stage of a step adds what it computes.
 
-    Its attributes are ragged: [T] for tokens, [B] for samples; one that no stage has filled is a MissingField. A padded tensor
-    [B, S] that is assigned is taken apart. Losses and estimators may read the same names as a mapping, padded (`RaggedBatch`),
-    a part of the reward as `reward/<name>`. There is no `values()` of a mapping: `values` are the critic's.
+    Its attributes are ragged: [T] for tokens, [B] for samples; reading one that no stage has set raises MissingField.
+    An assigned padded tensor [B, S] is converted to ragged. Losses and estimators may read the same names as a padded
+    mapping (`RaggedBatch`), reward components as `reward/<name>`. `values` are the critic's, not the mapping method.
     """
 
     lacks_generation_logprobs: bool = False
@@ -102,12 +102,12 @@ class TrainBatch(RaggedBatch):
 
     @property
     def input_lengths(self) -> Tensor:
-        """int32 [B] tokens of each sample."""
+        """int32 [B], the number of tokens of each sample."""
         return self.lengths.int()
 
     @property
     def valid_mask(self) -> Tensor:
-        """[T]: `token_mask` by `sample_mask`."""
+        """[T]: `token_mask` times `sample_mask`."""
         return self.token_mask * self.by_token(self.sample_mask)
 
     @property
@@ -117,7 +117,7 @@ class TrainBatch(RaggedBatch):
 
     @property
     def old_logprobs(self) -> Tensor:
-        """[T] of the policy that is about to be trained: scored, or generation's where these are as good."""
+        """[T], log-probabilities under the policy before training: scored, or otherwise those of generation."""
         return self.prev_logprobs if "prev_logprobs" in self else self.generation_logprobs
 
     def _filled(self, name: str, among: Mapping[str, Tensor]) -> Tensor:
@@ -126,7 +126,7 @@ class TrainBatch(RaggedBatch):
         return among[name]
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in _NAMES:  # python asks here when a property has raised
+        if name in _NAMES:  # Python calls this also if a property has raised
             self._filled(name, {})
         raise AttributeError(f"a TrainBatch has no {name}; it has {', '.join(_NAMES)}")
 
@@ -157,24 +157,24 @@ _MADE_BY = {
 }
 
 
-# ---- from finished conversations to the batch that the policy trains on
+# ---- from finished conversations to the training batch
 
 
 def sampled_by_policy(message: Message) -> bool:
-    """Tell whether the policy has sampled the message: then it has log-probabilities. GRPO trains these."""
+    """Return whether the policy sampled the message, which then has log-probabilities. GRPO trains only on these."""
     return message["role"] == "assistant" and "generation_logprobs" in message
 
 
 def spoken_by_assistant(message: Message) -> bool:
-    """Tell whether the message is the assistant's. PPO trains these."""
+    """Return whether the message is from the assistant. PPO trains only on these messages."""
     return message["role"] == "assistant"
 
 
 def add_token_loss_masks(
     message_logs: list[LLMMessageLogType], is_trained: Callable[[Message], bool] = sampled_by_policy
 ) -> None:
-    """Add to every message, in place, `token_loss_mask` (1 on the tokens that are trained, else 0; like `token_ids`),
-    and `generation_logprobs` of zeros where there are none."""
+    """Add to every message, in place, `token_loss_mask` (1 on trained tokens, otherwise 0; shaped like `token_ids`),
+    and `generation_logprobs` of zeros if it has none."""
     messages = [message for log in message_logs for message in log]
     lengths = [message["token_ids"].numel() for message in messages]
     trained = torch.tensor([int(is_trained(message)) for message in messages], dtype=torch.int64)
@@ -193,12 +193,12 @@ def build_train_batch(
     overlong_filtering: bool = False,
     is_trained: Callable[[Message], bool] = sampled_by_policy,
 ) -> TrainBatch:
-    """Return the rows of `samples` (rolled out, with rewards) as one ragged batch; its padded views have a width S that is a multiple
-    of `divisible_by`.
+    """Return the rows of `samples` (rolled out, with rewards) as one ragged batch. The width S of its padded views is a
+    multiple of `divisible_by`.
 
-    `sample_mask` is the data's `loss_multiplier`; 0 for samples that the environment flags by `mask_sample`, and with
-    `overlong_filtering` for truncated ones. `group_id`, `weight_version` and the parts of the reward as far as the samples
-    have them.
+    `sample_mask` is the data's `loss_multiplier`; 0 for samples that the environment flags with `mask_sample`, and with
+    `overlong_filtering` for truncated samples. `group_id`, `weight_version` and reward components are copied if
+    present.
     """
     logs = samples["message_log"]
     lacking = any(is_trained(message) and "generation_logprobs" not in message for log in logs for message in log)
@@ -243,17 +243,17 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
 
 
 class LogprobNeeds(NamedTuple):
-    """The log-probabilities that a run needs, by its configuration.
+    """The log-probabilities that a run needs, according to its configuration.
 
     Attributes:
         reference: the KL weight is not 0.
-        previous: always score the batch before training, even where generation's log-probabilities are as good: for
-            masking sequences by their error, which must be known before training.
-        corrected: the loss corrects samples of older weights by importance sampling, so their `prev_logprobs` are the present
-            policy's; else those of the policy that sampled them.
-        estimator: the advantages are made from them (KL in the reward, a teacher, or an estimator of the user's), so that a message which
-            was not generated is scored.
-    """
+        previous: always score the batch before training, even if generation's log-probabilities are exact, because
+            masking sequences by their error needs the scores before training.
+        corrected: the loss corrects stale samples by importance sampling, so their `prev_logprobs` are the current
+            policy's; otherwise those of the policy that sampled them.
+        estimator: the advantages use log-probabilities (KL in the reward, a teacher, or a custom estimator), so
+            messages
+            that were not generated are scored."""
 
     reference: bool
     previous: bool
@@ -262,7 +262,7 @@ class LogprobNeeds(NamedTuple):
 
     @classmethod
     def of(cls, loss: ClippedPGLossConfig, loop: LoopConfig) -> Self:
-        """Read the sections `loss_fn` (KL in the loss or in the reward) and `grpo` or `ppo`."""
+        """Derive the needs from the sections `loss_fn` (KL in the loss or in the reward) and `grpo` or `ppo`."""
         reference = loss.reference_policy_kl_penalty != 0
         return cls(
             reference,
@@ -277,12 +277,12 @@ class LogprobNeeds(NamedTuple):
 def add_logprobs(
     policy: PolicyInterface, batch: TrainBatch, needs: LogprobNeeds, weight_version: int
 ) -> dict[str, float]:
-    """Add `prev_logprobs` and `reference_policy_logprobs` [T] as far as they are needed.
+    """Add `prev_logprobs` and `reference_policy_logprobs` [T] if they are needed.
 
-    `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see
-    `Policy.skips_prev_logprobs`), and every trained message that an estimator reads was generated. Samples generated under older weights (`weight_version` is not the current one) keep the
-    log-probabilities of the policy that sampled them, unless the loss corrects them. Returns the metric `stale_samples`.
-    """
+    `prev_logprobs` are left out if the policy takes them from its first training forward pass (which is exact, see
+    `Policy.skips_prev_logprobs`) and every trained message that an estimator reads was generated. Stale samples
+    (`weight_version` is not the current one) keep the log-probabilities of the policy that sampled them, unless the
+    loss corrects them. Return the metric `stale_samples`."""
     policy.prepare_for_lp_inference()
     stale = torch.zeros(batch.size, dtype=torch.bool)
     if "weight_version" in batch:

@@ -1,4 +1,4 @@
-"""Count turns and tokens of each rollout, and compute NeMo RL's metrics of a batch of them."""
+"""Counts of turns and tokens per rollout, and NeMo RL's metrics of a batch of rollouts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from nemo_rl_cpp.rollouts.batches import Rollouts
 
 @dataclass
 class SampleStats:
-    """Counts of one sample.
+    """Counts for one sample.
 
     Attributes:
-        turns: generations, each with the environment's answer.
-        total_tokens: tokens behind the prompt: generated ones and the environment's.
-        done: the environment ended it, or an observation did not fit.
-        truncated: a response or an observation ran out of room.
-        max_turns_reached: it was still going when the last allowed turn was over.
+        turns: the number of generations, each followed by the environment's response.
+        total_tokens: the number of tokens after the prompt, from generation and environment.
+        done: the environment ended the conversation, or an observation did not fit.
+        truncated: a response or an observation was cut at a length limit.
+        max_turns_reached: the conversation had not ended after the last allowed turn.
     """
 
     turns: int = 0
@@ -34,7 +34,7 @@ class SampleStats:
 
 
 def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
-    """Return NeMo RL's rollout metrics; rates are shares of the samples."""
+    """Return NeMo RL's rollout metrics; rates are fractions of the samples."""
     n = len(samples)
     if n == 0:
         raise ValueError("no rollout was made: the batch of prompts is empty")
@@ -58,9 +58,9 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
 
 
 def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
-    """Return what the environments counted since the last call (`pop_metrics`).
+    """Return the environments' metrics since the last call (`pop_metrics`).
 
-    One environment gives plain names; several give `task/name`, and `verifier_timeouts` also as their sum.
+    With one environment, names are plain; with several, `task/name`, and `verifier_timeouts` also as their sum.
     """
     environments: dict[int, tuple[str, Environment]] = {}
     for task, environment in task_to_env.items():
@@ -84,10 +84,10 @@ COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_call
 
 
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Join the metrics of several rounds, each with its number of samples.
+    """Combine the metrics of several rounds, each with its number of samples.
 
-    Highest and lowest values stay such, totals and counts of verifiers and agents add up, `accuracy_of_X` is weighted by the samples
-    that were X, everything else, rates above all, by all samples. A name that a round lacks is taken from the others.
+    Maxima and minima are kept, totals and counts of verifiers and agents are summed, `accuracy_of_X` is weighted by the
+    samples that are X, all other metrics, such as rates, by all samples. Rounds that lack a name are ignored for it.
     """
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, float] = {}
@@ -113,15 +113,15 @@ def _is_count(last: str) -> bool:
 
 
 def join_of(name: str) -> Callable[[list[float]], float] | None:
-    """Return how values of a metric are joined, by its name: `max_*` and `*/max`, `min_*` and `*/min`, `total_*` and `*/total`; None: by
-    their mean, as rates are (`max_turns_reached_rate`)."""
+    """Return the function that combines values of a metric, by its name: `max_*` and `*/max`, `min_*` and `*/min`,
+    `total_*` and `*/total`; None for the mean, as for rates (`max_turns_reached_rate`)."""
     last = name.rsplit("/", 1)[-1]
     kind = last.split("_", 1)[0]
     return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)
 
 
 class RoundMetrics:
-    """Collects the metrics of a step's rounds of generation, also of rollouts that are filtered out later."""
+    """Collects the metrics of a step's rounds of generation, including rollouts that are filtered out later."""
 
     def __init__(self) -> None:
         self._rounds: list[tuple[int, dict[str, float]]] = []
@@ -129,7 +129,7 @@ class RoundMetrics:
         self._groups: list[int] = []
 
     def add(self, rollouts: Rollouts, metrics: dict[str, float]) -> None:
-        """Take in a round."""
+        """Add the metrics of a round."""
         self._rounds.append((rollouts.size, metrics))
         self._rewards += rollouts.raw_reward.tolist()
         self._groups += rollouts.group_id.tolist()

@@ -1,7 +1,6 @@
-"""Rollouts: draw prompts, generate, let the environment answer, and again until the conversation ends.
+"""Rollouts: draw prompts, then generate and let the environment respond, turn by turn, until the conversation ends.
 
-Tokens in, tokens out: the ids that a sample is trained on are the ids that were sampled; text is only what
-environments and people read.
+Training uses exactly the token ids that were sampled; only environments and people read the text.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ def generate_responses(
     """Generate once for every row and append the assistant's messages to `batch["message_log"]`, in place.
 
     A message holds the text without special tokens, `token_ids`, and with `include_logprobs` `generation_logprobs`.
-    `batch["truncated"]` [B] says which responses ran out of room, where the engine reports it.
+    `batch["truncated"]` [B] marks responses that were cut, if the engine reports it.
 
-    Returns (batch, the generated ids of each row, {"mean_generation_length", "total_generated_tokens"}).
+    Return (batch, the generated ids of each row, {"mean_generation_length", "total_generated_tokens"}).
     """
     generation_input_data["stop_strings"] = batch.get("stop_strings", [None] * len(input_lengths))
     outputs = policy_generation.generate(generation_input_data, greedy=greedy)
@@ -58,7 +57,7 @@ def generate_responses(
 def attach_responses(
     outputs: Answer, batch: DatumBatch, tokenizer: TokenizerType, input_lengths: torch.Tensor, include_logprobs: bool = True
 ) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
-    """Append what an engine generated to the message logs; see `generate_responses`."""
+    """Append an engine's responses to the message logs; see `generate_responses`."""
     responses = Responses.of(outputs, input_lengths)
     generated = responses.rows(responses.token_ids)
     for log, ids in zip(batch["message_log"], generated, strict=True):
@@ -76,13 +75,13 @@ def attach_responses(
 def calculate_rewards(
     batch: DatumBatch, task_to_env: Mapping[str, Environment], begun: Sequence[tuple[list[int], object]] = ()
 ) -> EnvironmentReturn:
-    """Let every row's environment (by `task_name`) answer, all environments at the same time; rows keep their order.
+    """Call the environment of every row (by `task_name`), all environments concurrently; rows keep their order.
 
     Environments see only `role` and `content` of the messages, and `extra_env_info`. Rewards are float32 [B], or a
-    dictionary of them when the environments give components. `begun`: rows whose answers are on their way already, with
-    those answers (`EarlyScoring`).
+    dictionary of these if the environments return components. `begun`: rows whose environment calls are in flight, with
+    the futures (`EarlyScoring`).
 
-    Raises ValueError for a task without an environment, or when some environments give components and others do not.
+    Raise ValueError for a task without an environment, or if only some environments return components.
     """
     rows_of: dict[str, list[int]] = {}
     asked = {row for rows, _ in begun for row in rows}
@@ -98,7 +97,7 @@ def calculate_rewards(
         logs = [visible(batch["message_log"][row]) for row in rows]
         infos = [batch["extra_env_info"][row] for row in rows]
         started.append((rows, call_remote(task_to_env[task], "step", logs, infos)))
-    # an environment may answer with a plain tuple of the same six things
+    # an environment may return a plain tuple of the same six fields
     answers = []
     for rows, result in started:
         task = batch["task_name"][rows[0]] if rows else ""
@@ -107,7 +106,7 @@ def calculate_rewards(
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
-    """Merge the environments' answers, in the order of the rows."""
+    """Merge the environments' results in the order of the rows."""
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
@@ -149,14 +148,14 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
 
 
 class Observed(NamedTuple):
-    """The tokens that an observation added, and whether it ran out of room."""
+    """The tokens that an observation added, and whether it was cut."""
 
     tokens: int
     overflowed: bool
 
 
 def tokenize_observations(observations: Sequence[Mapping[str, str]], tokenizer: TokenizerType) -> list[torch.Tensor]:
-    """Return the int64 token ids of each environment's message, without a chat template."""
+    """Return the int64 token ids of each environment message, without a chat template."""
     texts = [observation["content"] for observation in observations]
     rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [*torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64).split([*map(len, rows)])]
@@ -169,11 +168,11 @@ def append_observation(
     used_tokens: int,
     max_seq_len: int,
 ) -> Observed:
-    """Append the environment's message, whose token ids are `ids`, as far as `max_seq_len` allows.
+    """Append the environment's message with token ids `ids`, cut at `max_seq_len`.
 
-    An observation that reaches `max_seq_len`, even one that just fits, overflows: the conversation cannot go on.
+    An observation that reaches `max_seq_len`, even one that just fits, overflows: the conversation cannot continue.
 
-    Raises ValueError where prompt and response alone are longer than `max_seq_len`.
+    Raise ValueError if prompt and response alone exceed `max_seq_len`.
     """
     overflowed = used_tokens + len(ids) >= max_seq_len
     if overflowed:
@@ -188,10 +187,10 @@ def append_observation(
 
 
 class EarlyScoring:
-    """Starts the environments' answers to single rows of one turn; `calculate_rewards` asks for the rest.
+    """Starts environment calls for rows of a turn that end early; `calculate_rewards` calls for the others.
 
-    Only environments that say so (`scores_rows_alone`) and whose calls run while the caller works (`.remote`) take part, so
-    results are those of one call at the end. An environment that is at work gets what has ended meanwhile as its next call.
+    Only environments that allow it (`scores_rows_alone`) and run concurrently with the caller (`.remote`) take part, so
+    the rewards equal those of one call at the end. Rows that end while an environment is busy form its next call.
     """
 
     def __init__(self, active: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment]) -> None:
@@ -212,7 +211,7 @@ class EarlyScoring:
         return any(task in self._environments for task in self._active["task_name"])
 
     def finished(self, rows: list[int], token_ids: list[list[int]]) -> None:
-        """Take responses that have ended. The engine calls this between two of its steps."""
+        """Take the responses that have ended. The engine calls this method between its steps."""
         for row, ids in zip(rows, token_ids, strict=True):
             task = self._active["task_name"][row]
             if task in self._environments:
@@ -240,7 +239,7 @@ def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
 
 
 def last_ids(message_log: LLMMessageLogType) -> list[int]:
-    """Return the last token ids of a conversation, on which the text of what follows depends."""
+    """Return the last token ids of a conversation, which the decoding of the following tokens depends on."""
     return torch.cat([message["token_ids"] for message in message_log])[-_ENOUGH_IDS:].tolist()
 
 
@@ -250,8 +249,8 @@ def last_ids(message_log: LLMMessageLogType) -> list[int]:
 class Turn(NamedTuple):
     """The conversations that take part in a turn.
 
-    active: their rows, with stop strings and environment state as of now.
-    inputs: what the engine takes.
+    active: their rows, with the current stop strings and environment state.
+    inputs: the engine's inputs.
     """
 
     active: BatchedDataDict
@@ -259,7 +258,7 @@ class Turn(NamedTuple):
 
 
 class Conversations:
-    """Conversations between turns. A turn is `begin`, generation, `respond`, the environments' answer, `observe`."""
+    """Conversations between turns. A turn is `begin`, generation, `respond`, the environments' calls, `observe`."""
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
         size = len(batch["message_log"])
@@ -273,7 +272,7 @@ class Conversations:
         self.masked: dict[int, bool] = {}
 
     def begin(self) -> Turn:
-        """Return the conversations that continue, and their tokens as the engine takes them."""
+        """Return the conversations that continue, with their tokens as engine inputs."""
         keys = ["message_log", "task_name", *PASSED_TO_GENERATION]
         known = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch})
         active = known.select_indices(self.active)
@@ -321,7 +320,7 @@ class Conversations:
         self.active = going_on
 
     def _mask(self, row: int, metadata: object) -> None:
-        """Note whether the environment masks the conversation; its last answer counts."""
+        """Record whether the environment masks the conversation; the last value counts."""
         if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
             return
         if metadata["mask_sample"] not in (True, False):
@@ -341,8 +340,8 @@ class Conversations:
             total[self.active] += values
 
     def finish(self) -> DatumBatch:
-        """Return the batch with `total_reward`, `reward/<component>`, `truncated`, the last `stop_strings`, and `mask_sample`
-        bool [B] if an environment gives it. Mark what ran out of turns."""
+        """Return the batch with `total_reward`, `reward/<component>`, `truncated`, the last `stop_strings`, and, if an
+        environment sets it, `mask_sample` bool [B]. Mark conversations that reached the turn limit."""
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info
@@ -359,10 +358,10 @@ class Conversations:
 def repeat_prompts(
     batch: DatumBatch, num_generations: int, first_draw_id: int = 0, stream: str = "train"
 ) -> DatumBatch:
-    """Repeat every prompt `num_generations` times, one after the other, with columns that tell the copies apart.
+    """Repeat every prompt `num_generations` times, copies adjacent, and add columns that distinguish the copies.
 
-    Adds int64 [B * num_generations]: `group_id` (which prompt of this batch), `draw_ids` (`first_draw_id` + group_id:
-    it counts prompts over the whole run) and `sample_index` (which of the copies); and `stream`, a list.
+    Added are int64 [B * num_generations]: `group_id` (the prompt in this batch), `draw_ids` (`first_draw_id` +
+    group_id, which counts prompts over the whole run) and `sample_index` (the copy); and `stream`, a list.
     """
     if num_generations < 1:
         raise ValueError(f"num_generations_per_prompt is {num_generations}; it must be at least 1")
@@ -385,13 +384,13 @@ def run_multi_turn_rollout(
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
     """Continue every conversation of the batch to its end, or for `max_rollout_turns` turns.
 
-    Messages are appended to the rows' message logs in place. The result has, besides the input's keys,
+    Messages are appended to the rows' message logs in place. The result has, in addition to the input's keys,
     `total_reward` float32 [B] (summed over turns; components under `reward/<name>`) and `truncated` bool [B]: a
-    response ran out of room, or an observation did not fit. `draw_ids`, `sample_index` and `stream` of the batch go
-    to the engine. Environments that score rows alone do so while other rows are still generated, where the engine says
-    which have ended. Environments whose agents make the rollouts (`runs_rollouts`) are let do so.
+    response or an observation was cut. `draw_ids`, `sample_index` and `stream` of the batch are passed to the engine.
+    Environments that score rows independently start while other rows are still generated, if the engine reports which
+    rows have ended. Environments whose agents make rollouts (`runs_rollouts`) do so.
 
-    Returns (batch, rollout metrics with those of the environments).
+    Return (batch, rollout metrics with those of the environments).
     """
     if are_made_by_agents(input_batch, task_to_env):
         return run_agent_rollouts(policy_generation, input_batch, tokenizer, task_to_env, greedy)
@@ -412,9 +411,9 @@ def run_multi_turn_rollout(
 class PromptSource:
     """Draws batches from a data loader and repeats every prompt G times.
 
-    The loader begins again when it ends, so a step that needs more prompts than an epoch has left continues with the next
-    one. Every prompt drawn gets the next draw id of the run (`state` counts them and is saved), which keys the random
-    numbers of its generations and serves as its `group_id`.
+    When the loader ends it starts over, so a step that needs more prompts than the epoch has left continues with the
+    next epoch. Every prompt drawn gets the next draw id of the run (`state` counts and saves them), which keys the
+    random numbers of its generations and is its `group_id`.
     """
 
     def __init__(
@@ -426,21 +425,23 @@ class PromptSource:
         self._finished_epochs = 0
 
     def next(self) -> BatchedDataDict:
-        """Return the next prompts, each G times. Keys beyond the loader's: see `repeat_prompts`; `group_id` is the draw id."""
+        """Return the next prompts, each G times, with the columns of `repeat_prompts`; `group_id` is the draw id."""
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
-        repeated["group_id"] = repeated["draw_ids"].clone()  # unique over the run, also when groups outlive their step
+        repeated["group_id"] = repeated[
+            "draw_ids"
+        ].clone()  # unique over the run, because groups may outlive their step
         return repeated
 
     def pop_finished_epochs(self) -> int:
-        """Count the epochs that ended since the last call."""
+        """Return the number of epochs that ended since the last call."""
         epochs, self._finished_epochs = self._finished_epochs, 0
         return epochs
 
     def _draw(self) -> BatchedDataDict:
         if self._batches is None:
             self._batches = iter(self.loader)
-        epoch = getattr(self.loader, "epoch", None)  # several loaders in turn have no epochs
+        epoch = getattr(self.loader, "epoch", None)  # alternating loaders have no epochs
         batch = next(self._batches)
         if getattr(self.loader, "epoch", None) != epoch:
             self._batches = None

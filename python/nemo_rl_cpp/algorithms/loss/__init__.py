@@ -1,5 +1,5 @@
-"""What a loss is to a trainer, and the losses over the native ops: of policies (PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and on-policy
-losses with KL) and of critics."""
+"""The interface of losses, and the losses over the native ops: of policies (PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and
+on-policy losses with KL) and of critics."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 
 class LossType(enum.Enum):
-    """Which global count a loss divides by."""
+    """The global count by which a loss is divided."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(enum.Enum):
-    """What the loss wants from the model: `logits`, or `next_token_logprobs` [B, S-1]."""
+    """The model output that the loss takes: `logits`, or `next_token_logprobs` [B, S-1]."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"
 
 
 class LossFunction(Protocol):
-    """A loss: called with its model output by keyword, the data and the global counts; returns (scalar, metrics). The base class
-    of losses of one's own.
+    """A loss: called with the model output by keyword, the data and the global counts; returns (scalar, metrics).
+    Derive custom losses from this class.
 
-    Values of micro-batches and ranks are added, never averaged: a loss divides by the global counts itself.
+    Values of micro-batches and ranks are added, never averaged, so a loss must divide by the global counts.
     """
 
     loss_type: LossType = LossType.TOKEN_LEVEL
@@ -50,16 +50,16 @@ class LossFunction(Protocol):
         global_valid_toks: torch.Tensor,
         **kwargs: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss of the samples of one micro-batch, padded to the longest of them.
+        """Return the loss of the samples of one micro-batch, padded to the longest sample.
 
-        `next_token_logprobs` [b, S-1] requires grad; entry t is the log-probability of token t+1. `data` has `token_mask` and
-        `advantages` [b, S], `sample_mask` [b], `prev_logprobs` and `generation_logprobs` [b, S], and `reference_policy_logprobs`
-        where there is a KL weight. The counts are those of the whole global batch.
+        `next_token_logprobs` [b, S-1] requires grad; entry t is the log-probability of token t+1. `data` has
+        `token_mask` and `advantages` [b, S], `sample_mask` [b], `prev_logprobs` and `generation_logprobs` [b, S], and
+        `reference_policy_logprobs` if there is a KL weight. The counts cover the whole global batch.
         """
 
 
 class NativeGradient(torch.autograd.Function):
-    """Gives a loss whose gradients are already known its place in the autograd graph."""
+    """Inserts a loss with precomputed gradients into the autograd graph."""
 
     @staticmethod
     def forward(ctx, loss, *inputs_and_grads):
@@ -79,10 +79,10 @@ class ClippedPGLossFn:
 
         L = reduce(max(-A R, -A clip(R))) + beta reduce(KL) + mu NLL(correct samples)
 
-    Calling it gives (loss, metrics); the loss carries a gradient to `next_token_logprobs` when that requires one.
-    `native` gives loss, gradient and metrics without autograd. Settings that contradict each other raise
-    AssertionError in the constructor; ratio_clip_c <= 1 (AssertionError), an unknown KL type or a truncation ratio
-    without a known type (ValueError) at the first call.
+    A call returns (loss, metrics); the loss carries a gradient to `next_token_logprobs` if they require grad. `native`
+    returns loss, gradient and metrics without autograd. The constructor raises AssertionError if settings contradict
+    each other. The first call raises AssertionError for ratio_clip_c <= 1, and ValueError for an unknown KL type or a
+    truncation ratio without a known type.
     """
 
     input_type = LossInputType.LOGPROB
@@ -96,8 +96,8 @@ class ClippedPGLossFn:
         self._op_config: ops.ClippedPGConfig | None = None
 
     def __getattr__(self, name: str) -> object:
-        """The settings of `cfg` are attributes, as in NeMo RL."""
-        if name == "cfg":  # it is not there yet: a copy is being made
+        """Return a setting of `cfg`, as in NeMo RL."""
+        if name == "cfg":  # not set yet: a copy is being made
             raise AttributeError(name)
         return getattr(self.cfg, name)
 
@@ -138,13 +138,13 @@ class ClippedPGLossFn:
         )
 
     def op_config(self) -> ops.ClippedPGConfig:
-        """The settings as the native op takes them."""
+        """Return the settings in the form that the native op takes."""
         if self._op_config is None:
             self._op_config = self._make_op_config()
         return self._op_config
 
     def __getstate__(self) -> dict[str, object]:
-        """It travels to workers also after it was used here: the op's own settings are made again there."""
+        """Leave out the op's settings when the loss is sent to workers, which build them again."""
         return {**self.__dict__, "_op_config": None}
 
     def _make_op_config(self) -> ops.ClippedPGConfig:
@@ -194,7 +194,7 @@ class ClippedPGLossFn:
         )
 
     def _fixed_length(self) -> float:
-        """What a sequence's sum is divided by where that is not its length; 0: its length."""
+        """Return the constant by which a sequence's sum is divided; 0: divide by its length."""
         if self.loss_agg_mode == "seq-mean-token-sum":
             return 1.0
         if self.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -211,11 +211,11 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor | float | None,
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> ops.ClippedPGResult:
-        """Loss, gradient with respect to `curr_logprobs` [B, S-1], metrics and the first non-finite (sample, token).
+        """Return loss, gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first non-finite (sample,
+        token).
 
-        `global_valid_positive_toks` counts the valid tokens of samples with a positive reward over the global batch;
-        without it (and without that key in the data) the NLL term divides by this batch's own count.
-        """
+        `global_valid_positive_toks` counts the valid tokens of samples with a positive reward over the global batch.
+        Without it (and without the key in the data) the NLL term is divided by this batch's count."""
         positive = (
             data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         )
@@ -236,7 +236,7 @@ class ClippedPGLossFn:
         return ops.ClippedPGInputs(
             advantages=advantages,
             prev_logprobs=prev_logprobs,
-            # answers of a file have none, and nothing of the gradient comes from it then
+            # fine-tuning has none, and the gradient does not depend on it then
             generation_logprobs=torch.zeros_like(advantages) if generation is None else generation,
             reference_policy_logprobs=data["reference_policy_logprobs"] if with_kl else None,
             token_mask=data["token_mask"],
@@ -252,8 +252,8 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | None,
     ) -> C.TokenLoss | None:
-        """The gradient of `native` token by token (ops.token_loss), or None where that cannot be: the trainer then asks
-        `native` for it. `data` is the global batch; without `prev_logprobs` in it they are the ones being computed."""
+        """Return the gradient of `native` per token (ops.token_loss), or None if that is impossible; the trainer then
+        calls `native`. `data` is the global batch; without `prev_logprobs` the current log-probabilities are used."""
         if type(self).native is not ClippedPGLossFn.native:
             return None
         prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get("prev_logprobs")
@@ -264,8 +264,8 @@ class ClippedPGLossFn:
         )
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
-        """Bool [B]: samples whose gradient is zero whatever their log-probabilities, since their advantages are (a group of
-        equal rewards under GRPO); None where another term than the advantages' has a gradient."""
+        """Return bool [B], the samples whose gradient is zero because their advantages are (a group of equal rewards
+        under GRPO); None if a term other than the advantages contributes to the gradient."""
         config, advantages = self.op_config(), data.tokens.get("advantages")
         if config.kl_penalty != 0 or config.positive_nll_weight > 0 or config.ratio_mode == "dro" or advantages is None:
             return None
@@ -279,7 +279,7 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """(loss, metrics) for log-probs [B, S-1]; differentiable in them and in data["curr_logprobs_unfiltered"]."""
+        """Return (loss, metrics); differentiable in the log-probs [B, S-1] and data["curr_logprobs_unfiltered"]."""
         x = next_token_logprobs
         if x.dtype not in (torch.float32, torch.float64):
             x = x.float()
@@ -294,9 +294,9 @@ class ClippedPGLossFn:
 
 
 class MseValueLossFn:
-    """Squared error of value predictions, clipped around the old ones when `cliprange` is set (PPO).
+    """Squared error of value predictions, clipped around the old predictions if `cliprange` is set (PPO).
 
-    data: token_mask, returns and (with a cliprange) values [B, S]; sample_mask [B]. No column is shifted here.
+    data: token_mask, returns and (with a cliprange) values [B, S]; sample_mask [B]. Columns are not shifted.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -313,7 +313,7 @@ class MseValueLossFn:
         global_valid_seqs: Tensor | float | None,
         global_valid_toks: Tensor | float | None,
     ) -> ops.ValueLossResult:
-        """Loss, gradient with respect to `values` [B, S], metrics and the first non-finite (sample, token)."""
+        """Return loss, gradient with respect to `values` [B, S], metrics, and the first non-finite (sample, token)."""
         clipping = bool(self.cliprange and self.cliprange > 0)
         result = ops.mse_value_loss(
             values.detach(),
@@ -331,7 +331,7 @@ class MseValueLossFn:
     def __call__(
         self, logits: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """(loss, metrics) for value predictions [B, S] or [B, S, 1]; differentiable in them."""
+        """Return (loss, metrics) for value predictions [B, S] or [B, S, 1]; differentiable in the predictions."""
         values = logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits
         if values.dtype not in (torch.float32, torch.float64):
             values = values.float()

@@ -289,9 +289,13 @@ def _parts() -> list[str]:
     for master, title in titles:
         if title:
             lines += [title, ""]
-        for name, info in sorted(fields_of(master), key=lambda field: field[0] not in ("grpo", "ppo", "distillation", "sft")):
+        for name, info in sorted(
+            fields_of(master), key=lambda field: field[0] not in ("grpo", "ppo", "distillation", "sft")
+        ):
             label = f"{name}" if master is not EvalMasterConfig or name in ("eval",) else f"{name} (evaluation)"
-            if master in (DistillationMasterConfig, SFTMasterConfig) and name == "loss_fn":  # which has other keys there
+            if (
+                master in (DistillationMasterConfig, SFTMasterConfig) and name == "loss_fn"
+            ):  # which has other keys there
                 label = f"loss_fn ({master.__name__})"
             if label in shown_sections or (master is EvalMasterConfig and name in ("env", "cluster", "tokenizer")):
                 continue

@@ -1,8 +1,8 @@
-"""The functions for a notebook: `train_grpo`, `train_ppo`, `evaluate`, `load`. Importing the folder imports no torch."""
+"""The notebook functions: `train_grpo`, `train_ppo`, `evaluate`, `load`. Importing the package imports no torch."""
 
 
 class Rows:
-    """Takes the place of a data set in grpo_notebook.yaml and ppo_notebook.yaml, whose rows a call is given."""
+    """Stands in for the data set in grpo_notebook.yaml and ppo_notebook.yaml; a call passes its rows."""
 
     def __init__(self, **kwargs: object) -> None:
         raise ValueError(

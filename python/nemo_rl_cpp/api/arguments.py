@@ -1,4 +1,4 @@
-"""Arguments of `train_grpo`, `train_ppo` and `evaluate` as keys of the configuration, components and environments."""
+"""Converts arguments of `train_grpo`, `train_ppo` and `evaluate` to configuration keys, components and environments."""
 
 import inspect
 from collections.abc import Collection, Mapping
@@ -22,10 +22,10 @@ Keys = dict[str, tuple[str, object]]
 
 
 def dotted_keys(overrides: Mapping[str, object], algorithm: str, arguments: Collection[str]) -> Keys:
-    """Return the keys that keywords of `train_<algorithm>` mean: `section__key`, or a key of the algorithm's section.
+    """Return the configuration keys for keywords of `train_<algorithm>`: `section__key`, or a key of the algorithm's
+    section.
 
-    ValueError of one line that names every unknown keyword, with the nearest of `arguments` and keys.
-    """
+    Raise a one-line ValueError that names every unknown keyword with the closest of `arguments` and keys."""
     section = _SECTIONS[algorithm]
     keys = {*section.model_fields, *(spelling for spelling, _ in section.aliases() if "." not in spelling)}
     found, unknown = {}, []
@@ -60,14 +60,14 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
 
 @dataclass(frozen=True)
 class Given:
-    """An argument `loss_fn` or `adv_estimator`: the keys that it means, and the user's component, if it is one."""
+    """An argument `loss_fn` or `adv_estimator`: its configuration keys, and the user's component, if any."""
 
     what: str
     keys: Keys = field(default_factory=dict)
     component: object = None
 
     def check(self, config: TrainMasterConfig) -> None:
-        """ValueError for an object that cannot be used, before a model is loaded."""
+        """Raise ValueError, before a model is loaded, if the object cannot be used."""
         if self.component is None:
             return
         if self.what == "loss_fn":
@@ -77,7 +77,7 @@ class Given:
 
 
 def component_keys(given: object, what: str, algorithm: str) -> Given:
-    """Return the meaning of an argument `loss_fn` or `adv_estimator`."""
+    """Parse an argument `loss_fn` or `adv_estimator`."""
     section = "loss_fn" if what == "loss_fn" else f"{algorithm}.adv_estimator"
     if given is None:
         return Given(what)
@@ -94,7 +94,7 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
 
 
 def lora_keys(given: object, algorithm: str) -> Keys:
-    """Return the keys of `lora_cfg` of policy and critic that an argument `lora` means."""
+    """Return the keys of `lora_cfg`, for policy and critic, that an argument `lora` sets."""
     if given is None or given is False:
         return {}
     if isinstance(given, int):
@@ -115,7 +115,7 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Return reward functions as an environment. `as_parts`: for gdpo, whose estimator weighs at least two parts."""
+    """Return reward functions as an environment. `as_parts`: for gdpo, which weighs at least two components."""
     if functions is None:
         raise ValueError(
             "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
@@ -146,8 +146,8 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
-    """Return the environment of a training's reward functions, and the keys that their weights mean: with gdpo the estimator
-    weighs the parts. `keys`: those of the other arguments. ValueError for weights that are given twice."""
+    """Return the environment of the reward functions, and the keys that their weights set: with gdpo the estimator
+    weighs the components. `keys`: the keys of the other arguments. Raise ValueError if weights are given twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)
     if not is_gdpo or weights is None:

@@ -1,4 +1,4 @@
-"""Scores of a model on prompts with a reward: `nemo_rl_cpp.evaluate`."""
+"""Evaluation of a model on prompts with reward functions: `nemo_rl_cpp.evaluate`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ _SHOWN = 20  # samples of a notebook's table
 
 @dataclass(repr=False)
 class Evaluation:
-    """The result of `evaluate`. It prints as one line, and shows as a table in a notebook.
+    """The result of `evaluate`. Printed as one line; displayed as a table in a notebook.
 
     Attributes:
-        score: pass@k, the share of prompts that one of k answers solves; an answer is right when its reward is 1.
-        interval: 95 % interval of the score, for prompts drawn from the same source.
-        mean_reward: over all answers.
+        score: pass@k, the fraction of prompts that one of k responses solves; a response is right if its reward is 1.
+        interval: 95 % confidence interval of the score, for prompts drawn from the same source.
+        mean_reward: the mean over all responses.
         metrics: of rollouts and rewards: `truncation_rate`, `rewards/<function>`, ...
-        samples: one dictionary an answer: `prompt`, `response`, `reward`, `truncated`, and the row's other columns under `extra_env_info`.
-    """
+        samples: one dictionary per response: `prompt`, `response`, `reward`, `truncated`, and the row's other columns
+            under `extra_env_info`."""
 
     metric: str
     score: float
@@ -48,7 +48,7 @@ class Evaluation:
         )
 
     def _repr_html_(self) -> str:
-        """Return the line and the first answers."""
+        """Return the summary line and the first responses."""
         rows = "".join(
             f"<tr><td>{escape(str(sample['prompt']))}</td><td>{escape(str(sample['response']))}</td><td>{sample['reward']:.3g}</td></tr>"
             for sample in self.samples[:_SHOWN]
@@ -71,14 +71,14 @@ def evaluate(
     seed: int = 42,
     **options: object,
 ) -> Evaluation:
-    """Let a model answer each prompt `n` times, and score the answers.
+    """Generate `n` responses to each prompt, and score them.
 
-    `model` is an argument of `load`, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and `reward_weights` are as
-    in `train_grpo`. pass@k is estimated without bias from n answers, of which at least k are needed. `options`: temperature
-    (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256), stop_strings, precision. The result of a training
-    brings its own max_new_tokens and stop_strings.
+    `model` is an argument of `load`, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and
+    `reward_weights` are as in `train_grpo`. pass@k is estimated without bias from n >= k responses. `options`:
+    temperature (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256), stop_strings, precision. For the result
+    of a training, max_new_tokens and stop_strings default to the training's values.
 
-    Raises ValueError for a mistake in these, before a model is loaded.
+    Raise ValueError for invalid arguments, before a model is loaded.
     """
     rows = rows_of(prompts, "prompts")
     environment = reward_environment(reward_funcs, reward_weights, False)
@@ -119,7 +119,7 @@ _KEYS = {
 
 
 def _config(model: object, given: dict[str, object]) -> EvalMasterConfig:
-    """Load the configuration of a call; ValueError for a mistake in its arguments."""
+    """Load the configuration of a call. Raise ValueError for invalid arguments."""
     unknown = next((name for name in given if name not in _KEYS), None)
     if unknown is not None:
         takes = f"evaluate takes {', '.join(_KEYS)}, prompts, reward_funcs and reward_weights"

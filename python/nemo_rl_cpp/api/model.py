@@ -1,4 +1,4 @@
-"""A model or a run's checkpoint, loaded to generate text: `nemo_rl_cpp.load`."""
+"""Loading a model or a run's checkpoint to generate text: `nemo_rl_cpp.load`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
 
 
 class TextWriter:
-    """What generates text from its `generation` and `tokenizer`: a `LoadedModel`, or the result of a training.
+    """The base of objects that generate text with `generation` and `tokenizer`: a `LoadedModel`, or the result of a
+    training.
 
-    `limit_name` names the longest sequence in messages.
-    """
+    `limit_name` is the name of the length limit in error messages."""
 
     generation: BaseEngine
     tokenizer: Tokenizer
@@ -52,12 +52,12 @@ class TextWriter:
         seed: int | None = None,
         **options: object,
     ) -> list[str] | list[list[str]]:
-        """Answer texts (continued as they are) or conversations (through the chat template): one text a prompt, or a list of
-        `n` texts a prompt.
+        """Respond to texts (continued as they are) or conversations (through the chat template). Return one text per
+        prompt, or with `n` > 1 a list of `n` texts per prompt.
 
-        `options`: max_new_tokens, temperature, top_p, top_k, stop_strings; None means the model's or the training's own value.
-        Greedy, unless `greedy` is False or an option of sampling is given. The same seed gives the same texts. Raises ValueError
-        for a mistake in these, and for a prompt that leaves no room to answer.
+        `options`: max_new_tokens, temperature, top_p, top_k, stop_strings; None means the default of the model or
+        training. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the
+        same texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response.
         """
         greedy = _is_greedy(greedy, n, options)
         n = whole_number("n", n, 1, 4096)
@@ -72,7 +72,7 @@ class TextWriter:
         usual = engine.config, engine.seed
         settings = engine.config.model_copy()
         for name, value in options.items():
-            if value is not None:  # checked as the key of a configuration
+            if value is not None:  # validated like a configuration key
                 setattr(settings, name, stop_texts(value) if name == "stop_strings" else value)
         if seed is not None:
             engine.seed = whole_number("seed", seed, 0, 2**32 - 1)
@@ -91,8 +91,8 @@ class TextWriter:
         history: Sequence[Mapping[str, object]] = (),
         **options: object,
     ) -> str:
-        """Answer a user's message by the chat template. `history` are earlier messages ({"role", "content"}), `options` those of
-        `generate` except n."""
+        """Respond to a user's message through the chat template. `history` holds earlier messages ({"role",
+        "content"}); `options` are those of `generate` except n."""
         if "n" in options:
             raise ValueError("chat gives one answer and takes no n: use generate, which takes conversations")
         first = [{"role": "system", "content": system}] if system is not None else []
@@ -126,7 +126,7 @@ class TextWriter:
 
 
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
-    """Return whether to take the likeliest tokens. ValueError for options that are unknown or contradict each other."""
+    """Return whether to decode greedily. Raise ValueError for options that are unknown or contradict each other."""
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         known = ["n", "greedy", "seed", *_OPTIONS]
@@ -151,12 +151,12 @@ def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bo
 
 @dataclass(repr=False)
 class LoadedModel(TextWriter):
-    """A model with its tokenizer, ready to generate; `nemo_rl_cpp.load` makes one.
+    """A model with its tokenizer, ready to generate; made by `nemo_rl_cpp.load`.
 
     Attributes:
-        name: of the model, as it was given.
-        folder: with its files.
-        precision: of weights and products.
+        name: the name that was passed to `load`.
+        folder: the folder of the model's files.
+        precision: of weights and matrix products.
     """
 
     name: str
@@ -176,12 +176,12 @@ class LoadedModel(TextWriter):
 
 
 def load(model: str | Path, *, precision: str | None = None, max_length: int | None = None) -> LoadedModel:
-    """Load a Hugging Face folder, a packaged model, a name on the hub, a checkpoint (`step_N`) or the newest checkpoint of a run's
-    folder.
+    """Load a Hugging Face folder, a packaged model, a name on the Hub, a checkpoint (`step_N`) or the newest checkpoint
+    of a run's folder.
 
-    `precision`: "float32" or "bfloat16"; None: float32 if the files are, else bfloat16. `max_length`: the most tokens of a
-    prompt and its answer; None: 2048, or as many as the model has positions. Raises ValueError if the model cannot be had.
-    """
+    `precision`: "float32" or "bfloat16"; None: float32 if the files are, otherwise bfloat16. `max_length`: the maximum
+    number of tokens of prompt and response; None: 2048, or the model's positions if fewer. Raise ValueError if the
+    model cannot be found or loaded."""
     name = model_name(model)
     if name == TINY_RANDOM:
         raise ValueError(
@@ -206,14 +206,14 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
 
 
 def eval_config(given: Keys) -> EvalMasterConfig:
-    """Load the configuration of a call. Raises ConfigError, whose messages name the arguments."""
+    """Load the configuration of a call. Raise ConfigError with messages that name the arguments."""
     precision = given.get("generation.vllm_cfg.precision", ("", "float32"))[1]
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision is {in_a_line(precision)}: expected float32 or bfloat16")
     length = "generation.vllm_cfg.max_model_len"
     return load_eval_config(
         BASE_CONFIG,
-        [] if length in given else [f"~{length}"],  # without a length the model's positions bound it
+        [] if length in given else [f"~{length}"],  # by default the model's positions limit it
         values={key: value for key, (_, value) in given.items()},
         places={key: f"argument {name}" for key, (name, _) in given.items()},
     )

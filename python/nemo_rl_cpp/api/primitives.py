@@ -1,7 +1,7 @@
-"""The parts of a training loop, for one that you write yourself: a model, an engine that samples from it, a trainer that changes it.
+"""The building blocks of a custom training loop: a model, an engine that samples from it, a trainer that updates it.
 
-Both read the same weights in place: after `Trainer.step` the engine samples from the new ones. `examples/grpo_from_scratch.py` shows all three.
-"""
+Both use the same weights: after `Trainer.step` the engine samples from the new ones. See
+`examples/grpo_from_scratch.py`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,15 +25,15 @@ class Model:
     """A language model on the CPU, whose weights an `Engine` and a `Trainer` share.
 
     Args:
-        name: a Hugging Face folder, a packaged model, a name on the hub, or "tiny-random".
-        seed: of random weights.
+        name: a Hugging Face folder, a packaged model, a name on the Hub, or "tiny-random".
+        seed: the seed of random weights.
         precision: "float32", "float64", or "bfloat16" with float32 master weights.
         overrides: entries of config.json that replace the model's, such as `hidden_size=128` of "tiny-random".
 
     Attributes:
-        tokenizer: that of the folder; of "tiny-random" one of digits, "+" and "=".
+        tokenizer: the folder's tokenizer; for "tiny-random" a tokenizer of digits, "+" and "=".
 
-    Raises ModelFolderError for a model that is not supported or whose files are damaged.
+    Raises ModelFolderError for an unsupported model or damaged files.
     """
 
     def __init__(self, name: str, *, seed: int = 0, precision: str = "float32", **overrides: object) -> None:
@@ -58,7 +58,7 @@ class Engine:
 
     Args:
         settings: keys of `policy.generation`, such as `max_new_tokens=64, temperature=0.7`.
-        seed: of the random draws; every call draws anew.
+        seed: the seed of the random draws; every call uses new draws.
     """
 
     def __init__(self, model: Model, *, seed: int = 0, **settings: object) -> None:
@@ -70,12 +70,12 @@ class Engine:
         )
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int = 1, *, greedy: bool = False) -> RaggedBatch:
-        """Answer each prompt `n` times.
+        """Generate `n` responses to each prompt.
 
-        Returns: B = len(prompts) * n sequences, the answers to one prompt next to each other, T tokens in all. `batch.tokens` holds
-        [T] tensors: `input_ids` (prompts with their answers), `token_mask` (1 on sampled tokens) and `generation_logprobs` (0
-        elsewhere). `batch.samples["group_id"]`, int64 [B], is the index of the prompt.
-        """
+        Returns: B = len(prompts) * n sequences, with responses to the same prompt adjacent and T tokens in total.
+        `batch.tokens` holds [T] tensors: `input_ids` (prompts with responses), `token_mask` (1 on sampled tokens) and
+        `generation_logprobs` (0 on all other tokens). `batch.samples["group_id"]`, int64 [B], is the index of the
+        prompt."""
         if not len(prompts) or n < 1:
             raise ValueError(f"{len(prompts)} prompts with n={n} answers each: expected at least one of both")
         group = torch.arange(len(prompts)).repeat_interleave(n)
@@ -97,23 +97,23 @@ class Engine:
 
 
 class Trainer:
-    """Changes a model's weights with AdamW.
+    """Updates a model's weights with AdamW.
 
     Args:
-        temperature: that of the engine, under which log-probabilities are computed. They are those of the engine to the last bit
-            as long as it samples without `top_p` and `top_k`.
+        temperature: the engine's temperature, under which log-probabilities are computed. They are bit-identical to the
+            engine's if it samples without `top_p` and `top_k`.
     """
 
     def __init__(self, model: Model, *, temperature: float = 1.0) -> None:
         self._native, self.temperature = C.Trainer(model.native), temperature
 
     def forward_backward(self, batch: RaggedBatch, loss_fn: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
-        """Add the gradient of a loss to that of the next `step`.
+        """Add the gradient of a loss to the gradient for the next `step`.
 
-        `loss_fn` turns log-probabilities, [T] in the order of `batch.tokens`, 0 where `token_mask` is 0, into a scalar by torch
-        operations. Answers that share a prompt compute it once.
+        `loss_fn` computes a scalar by torch operations from log-probabilities, which are [T] in the order of
+        `batch.tokens`, 0 where `token_mask` is 0. A prompt shared by several responses is computed once.
 
-        Returns: the loss, and the log-probabilities. ValueError where the loss is no scalar, infinite or NaN.
+        Returns: the loss, and the log-probabilities. Raises ValueError if the loss is no scalar, infinite or NaN.
         """
         wanted = wanted_tokens(batch)
         rows = (batch.by_sample(wanted.int()) > 0).nonzero().flatten().tolist()
@@ -134,10 +134,10 @@ class Trainer:
         self, learning_rate: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
     ) -> float:  # fmt: skip
-        """Update the weights, and set the gradient to zero.
+        """Update the weights, and reset the gradient to zero.
 
-        Returns: the gradient's norm before it was clipped to `max_grad_norm` (0: no limit). Where it is not finite, the weights stay.
-        """
+        Returns: the gradient's norm before clipping to `max_grad_norm` (0: no limit). If it is not finite, the weights
+        stay."""
         done = self._native.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
         self._native.zero_grad()
         return done.grad_norm

@@ -17,14 +17,14 @@ from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 @dataclass(repr=False)
 class TrainResult(TextWriter):
-    """The result of `train_grpo` and `train_ppo`. It prints as one line, and shows as the run's report in a notebook.
+    """The result of `train_grpo` and `train_ppo`. Printed as one line; displayed as the run's report in a notebook.
 
     Attributes:
-        history: one dictionary a step: `step`, `reward`, `loss`, `rewards/<function>` of several rewards, all other metrics, `seconds`.
-        validations: one dictionary a validation: `step`, `accuracy` and more; empty without validation prompts.
-        policy, tokenizer, config: the trained `Policy`, its tokenizer and the configuration that was used.
-        log_dir: folder with metrics.jsonl, rollouts and report.html.
-    """
+        history: one dictionary per step: `step`, `reward`, `loss`, `rewards/<function>` with several rewards, all other
+            metrics, `seconds`.
+        validations: one dictionary per validation: `step`, `accuracy` and more; empty without validation prompts.
+        policy, tokenizer, config: the trained `Policy`, its tokenizer and the run's configuration.
+        log_dir: the folder with metrics.jsonl, rollouts and report.html."""
 
     history: list[dict[str, float]]
     validations: list[dict[str, float]]
@@ -45,7 +45,7 @@ class TrainResult(TextWriter):
         return folder
 
     def push_to_hub(self, repo_id: str, *, private: bool = True, client: object = None) -> str:
-        """Upload the policy to the hub, see `nemo_rl_cpp.push_to_hub`; return the address."""
+        """Upload the policy to the Hub, see `nemo_rl_cpp.push_to_hub`; return the address."""
         with tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_") as folder:
             message = f"{self.config.title}, {self._facts.step} steps, by nemo_rl_cpp"
             return push_to_hub(self.save(folder), repo_id, private=private, message=message, client=client)

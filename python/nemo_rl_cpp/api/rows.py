@@ -1,4 +1,4 @@
-"""Prompts in every form as rows with the key `prompt`, and rows as a data set: tokenised, each with room to answer."""
+"""Prompts in any supported form as rows with the key `prompt`, and rows as a tokenized, length-checked data set."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,15 +30,15 @@ _DATA_FILES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow
 _RESERVED = ("prompts", "completions")
 
 
-# ---- what a call is given
+# ---- from arguments to rows
 
 
 def rows_of(given: object, name: str) -> list[Row]:
-    """Return checked rows with the key `prompt`. `name` is the argument that messages name.
+    """Return validated rows with the key `prompt`. `name` is the argument's name in error messages.
 
-    A text is one prompt, unless it is the path of a file or folder, which is read. A mapping of columns, a data frame (pandas,
-    polars, pyarrow) and a `datasets.Dataset` are rows; anything else is iterated. Raises ValueError for all that is no prompt.
-    """
+    A text is one prompt, unless it is the path of a file or folder, which is read. A mapping of columns, a data frame
+    (pandas, polars, pyarrow) and a `datasets.Dataset` are rows; anything else is iterated. Raise ValueError for an
+    invalid prompt."""
     items, source = _items(given, name)
     padded = comes_from_arrow(given) or any(comes_from_arrow(item) or came_through_pandas(item) for item in items)
     rows = [_row(item, f"row {i} of {source}") for i, item in enumerate(items)]
@@ -48,7 +48,7 @@ def rows_of(given: object, name: str) -> list[Row]:
 
 
 def _items(given: object, name: str) -> tuple[list[object], str]:
-    """Return the prompts or rows one by one, and how messages name their source."""
+    """Return the prompts or rows one by one, and the name of their source in error messages."""
     if given is None:
         raise ValueError(f"{name} is missing: {FORMS}")
     if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_path(given, name)):
@@ -70,7 +70,7 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
 
 
 def _is_path(text: str, name: str) -> bool:
-    """Return whether a text is the path of a file or folder. ValueError for the name of a data file that does not exist."""
+    """Return whether a text is an existing path. Raise ValueError for the name of a data file that does not exist."""
     try:
         path = Path(text).expanduser()
         exists = bool(text.strip()) and path.exists()
@@ -131,17 +131,17 @@ def _row(item: object, where: str) -> Row:
     return row
 
 
-# ---- a data set of the rows
+# ---- from rows to a data set
 
 
 def dataset_of(
     rows: list[Row], tokenizer: TokenizerType, limit: int, name: str = "prompt", limit_name: str = "max_length"
 ) -> AllTaskProcessedDataset:
-    """Return the rows as a run's data set. ValueError for the first prompt that the template refuses or that leaves no room to
-    answer within `limit` tokens."""
+    """Return the rows as a run's data set. Raise ValueError for the first prompt that the template rejects or that
+    leaves no room for a response within `limit` tokens."""
     for i, row in enumerate(rows):
         prompt = prompt_of(row["prompt"], f"{name} {i}")
-        if isinstance(prompt, str) and len(prompt.encode()) < limit // 2:  # a token is a byte at least, but for BOS
+        if isinstance(prompt, str) and len(prompt.encode()) < limit // 2:  # a token is at least one byte, except BOS
             continue
         try:
             length = len(prompt_message(prompt, tokenizer, tools_of(row))["token_ids"])
@@ -155,7 +155,7 @@ def dataset_of(
 
 
 def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
-    """Return a text, or a conversation through the chat template, as a message with its token ids."""
+    """Return a text, or a conversation rendered by the chat template, as a message with its token ids."""
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)

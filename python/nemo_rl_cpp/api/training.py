@@ -59,32 +59,30 @@ def train_grpo(
     resume: bool | str | None = None,
     **overrides: object,
 ) -> TrainResult:
-    """Train `model` with GRPO on `prompts` (or `dataset`, the same thing) so that `reward_funcs` pay more.
+    """Train `model` with GRPO on `prompts` (or its alias `dataset`) to increase the rewards of `reward_funcs`.
 
-    A prompt is a text, continued as it is; or a conversation (a list of {"role", "content"}), which goes through the chat
-    template; or a row {"prompt": either, ...} whose other columns reach the reward functions as keywords. `prompts` are
-    these in a list or any iterable; or a data frame, a `datasets.Dataset`, a mapping of columns, or the path of a data file
-    (.jsonl, .json, .csv, .parquet), with a column `prompt`. One text or one conversation is one prompt.
+    A prompt is a text, continued as it is; or a conversation (a list of {"role", "content"}), rendered by the chat
+    template; or a row {"prompt": either, ...} whose other columns are passed to the reward functions as keywords.
+    `prompts` is a list or any iterable of these; or a data frame, a `datasets.Dataset`, a mapping of columns, or the
+    path of a data file (.jsonl, .json, .csv, .parquet), with a column `prompt`. One text or conversation is one prompt.
 
-    A reward function is called with `prompts`, `completions` and those columns, all lists of one entry a completion, and
-    returns as many numbers: `def reward(completions, answer): return [float(c.strip() == a) for c, a in zip(completions,
-    answer)]`. Several, in a list or as {"name": function}, are added up, times `reward_weights` if given; each is logged as
-    `rewards/<name>`.
+    A reward function is called with `prompts`, `completions` and those columns, all lists with an entry per completion,
+    and returns one number each: `def reward(completions, answer): return [float(c.strip() == a) for c, a in
+    zip(completions, answer)]`. Several functions, in a list or as {"name": function}, are summed, weighted by
+    `reward_weights` if given; each is logged as `rewards/<name>`.
 
-    `loss_fn` and `adv_estimator`: a function, an object or a class of yours, its dotted name, or a mapping of keys of that section
-    of the configuration; for `adv_estimator` also a name such as "gdpo". `callbacks`: objects of `nemo_rl_cpp.Callback`.
+    `loss_fn` and `adv_estimator`: your function, object or class, its dotted name, or a mapping of keys of that section
+    of the configuration; for `adv_estimator` also a name such as "gdpo". `callbacks`: `nemo_rl_cpp.Callback` objects.
 
-    `lora`: True, a rank such as 16, or keys of `lora_cfg` such as {"dim": 16, "target_modules": ["q_proj", "v_proj"]}: trains
-    adapters of frozen weights, which takes about half of the memory (docs/lora.md).
+    `lora`: True, a rank such as 16, or keys of `lora_cfg` such as {"dim": 16, "target_modules": ["q_proj", "v_proj"]}:
+    trains adapters on frozen weights, which takes about half of the memory (docs/lora.md).
 
-    `validation` prompts are answered before and after training. Without `checkpoint_dir` nothing is saved (see
-    `TrainResult.save`); with one, calling again continues the run, unless `resume` is False ("never": refuse a folder
-    with checkpoints); True ("must") refuses a folder without. A step takes `num_prompts_per_step` prompts, or
-    all if there are fewer. Further keywords are keys of the configuration: `use_dynamic_sampling=True` of the section
-    grpo, `loss_fn__reference_policy_kl_penalty=0.01` of another one.
-
-    Raises ValueError for a mistake in these, before the model is loaded.
-    """
+    `validation` prompts are evaluated before and after training. Without `checkpoint_dir` nothing is saved (see
+    `TrainResult.save`); with it, a second call resumes the run, unless `resume` is False ("never": reject a folder with
+    checkpoints). With True ("must"), a folder without checkpoints is rejected. A step uses `num_prompts_per_step`
+    prompts, or all if there are fewer. Further keywords are configuration keys: `use_dynamic_sampling=True` of the
+    section grpo, `loss_fn__reference_policy_kl_penalty=0.01` of a different section. Raise ValueError for invalid
+    arguments, before the model is loaded."""
     return _train_call("grpo", dict(locals()))
 
 
@@ -102,9 +100,9 @@ def train_ppo(
 ) -> TrainResult:
     """Train `model` with PPO and a critic of the same size.
 
-    `options` are the other arguments of `train_grpo`, and further keys: of the section ppo (`ppo_epochs=2`), or `section__key`.
-    `critic_learning_rate` None: three times `learning_rate`. `lora` is for policy and critic. Raises ValueError for a mistake,
-    before the model is loaded.
+    `options` are the other arguments of `train_grpo`, and further keys: of the section ppo (`ppo_epochs=2`), or
+    `section__key`. `critic_learning_rate` None: three times `learning_rate`. `lora` applies to policy and critic. Raise
+    ValueError for invalid arguments, before the model is loaded.
     """
     given = {name: options.pop(name) for name in _DEFAULTS if name in options}
     first = {"model": model, "prompts": prompts, "reward_funcs": reward_funcs, "num_steps": num_steps}
@@ -131,7 +129,7 @@ _RESUME = {True: "must", False: "never", None: "auto", "must": "must", "never": 
 
 
 def _train_call(algorithm: str, arguments: dict[str, Any]) -> TrainResult:
-    """Check everything, then train."""
+    """Validate all arguments, then train."""
     names = [name for name in arguments if name != "overrides"]
     own = dotted_keys(arguments["overrides"], algorithm, names)
     rows, val_rows = _rows(arguments)
@@ -175,7 +173,7 @@ def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
 
 
 def _folders(arguments: Mapping[str, Any]) -> Keys:
-    """Return the keys that follow from log_dir, checkpoint_dir and resume."""
+    """Return the keys for log_dir, checkpoint_dir and resume."""
     logs = folder_path(arguments["log_dir"], "log_dir")
     given, resume = arguments["checkpoint_dir"], arguments["resume"]
     checkpoints = folder_path(given, "checkpoint_dir") if given is not None else None
@@ -196,7 +194,7 @@ def _folders(arguments: Mapping[str, Any]) -> Keys:
 
 
 def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainMasterConfig:
-    """Load the configuration of a call, whose messages name the arguments."""
+    """Load the configuration of a call; error messages name the arguments."""
     values: dict[str, object] = {f"{section}.val_at_start": validates, f"{section}.val_at_end": validates}
     name, prompts = given[f"{section}.num_prompts_per_step"]
     try:
@@ -207,16 +205,16 @@ def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainM
         generations = whole_number("", given[f"{section}.num_generations_per_prompt"][1], 1)
         values["policy.train_global_batch_size"] = min(asked, num_rows) * generations
     except ValueError:
-        pass  # the configuration refuses it in its own words
+        pass  # the configuration rejects it with its own message
     values |= {key: value for key, (_, value) in given.items()}
     places = {key: f"argument {name}" for key, (name, _) in given.items()}
     return _LOAD[section](f"{section}_notebook.yaml", values=values, places=places)
 
 
 def _preflight(config: TrainMasterConfig) -> None:
-    """Check what the commands check before a run; ValueError for a run that cannot succeed.
+    """Run the checks that commands make before a run. Raise ValueError for a run that cannot succeed.
 
-    Data and reward functions come from the caller, so findings about those sections do not count.
+    Data and reward functions come from the caller, so findings about their sections are ignored.
     """
     if config.cluster.has_workers:
         raise ValueError(

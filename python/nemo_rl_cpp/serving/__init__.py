@@ -1,10 +1,10 @@
-"""A model behind HTTP: OpenAI's routes and vLLM's, answered by the engine that training uses."""
+"""An HTTP server for a model with OpenAI's and vLLM's routes, based on the engine that training uses."""
 
 import importlib.util
 
 
 def check_installed(what: str) -> None:
-    """ValueError if the packages of the extra `serve` are missing."""
+    """Raise ValueError if the packages of the extra `serve` are missing."""
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{what} needs the package {' and '.join(missing)}: run `pip install 'nemo-rl-cpp[serve]'`")

@@ -1,4 +1,4 @@
-"""The answers of the three routes, as OpenAI and vLLM write them."""
+"""Response bodies of the three routes, in the formats of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 Json = dict[str, object]
 BytesOf = Callable[[int], bytes]
-_COMPLETION_TOKENS = 16  # OpenAI's, where a completion names no number
-_MOST_TURNS = 32  # conversations of a rollout that are remembered
+_COMPLETION_TOKENS = 16  # OpenAI's default for completions
+_MOST_TURNS = 32  # the most conversations kept per rollout
 
 
 @dataclass(frozen=True)
 class Header:
-    """The fields that every part of an answer repeats.
+    """The fields that every part of a response repeats.
 
     Attributes:
-        id: of the request.
-        model: the name by which the request calls it.
-        version: of the weights that answer.
+        id: the id of the request.
+        model: the model name in the request.
+        version: the version of the weights that generate the response.
     """
 
     id: str
@@ -68,7 +68,7 @@ def usage(prompts: list[list[int]], samples: list[Sample]) -> Json:
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> Json:
-    """Return OpenAI's form of an error."""
+    """Return an error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -81,7 +81,7 @@ def event(body: Json | str) -> bytes:
 
 
 class Spelled(NamedTuple):
-    """Tokens of an answer and the text that each adds to it; joined, these are the answer's text."""
+    """Tokens of a response and the text that each token adds; the joined texts are the response's text."""
 
     sample: Sample
     texts: list[str]
@@ -92,13 +92,13 @@ class Spelled(NamedTuple):
 
 
 class Speller:
-    """Turns the tokens of an answer, as they come, into tokens with their texts: a token waits until its text is certain."""
+    """Converts a stream of tokens to tokens with their texts. A token is held back until its text is final."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream, self._waiting = stream, Sample()
 
     def take(self, part: Sample) -> Spelled:
-        """Take the next tokens; return those whose texts are certain, all of them if `part` ends the answer."""
+        """Add the next tokens and return those whose texts are final; all tokens if `part` ends the response."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
         w.extend(part)
@@ -107,17 +107,17 @@ class Speller:
 
 
 def _spelling(bytes_of: BytesOf, token: int) -> str:
-    """Return the text of a single token, a special one by its name; a part of a character is U+FFFD."""
+    """Return the text of a single token; for a special token its name, for a partial character U+FFFD."""
     return bytes_of(token).decode(errors="replace")
 
 
 def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tuple[Json, int]:
-    """Return `logprobs` of /v1/completions for tokens whose text begins at character `at` of the answer, and where the next begins.
+    """Return `logprobs` of /v1/completions for tokens whose text starts at character `at` of the response, and the next
+    start.
 
-    `tokens` joined are the text: a token that adds nothing to it (a special one, the first parts of a character) is "".
-    `top_logprobs` holds the sampled token by its text in `tokens`, even if it is not among the likeliest, as OpenAI's. Another
-    token of the same text has its number as name, as vLLM writes it: `token_id:5`.
-    """
+    The joined `tokens` are the text: a token that adds no text (a special token, the first part of a character) is "".
+    `top_logprobs` includes the sampled token under its text in `tokens`, even if it is not among the likeliest, as in
+    OpenAI. If a different token has the same text, its key is its id, as in vLLM: `token_id:5`."""
     sample, texts = spelled
     offsets = []
     for text in texts:
@@ -143,8 +143,8 @@ def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest
 def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
     """Return `logprobs` of /v1/chat/completions.
 
-    `token` and `bytes`, joined, are the answer's text; `bytes` of a part of a character are that part. `top_logprobs` names
-    single tokens, special ones too.
+    `token` and `bytes`, joined, are the response's text; for a partial character, `bytes` holds the part.
+    `top_logprobs` names single tokens, including special tokens.
     """
     content = []
     for token, text, logprob, likeliest in zip_longest(
@@ -158,11 +158,11 @@ def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
 
 
 def generate_logprobs(sample: Sample, count: int) -> Json:
-    """Return `logprobs` of vLLM's route: for each sampled token the first `count` (at least one) of it and the likeliest.
+    """Return `logprobs` of vLLM's route: per sampled token the first `count` (at least one) of the token and the
+    likeliest.
 
-    `rank` is 1 for the likeliest, null for a token that is not among them, or without any. Older clients read the number of the
-    token in `token`.
-    """
+    `rank` is 1 for the likeliest; null for a token that is not among the likeliest, or if none were requested. Older
+    clients read the token id from `token`."""
 
     def entry(token: int, logprob: float, rank: int | None) -> Json:
         return {"token_id": token, "logprob": logprob, "rank": rank, "token": f"token_id:{token}", "bytes": None}
@@ -180,15 +180,15 @@ def generate_logprobs(sample: Sample, count: int) -> Json:
 
 
 class TextAnswer:
-    """The common part of answers as text.
+    """The base of responses as text.
 
     Attributes:
-        streams: whether each token is sent as it comes.
+        streams: whether each token is sent immediately.
         prompts: token ids of each prompt.
-        samples: answers to each prompt; choice `i` answers prompt `i // samples`.
+        samples: responses per prompt; choice `i` belongs to prompt `i // samples`.
     """
 
-    kind: str  # of a stream's chunks
+    kind: str  # the object name of a stream's chunks
     kept: tuple[str, ...] = ()
     """Special tokens that are part of the text."""
 
@@ -205,7 +205,7 @@ class TextAnswer:
         self._spellers: dict[int, Speller] = {}
 
     def _take(self, k: int, part: Sample) -> Spelled:
-        """Take the next tokens of choice `k`; return those whose texts are certain."""
+        """Add the next tokens of choice `k`; return those whose texts are final."""
         if k not in self._spellers:
             b = self.body
             stream = TextStream(
@@ -223,25 +223,25 @@ class TextAnswer:
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
     def _finished(self, samples: list[Sample]) -> Json:
-        """Return the fields at the end of an answer that does not stream."""
+        """Return the last fields of a response that is not streamed."""
         tells_prompt = self.body.return_token_ids and len(self.prompts) == 1
         return {"usage": usage(self.prompts, samples)} | ({"prompt_token_ids": self.prompts[0]} if tells_prompt else {})
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Keep the answer for later requests of the rollout."""
+        """Keep the response for later requests of the rollout."""
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Yield chunks before the first token."""
+        """Yield the chunks before the first token."""
         yield from ()
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
-        """Yield chunks behind the last token."""
+        """Yield the chunks after the last token."""
         if self.body.stream_options.include_usage:
             yield header.body(self.kind, []) | {"usage": usage(self.prompts, samples)}
 
 
 class CompletionAnswer(TextAnswer):
-    """An answer of /v1/completions."""
+    """A response of /v1/completions."""
 
     kind = "text_completion"
 
@@ -253,7 +253,7 @@ class CompletionAnswer(TextAnswer):
         prompts = [prompt_ids(model.tokenizer, one) if isinstance(one, str) else list(one) for one in several]
         super().__init__(model, body, prompts, rollout, f"cmpl-{request_id}")
         self._logprobs = body.logprobs is not None
-        self._offsets: dict[int, int] = {}  # characters of the tokens that were sent, by choice
+        self._offsets: dict[int, int] = {}  # characters sent so far, by choice
 
     def _choice(self, k: int, spelled: Spelled) -> Json:
         begins, at, logprobs = k not in self._offsets, self._offsets.setdefault(k, 0), None
@@ -266,19 +266,19 @@ class CompletionAnswer(TextAnswer):
         return choice | self._ids(spelled.sample)
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """Return the body of an answer that does not stream."""
+        """Return the body of a response that is not streamed."""
         choices = [self._choice(k, self._take(k, sample)) for k, sample in enumerate(samples)]
         return header.body(self.kind, choices) | self._finished(samples)
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield the chunk of the tokens whose text is certain."""
+        """Yield the chunk of the tokens whose text is final."""
         part = self._take(progress.sample, progress.part)
         if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
             yield header.body(self.kind, [self._choice(progress.sample, part)])
 
 
 class ChatAnswer(TextAnswer):
-    """An answer of /v1/chat/completions."""
+    """A response of /v1/chat/completions."""
 
     kind = "chat.completion.chunk"
 
@@ -302,7 +302,7 @@ class ChatAnswer(TextAnswer):
         self._parsed: dict[int, tuple[Spelled, ParsedToolCalls]] = {}
 
     def _parse(self, k: int, sample: Sample) -> tuple[Spelled, ParsedToolCalls]:
-        """Spell a whole answer and find its calls, once."""
+        """Decode a complete response and extract its tool calls; cache the result."""
         if k not in self._parsed:
             self._spellers.pop(k, None)
             spelled = self._take(k, sample)
@@ -314,7 +314,7 @@ class ChatAnswer(TextAnswer):
         return self._parsed[k]
 
     def _choice(self, k: int, sample: Sample, name: str) -> Json:
-        """Return the choice of a whole answer; `name` is that of its message."""
+        """Return the choice for a complete response; `name` is the key of its message."""
         spelled, parsed = self._parse(k, sample)
         message: Json = {"role": "assistant", "content": parsed.text or (None if parsed.calls else "")}
         reason = sample.finish_reason
@@ -335,7 +335,7 @@ class ChatAnswer(TextAnswer):
         return header.body("chat.completion", choices) | self._finished(samples)
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Keep the conversation with its first answer."""
+        """Keep the conversation with its first response."""
         _, parsed = self._parse(0, samples[0])
         turn = turn_of("assistant", parsed.text, [(call.name, call.arguments) for call in parsed.calls])
         ids, stopped = [*self.prompts[0], *samples[0].token_ids], samples[0].reason == STOP_TOKEN
@@ -343,12 +343,12 @@ class ChatAnswer(TextAnswer):
         rollout.turns = [*rollout.turns[1 - _MOST_TURNS :], conversation]
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Yield the role of each answer."""
+        """Yield the role of each response."""
         for k in range(self.samples):
             yield header.body(self.kind, [_delta(k, {"role": "assistant", "content": ""})])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield the chunk of the tokens whose text is certain. With tools all text comes at the end, when the calls are known."""
+        """Yield the chunk of the tokens whose text is final. With tools, all text is sent at the end, after parsing."""
         if self._tools:
             return
         part = self._take(progress.sample, progress.part)
@@ -373,7 +373,7 @@ def _delta(k: int, delta: Json, reason: str | None = None, logprobs: Json | None
 
 
 class GenerateAnswer:
-    """An answer of vLLM's route: token ids without text."""
+    """A response of vLLM's route: token ids without text."""
 
     def __init__(self, model: ServedModel, body: GenerateBody, rollout: Rollout | None, request_id: str) -> None:
         params = body.sampling_params
@@ -386,7 +386,7 @@ class GenerateAnswer:
         self._tells_prompt = body.return_token_ids
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Keep nothing: the client has the ids."""
+        """Keep nothing, because the client has the ids."""
 
     def _part(self, header: Header, samples: dict[int, Sample]) -> Json:
         choices = []

@@ -36,11 +36,11 @@ _BODIES: dict[type[Answer], type[Body]] = {
     ChatAnswer: ChatBody,
     GenerateAnswer: GenerateBody,
 }
-_GONE = 499  # the status for a client that has gone away; nobody reads it
+_GONE = 499  # the status after the client has disconnected; nobody reads it
 
 
 class Conversation:
-    """A request of a client: its pending requests, one for each prompt, in the engine, and the samples so far."""
+    """A client's request: its pending engine requests, one per prompt, and the samples so far."""
 
     def __init__(self, service: Service, answer: Answer, rollout: Rollout | None) -> None:
         self.service, self.answer, self.rollout = service, answer, rollout
@@ -53,7 +53,7 @@ class Conversation:
 
         def tell(progress: Progress) -> None:
             choice = number * answer.samples + progress.sample
-            with contextlib.suppress(RuntimeError):  # the loop has ended with the server
+            with contextlib.suppress(RuntimeError):  # the event loop ended with the server
                 loop.call_soon_threadsafe(self._news.put_nowait, progress._replace(sample=choice))
 
         prompt = answer.prompts[number]
@@ -62,14 +62,14 @@ class Conversation:
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Keep the requests in the engine inside; drop those that are incomplete at the end, whatever the reason."""
+        """Keep the requests in the engine during the block; at its end cancel those that are incomplete."""
         service, n, most = self.service, len(self.samples), self.service.model.limits.max_queue
         if service.under_way + n > most:
             raise RequestError(
                 f"{n} answers are asked for, {service.under_way} are under way, and the server takes {most}: ask for fewer, or later",
                 503,
             )
-        # a request that was refused has drawn nothing
+        # a rejected request has drawn nothing
         self.pending = [self._pending(number) for number in range(len(self.answer.prompts))]
         service.under_way += n
         try:
@@ -92,7 +92,7 @@ class Conversation:
         return Header(self.answer.id, self.answer.model, self.pending[0].version or 0)
 
     async def next(self) -> Progress:
-        """Return the next tokens. Raises the error of a request that failed."""
+        """Return the next tokens. Raise the error of a failed request."""
         progress = await self._news.get()
         if progress.error is not None:
             raise progress.error
@@ -100,12 +100,12 @@ class Conversation:
         return progress
 
     async def all(self) -> None:
-        """Wait until the answer is complete."""
+        """Wait until the response is complete."""
         while not self.complete:
             await self.next()
 
     def keep(self) -> None:
-        """Let the rollout remember the answer."""
+        """Record the response in the rollout."""
         self._kept = True
         if self.rollout is not None:
             for choice, sample in enumerate(self.samples):
@@ -115,7 +115,7 @@ class Conversation:
             self.answer.remember(self.rollout, self.samples)
 
     async def events(self, progress: Progress) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events, while the engine makes it; `progress` holds its first tokens."""
+        """Yield the response as server-sent events while it is generated; `progress` holds its first tokens."""
         header, answer = self.header, self.answer
         for body in answer.opening(header):
             yield event(body)
@@ -135,7 +135,7 @@ class Conversation:
 
 
 class EventStream(StreamingResponse):
-    """A stream that ends with its client, at the deadline, or when the answer is complete; then it closes `stack`."""
+    """A stream that ends when its client disconnects, at the deadline, or with the response; then it closes `stack`."""
 
     def __init__(
         self, events: AsyncIterator[bytes], headers: dict[str, str], stack: contextlib.AsyncExitStack, deadline: float
@@ -154,16 +154,16 @@ class Service:
     """The handlers of the routes.
 
     Args:
-        model: the model that answers.
-        api_key: that requests must carry as `Authorization: Bearer`; None: none.
+        model: the served model.
+        api_key: the key that requests must send as `Authorization: Bearer`; None: no key is needed.
     """
 
     def __init__(self, model: ServedModel, api_key: str | None = None) -> None:
         self.model, self._api_key = model, api_key
-        self.under_way = 0  # answers, over all clients
+        self.under_way = 0  # responses in flight, over all clients
 
     async def health(self, request: Request) -> Response:
-        """Answer `GET /health`."""
+        """Handle `GET /health`."""
         state = self.model.engine.state
         return JSONResponse(
             {
@@ -180,7 +180,7 @@ class Service:
         )
 
     async def models(self, request: Request) -> Response:
-        """Answer `GET /v1/models`: OpenAI's list of models, with vLLM's `max_model_len`."""
+        """Handle `GET /v1/models`: OpenAI's list of models, with vLLM's `max_model_len`."""
         self._check_key(request)
         model = self.model
         card = {
@@ -210,7 +210,7 @@ class Service:
         limit = self.model.limits.request_timeout_s
         deadline = asyncio.get_running_loop().time() + limit
         rollout = self.model.rollout_of(body, request.headers.get(HEADER))
-        # text becomes tokens on another thread, so that a long one keeps nobody waiting
+        # texts are tokenized on a different thread, so that a long text does not block other requests
         answer = await asyncio.to_thread(make, self.model, body, rollout, uuid.uuid4().hex)
         conversation = Conversation(self, answer, rollout)
         async with contextlib.AsyncExitStack() as stack:
@@ -230,7 +230,7 @@ class Service:
         return JSONResponse(await asyncio.to_thread(answer.whole, header, conversation.samples), headers=headers)
 
     def draw(self, prompt: list[int], seed: int | None, rollout: Rollout | None) -> Draw:
-        """Return the key of the draws of the answers to a prompt."""
+        """Return the random key for the responses to a prompt."""
         if rollout is not None:
             return self.model.rollouts.draw(rollout, prompt, seed)
         seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
@@ -255,7 +255,7 @@ class Service:
             raise RequestError(f"the body did not arrive within {limits.body_timeout_s:g} s", 408) from None
         try:
             data = json.loads(raw, parse_constant=_no_constant)
-            if b"\\ud" in raw.lower():  # half a character is no text
+            if b"\\ud" in raw.lower():  # a partial character is no text
                 json.dumps(data, ensure_ascii=False).encode()
             return data
         except (ValueError, RecursionError) as error:
@@ -268,7 +268,7 @@ def _no_constant(name: str) -> float:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Progress | None]) -> Progress | None:
-    """Return the result of `work`; ClientDisconnect if the client goes away meanwhile."""
+    """Return the result of `work`. Raise ClientDisconnect if the client disconnects first."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -285,7 +285,7 @@ async def _unless_gone(request: Request, work: Awaitable[Progress | None]) -> Pr
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-# ---- errors as answers
+# ---- error responses
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "server_error", 504: "server_error"}
 _HEADERS = {
@@ -297,7 +297,7 @@ _HEADERS = {
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Answer a request with a mistake, or one that the server's state does not allow."""
+    """Return the error response for an invalid request, or one that the server's state does not allow."""
     status = getattr(error, "status", 503 if isinstance(error, ServingError) else 400)
     body = error_body(str(error), _KINDS.get(status, "invalid_request_error"), getattr(error, "param", None), status)
     return JSONResponse(body, status, _HEADERS.get(status))
@@ -329,7 +329,7 @@ def make_app(model: ServedModel, api_key: str | None = None) -> Starlette:
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/inference/v1/generate", service.generate, methods=["POST"]),
     ]
-    # a ValueError is a mistake that the engine has found
+    # a ValueError is an invalid request found by the engine
     handlers = dict.fromkeys((ValueError, ServingError, ChatTemplateError), _refused)
     return Starlette(
         routes=routes,

@@ -1,6 +1,6 @@
-"""The bodies of requests, checked: OpenAI's fields, and those that vLLM adds.
+"""Validated request bodies: OpenAI's fields, and those that vLLM adds.
 
-A field that would change the answer and is not supported is refused by its name; none is ignored silently.
+A field that would change the response and is not supported is rejected by name; no field is ignored silently.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IGNORED_PARAMS = {"detokenize", "spaces_between_special_tokens", "routed_expert
 
 
 class RequestError(ValueError):
-    """A mistake in a request; `status` is HTTP's, `param` the field."""
+    """Raised for an invalid request; `status` is the HTTP status, `param` the field."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
@@ -66,12 +66,12 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: object) -> object:
-        """Drop fields that are null: in OpenAI's protocol null means the same as an absent field."""
+        """Drop null fields, which mean the same as absent fields in OpenAI's protocol."""
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class SamplingFields(_Body):
-    """The fields of sampling that all three routes have. None: the server's default."""
+    """The sampling fields of all three routes. None: the server's default."""
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -91,7 +91,7 @@ class SamplingFields(_Body):
 
     @property
     def num_likeliest(self) -> int:
-        """The number of likeliest tokens to return with each sampled one."""
+        """The number of likeliest tokens to return per sampled token."""
         return 0
 
 
@@ -100,11 +100,11 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
-    include_obfuscation: bool = False  # of OpenAI's servers; changes no text
+    include_obfuscation: bool = False  # options of OpenAI's servers; no effect on text
 
 
 class TextBody(SamplingFields):
-    """The fields that completions and chat have in common."""
+    """The fields that completions and chat share."""
 
     model: Text | None = None
     stream: bool = False
@@ -134,7 +134,7 @@ class ToolCallFunction(_Body):
 
 
 class ToolCall(_Body):
-    """A call in an earlier answer, as OpenAI writes one."""
+    """A tool call in an earlier response, in OpenAI's format."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -158,7 +158,7 @@ class ChatMessage(_Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
-    annotations: Annotated[list, Field(max_length=0)] | None = None  # an OpenAI client gives it back with an answer
+    annotations: Annotated[list, Field(max_length=0)] | None = None  # an OpenAI client sends it back with a response
 
     @property
     def text(self) -> str:
@@ -187,7 +187,7 @@ class GenerateParams(SamplingFields):
 
     @property
     def num_likeliest(self) -> int:
-        """The number of likeliest tokens to find: the sampled one comes first and counts."""
+        """The number of likeliest tokens to compute: the sampled token comes first and is counted."""
         return self.logprobs if self.logprobs and self.logprobs > 1 else 0
 
 
@@ -209,7 +209,7 @@ Body = CompletionBody | ChatBody | GenerateBody
 
 
 def read_body(kind: type[Body], data: object) -> Body:
-    """Return the checked body; RequestError that names the first wrong field."""
+    """Return the validated body. Raise RequestError that names the first invalid field."""
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {type(data).__name__}: expected an object")
     data = _without_neutral(data, _IGNORED)
@@ -229,7 +229,7 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
-    """Return the fields that may change an answer. RequestError for one that is supported at its neutral value alone."""
+    """Return the fields that may change a response. Raise RequestError if a field supports only its neutral value."""
     kept = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in kept.keys() & _NEUTRAL.keys():
         value = kept.pop(name)
@@ -240,5 +240,5 @@ def _without_neutral(data: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
 
 
 def _is_a_kind(part: object) -> bool:
-    """Whether a part of pydantic's path names one of several types, and no field."""
+    """Return whether a part of pydantic's error path names one of several types instead of a field."""
     return isinstance(part, str) and any(sign in part for sign in "[(") or part in ("str", "constrained-str")

@@ -1,4 +1,4 @@
-"""Conversations as token ids, and tool calls in the text of an answer."""
+"""Conversations as token ids, and tool calls in the text of a response."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _END = re.compile(r"\s*</tool_call>")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function; `arguments` is JSON text."""
+    """A tool call; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -34,17 +34,17 @@ class Call:
 
 @dataclass(frozen=True)
 class ParsedToolCalls:
-    """The text of an answer without its calls, and the calls."""
+    """The text of a response without its tool calls, and the calls."""
 
     text: str
     calls: list[Call] = field(default_factory=list)
 
 
 def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
-    """Find the calls in an answer that lie outside its thinking, and return them and the text without them.
+    """Extract the tool calls outside the reasoning block; return them and the remaining text.
 
-    `thinks`: whether the prompt has opened the thinking already. Thinking without an end goes to the end of the text. A call
-    that is no JSON object with a name stays text.
+    `thinks`: whether the prompt already opened the reasoning block. An unclosed block runs to the end of the text. A
+    call that is not a JSON object with a name is kept as text.
     """
     calls: list[Call] = []
     kept, copied = [], 0
@@ -69,7 +69,7 @@ def _end_of_thinking(text: str, begin: int) -> int:
 
 
 def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
-    """Read the call whose JSON begins at `begin`; return it and its end."""
+    """Parse the tool call whose JSON starts at `begin`; return the call and its end."""
     try:
         content, at = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):
@@ -82,8 +82,8 @@ def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
     return Call(call_id, content["name"], written), end.end()
 
 
-_PLACE = "9001place1009"  # digits and letters, which templates let through
-_ENOUGH_IDS = 32  # for the mark, in whatever pieces, and blank lines behind it
+_PLACE = "9001place1009"  # digits and letters, which templates do not change
+_ENOUGH_IDS = 32  # enough for the tag, however it is tokenized, and blank lines after it
 Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
 """Role, content without blanks around it, calls and reasoning of a message: what tells two messages apart."""
 Tools = list[Mapping[str, object]]
@@ -91,13 +91,13 @@ Tools = list[Mapping[str, object]]
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """A conversation that the model has answered.
+    """A conversation with the model's response.
 
     Attributes:
-        turns: its messages, the answer the last of them.
-        ids: tokens of prompt and answer.
-        stopped: whether the answer's last token is the one that ended it.
-        tools: of the prompt.
+        turns: its messages; the response is the last.
+        ids: the tokens of prompt and response.
+        stopped: whether the last token is a stop token.
+        tools: the tools of the prompt.
     """
 
     turns: tuple[Turn, ...]
@@ -111,7 +111,7 @@ def turn_of(role: str, text: str, calls: Sequence[tuple[str, str]] = (), reasoni
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    """Return the messages of a request in the form in which they are compared."""
+    """Return the messages of a request in a form that can be compared."""
     calls = [[(c.function.name, c.function.arguments) for c in m.tool_calls or ()] for m in messages]
     return tuple(turn_of(m.role, m.text, its, m.reasoning_content or "") for m, its in zip(messages, calls))
 
@@ -122,7 +122,7 @@ def takes_tools(tokenizer: TokenizerType) -> bool:
 
 
 def opens_thinking(tokenizer: TokenizerType, prompt: Sequence[int]) -> bool:
-    """Return whether a prompt ends with `<think>`, as templates of reasoning models write it."""
+    """Return whether a prompt ends with `<think>`, as written by templates of reasoning models."""
     end = tokenizer.decode(list(prompt[-_ENOUGH_IDS:]), skip_special_tokens=False)
     return end.rstrip().endswith(THINK)
 
@@ -132,9 +132,9 @@ def chat_prompt(
 ) -> list[int]:
     """Return the token ids of a conversation.
 
-    A conversation that continues one of `earlier` with the same tools keeps its ids, followed by those of the new text; others
-    are the ids of the template's text. ChatTemplateError if the template refuses the conversation.
-    """
+    A conversation that continues one of `earlier` with the same tools reuses its token ids, followed by those of the
+    new text. Otherwise the rendered template is tokenized. Raise ChatTemplateError if the template rejects the
+    conversation."""
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
     same_tools = [each for each in earlier if (each.tools or None) == (tools or None)]
@@ -150,7 +150,7 @@ def chat_prompt(
 def _text_behind(
     tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
-    """Return the text that the template writes behind the content of message `answer`; None if the template changes the content."""
+    """Return the text that the template writes after message `answer`; None if it changes the content."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
     text = render_prompt(tokenizer, marked, tools=tools)
@@ -158,7 +158,7 @@ def _text_behind(
 
 
 def _ids_of(tokenizer: TokenizerType, text: str, last: AssistantTurn) -> list[int]:
-    if last.stopped:  # its end token is there already
+    if last.stopped:  # the end token is already included
         text = text.removeprefix(tokenizer.decode(last.ids[-1:], skip_special_tokens=False))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return [int(i) for i in ids]
@@ -179,7 +179,7 @@ def _plain(message: ChatMessage) -> dict[str, object]:
 
 
 def _parsed(arguments: str) -> object:
-    """Return the arguments as a value, since templates write the JSON themselves."""
+    """Return the arguments as a value, because templates write the JSON themselves."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The thread that steps the engine: requests of token ids in, token ids and log-probabilities out."""
+"""The thread that runs the engine: takes requests of token ids, returns token ids and log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Likeliest = tuple[tuple[int, float], ...]
 
 
 class ServingError(RuntimeError):
-    """A request fails because of the server's state, not because of the request."""
+    """Raised if a request fails because of the server's state, not because of the request."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request is sampled and where it stops. Temperature 0 is greedy.
+    """How a request is sampled and when it stops. Temperature 0 is greedy.
 
-    `num_likeliest`: likeliest tokens that are returned with each sampled one.
+    `num_likeliest`: the number of likeliest tokens to return per sampled token.
     """
 
     temperature: float = 1.0
@@ -41,9 +41,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draw:
-    """The key of a request's random draws: its samples follow from this, its prompt and its sampling alone.
+    """The key of a request's random draws. The samples depend only on this key, the prompt and the sampling parameters.
 
-    `number`: of the rollout's requests with this prompt, from which `draw_id` was made.
+    `number`: the index among the rollout's requests with this prompt, from which `draw_id` was computed.
     """
 
     seed: int
@@ -54,7 +54,7 @@ class Draw:
 
 @dataclass
 class Sample:
-    """Tokens of one answer to a request: all of them so far, or the new ones. `reason` is 0 while the answer is incomplete."""
+    """Tokens of one response: all so far, or the new ones. `reason` is 0 while the response is incomplete."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's word; None while the answer is incomplete."""
+        """OpenAI's finish reason; None while the response is incomplete."""
         return FINISH_REASONS.get(self.reason)
 
     def extend(self, part: Sample) -> None:
@@ -75,7 +75,7 @@ class Sample:
 
 
 class Progress(NamedTuple):
-    """The new tokens of answer number `sample` of a request, or the error by which all of its answers failed."""
+    """New tokens of response number `sample`, or the error that made every response of the request fail."""
 
     sample: int = 0
     part: Sample | None = None
@@ -84,13 +84,13 @@ class Progress(NamedTuple):
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request on its way through the engine.
+    """A request that the engine has not finished.
 
     Attributes:
-        samples: answers to the one prompt, whose computation they share.
-        tell: is called from the engine's thread, after each step with `every_token`, else once an answer is complete.
-        version: of the weights that answer; None before the request has begun.
-    """
+        samples: the number of responses to the prompt; they share its computation.
+        tell: called from the engine's thread, after each step with `every_token`, otherwise when a response is
+            complete.
+        version: of the weights that generate the response; None until the request starts."""
 
     prompt_ids: list[int]
     sampling: Sampling
@@ -105,7 +105,7 @@ class PendingRequest:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Requests that wait for the engine and that run, blocks of its cache, and tokens since the start."""
+    """Numbers of waiting and running requests, blocks of the engine's cache, and tokens since the start."""
 
     waiting: int
     running: int
@@ -117,15 +117,15 @@ class EngineState:
 
 
 class EngineThread:
-    """Steps a `C.ResidentEngine` while it is open and has work.
+    """Runs a `C.ResidentEngine` while it is open and has requests.
 
-    Closed, it answers nothing and gives its cache back; requests wait. Requests that run when it is closed end first, so each
-    answer comes from one version of the weights.
+    While closed, it generates nothing and releases its cache; requests wait. Closing lets running requests finish, so
+    each response comes from one version of the weights.
 
     Args:
-        make_engine: makes the engine, in its thread, when it is first needed.
-        version: of the weights, until `open` sets another.
-        is_open: whether it begins open.
+        make_engine: makes the engine, in this thread, when it is first needed.
+        version: of the weights, until `open` sets a new one.
+        is_open: whether it starts open.
     """
 
     step_seconds = 600.0
@@ -147,8 +147,8 @@ class EngineThread:
     # ---- from any thread
 
     def submit(self, *requests: PendingRequest) -> None:
-        """Let requests join the batch at the next step, together, so that one version of the weights answers them. Mistakes in
-        them reach their `tell` (ValueError)."""
+        """Add requests to the batch at the next step, together, so that one version of the weights answers them. An
+        invalid request is reported through its `tell` (ValueError)."""
         with self._changed:
             if self._ends:
                 raise ServingError("the server is ending")
@@ -156,7 +156,7 @@ class EngineThread:
             self._changed.notify_all()
 
     def cancel(self, request: PendingRequest) -> None:
-        """Drop a request, whose `tell` is not called any more; its blocks are free after the present step."""
+        """Drop a request and call its `tell` no more; its blocks are freed after the current step."""
         with self._changed:
             if request in self._new:
                 self._new.remove(request)
@@ -165,16 +165,16 @@ class EngineThread:
             self._changed.notify_all()
 
     def open(self, version: int) -> None:
-        """Answer requests from now on, with weights of this version."""
+        """Start answering requests, with weights of this version."""
         with self._changed:
             self._version, self._open = version, True
             self._changed.notify_all()
 
     def close(self, patience: float) -> None:
-        """Wait until nothing runs, at most `patience` seconds; then let the rest fail. New requests wait from now on.
+        """Wait until nothing runs, at most `patience` seconds, then fail what still runs. New requests wait from now
+        on.
 
-        RuntimeError if the thread has died, or its step does not end.
-        """
+        Raise RuntimeError if the thread has died, or its step does not end."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
@@ -196,12 +196,12 @@ class EngineThread:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Make no step inside: another engine computes with the same model."""
+        """Run no step during the block, because a different engine computes with the same model."""
         with self._weights:
             yield
 
     def shut_down(self, patience: float = 10.0) -> None:
-        """End the thread; its requests fail. Safe to call twice."""
+        """End the thread; its requests fail. Idempotent."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -306,9 +306,9 @@ class EngineThread:
 
 
 def longest_in_cache(runner: C.ModelRunner, cache_bytes: int) -> int:
-    """Return the tokens of the longest sequence whose keys and values a cache of that size holds; below 2 it can answer nothing.
+    """Return the length in tokens of the longest sequence that fits a cache of this size; below 2 nothing can be
+    generated.
 
-    The engine counts ceil(length / block) blocks, and one more where a copied prompt ends within a block.
-    """
+    The engine needs ceil(length / block) blocks, and one more if a copied prompt ends within a block."""
     blocks = cache_bytes // max(runner.bytes_per_block(), 1)
     return max((blocks - 1) * runner.block_size() + 1, 0)

@@ -1,4 +1,4 @@
-"""The policy of a run behind HTTP: requests are answered during rollouts and validations, when the weights do not change."""
+"""Serves a run's policy over HTTP: requests are answered during rollouts and validations, at constant weights."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class ServerAddress:
     """The address of the policy for agents.
 
     Attributes:
-        base_url: for an OpenAI client: it ends in /v1.
-        model: its name.
-        header: names the rollout of a request.
-        tokenizer: a folder with the tokenizer's files, for clients that tokenise themselves.
-        max_model_len: tokens of the longest sequence.
+        base_url: for an OpenAI client; ends in /v1.
+        model: the model's name.
+        header: the HTTP header that names a request's rollout.
+        tokenizer: a folder with the tokenizer's files, for clients that tokenize themselves.
+        max_model_len: the longest sequence in tokens.
     """
 
     base_url: str
@@ -52,14 +52,14 @@ class ServerAddress:
 
 
 class ServedGeneration(GenerationInterface):
-    """An engine of the loop and the server of the same model, which never compute at the same time.
+    """The training loop's engine and a server for the same model, which never compute at the same time.
 
-    The server answers between `prepare_for_generation` and `finish_generation`; at other times requests wait. Those under way at
-    `finish_generation` get up to 30 s to end, since the weights are about to change.
+    The server answers between `prepare_for_generation` and `finish_generation`; otherwise requests wait. Requests in
+    flight at `finish_generation` have up to 30 s to finish, because the weights are about to change.
 
     Args:
         inner: the engine of the loop.
-        version: returns the step whose weights are in place.
+        version: returns the step of the current weights.
         sampling: the distributions of the streams "train" and "val".
     """
 
@@ -94,7 +94,7 @@ class ServedGeneration(GenerationInterface):
             return self.inner.generate(data, greedy, **beside)
 
     def finish_generation(self) -> bool:
-        """Close the server until the next weights."""
+        """Close the server until the weights are updated."""
         self.model.engine.close(_PATIENCE_S)
         return self.inner.finish_generation()
 
@@ -107,7 +107,7 @@ class ServedGeneration(GenerationInterface):
         return self.inner.shutdown()
 
     def invalidate_kv_cache(self) -> bool:
-        return self.inner.invalidate_kv_cache()  # that of the server is new with every opening
+        return self.inner.invalidate_kv_cache()  # the server's cache is new each time it opens
 
     def weight_digest(self) -> str:
         return self.inner.weight_digest()
@@ -135,20 +135,20 @@ class ServedGeneration(GenerationInterface):
         )
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Return the key that requests of a rollout must name; they are sampled as those of the stream.
+        """Return the key that requests of a rollout must send; they are sampled with the settings of the stream.
 
-        The draws follow from `name`, which validations repeat; the key begins with the step and is not used twice.
-        """
+        The draws depend on `name`, which is the same in every validation; the key starts with the step and is never
+        reused."""
         sampling = TrainedSampling(0.0, 1.0, 0) if greedy else self._sampling[stream]
         return self.model.rollouts.register(f"{self._version()}-{name}", STREAMS[stream], sampling, name)
 
     def end_rollout(self, key: str) -> Rollout:
-        """Return the requests and answers of a rollout, which takes no more."""
+        """Return the requests and responses of a rollout, and reject further requests for it."""
         return self.model.rollouts.take(key)
 
 
 def trained_sampling(config: GenerationConfig, validation: bool = False) -> TrainedSampling:
-    """Return the distribution of `policy.generation`, for training or validation."""
+    """Return the sampling distribution of `policy.generation`, for training or validation."""
 
     def setting(name: str) -> float | None:
         value = getattr(config, f"val_{name}") if validation else None
@@ -176,11 +176,11 @@ def serve_policy(
 
     Args:
         inner: the engine of the loop.
-        version: returns the step whose weights are in place.
-        seed: of the run, part of every draw.
-        listener: from `listener_of`. A failure closes it.
+        version: returns the step of the current weights.
+        seed: the run's seed, part of every draw.
+        listener: from `listener_of`; closed on failure.
 
-    Raises ValueError if the cache holds no sequence of full length.
+    Raises ValueError if the cache cannot hold a sequence of full length.
     """
     from nemo_rl_cpp.serving.http_server import HttpServer  # needs the extra `serve`
 
@@ -202,7 +202,7 @@ def serve_policy(
 def listener_of(config: PolicyConfig) -> socket.socket | None:
     """Return a socket that listens at `http_server`'s address; None without expose_http_server.
 
-    Raises ValueError, before a model is loaded, if a package is missing or the address cannot be had.
+    Raise ValueError, before a model is loaded, if a package is missing or the address is not available.
     """
     if not config.generation.expose_http_server:
         return None
@@ -214,7 +214,7 @@ def listener_of(config: PolicyConfig) -> socket.socket | None:
 
 
 def key_of(variable: str | None) -> str:
-    """Return the key that requests must carry: the variable's, or a new one. ValueError if the variable is not set."""
+    """Return the API key: from the environment variable, or a new one. Raise ValueError if the variable is not set."""
     key = secrets.token_urlsafe(24) if variable is None else os.environ.get(variable)
     if not key:
         raise ValueError(f"policy.generation.http_server.api_key_variable is {variable}, but that variable is not set")
@@ -224,7 +224,7 @@ def key_of(variable: str | None) -> str:
 def _model(
     policy: Policy, inner: NativeGeneration, config: PolicyConfig, version: Callable[[], int], seed: int
 ) -> ServedModel:
-    """Return the policy with an engine that is closed."""
+    """Return the policy as a served model with a closed engine."""
     generation, folder, tokenizer = config.generation, policy.folder, policy.tokenizer
     settings, stops = generation.http_server, generation.stop_strings or ()
     longest = generation.effective_max_model_len(config.max_total_sequence_length)

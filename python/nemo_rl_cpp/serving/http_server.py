@@ -12,13 +12,13 @@ from nemo_rl_cpp.serving.model import ServedModel
 
 _START_SECONDS = 15.0
 _END_SECONDS = 5.0
-_IDLE_SECONDS = 75  # of a connection between two requests
+_IDLE_SECONDS = 75  # idle time of a connection between two requests
 _MOST_CONNECTIONS = 2048
 _LONGEST_HEAD = 64 << 10
 
 
 def listen(host: str, port: int, where: str = "--host and --port") -> socket.socket:
-    """Return a listening socket; port 0 takes a free one. ValueError that names the options `where` if the address cannot be had."""
+    """Return a listening socket; port 0 picks a free port. On failure raise ValueError that names options `where`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
@@ -32,7 +32,7 @@ class HttpServer:
     """Serves a model at a listening socket until `stop`.
 
     Args:
-        api_key: that requests must carry; None: none.
+        api_key: the key that requests must send; None: no key is needed.
     """
 
     def __init__(self, model: ServedModel, listener: socket.socket, api_key: str | None = None) -> None:
@@ -53,7 +53,7 @@ class HttpServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def start(self) -> None:
-        """Serve in a thread, from the return of this call on."""
+        """Start serving in a thread, and return once requests are accepted."""
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
         end = time.monotonic() + _START_SECONDS
@@ -71,7 +71,7 @@ class HttpServer:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Take no more requests, wait a little for those under way, and end. Safe to call twice, from any thread."""
+        """Stop accepting requests, wait briefly for those in flight, and end. Idempotent; call from any thread."""
         self._server.should_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _END_SECONDS)

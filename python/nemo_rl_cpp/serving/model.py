@@ -1,4 +1,4 @@
-"""A model with its engine and tokenizer, as a server has it, and the server's limits."""
+"""A served model with its engine and tokenizer, and the server's limits."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Limits:
     """The limits of a server.
 
     Attributes:
-        max_queue: answers that are under way or wait, over all clients; more are refused with status 503.
-        max_body_bytes: of a request.
-        request_timeout_s: from the last byte of a request to the last byte of its answer.
-        body_timeout_s: for a request's body to arrive.
+        max_queue: responses that run or wait, over all clients; further requests are rejected with status 503.
+        max_body_bytes: the largest request body.
+        request_timeout_s: from the last byte of a request to the last byte of its response.
+        body_timeout_s: the time for a request's body to arrive.
     """
 
     max_queue: int = 1024
@@ -51,9 +51,9 @@ class ServedModel:
     """A model behind a server.
 
     Attributes:
-        names: by which requests may call it; the first is shown.
-        default: sampling of a request that names none.
-        digest: of the weights; "" if it is not known.
+        names: the names that requests may use; the first is shown.
+        default: sampling parameters for requests without any.
+        digest: of the weights; "" if unknown.
     """
 
     names: tuple[str, ...]
@@ -69,11 +69,11 @@ class ServedModel:
 
     @cached_property
     def bytes_of_token(self) -> Callable[[int], bytes]:
-        """Returns the bytes of a token, which may be a part of a character."""
+        """Returns the bytes of a token, which may be a partial character."""
         return bytes_of_token(self.tokenizer)
 
     def check_name(self, name: str | None) -> str:
-        """Return the name by which a request calls the model; RequestError for another model's."""
+        """Return the name that a request uses for the model. Raise RequestError for an unknown model."""
         if name is not None and name not in self.names:
             raise RequestError(
                 f"the model `{name}` does not exist here: this server has `{self.names[0]}`", 404, "model"
@@ -99,10 +99,10 @@ class ServedModel:
     def sampling(self, body: SamplingFields, longest: int | None, prompt: int, rollout: Rollout | None) -> Sampling:
         """Return the sampling of a request whose prompt has `prompt` tokens.
 
-        Without a number in the body an answer has `longest` tokens at most; None: as many as there is room for. An answer of a
+        If the body sets no limit, a response has at most `longest` tokens; None: as many as fit. A response of a
         trained rollout has at most `default.max_new_tokens` tokens, the run's longest response.
 
-        RequestError if a trained rollout asks for another distribution than training's, or for several answers.
+        Raise RequestError if a trained rollout requests a distribution other than training's, or several responses.
         """
         trained = None if rollout is None else rollout.sampling
         limit = body.max_tokens or getattr(body, "max_completion_tokens", None)
@@ -136,7 +136,7 @@ class ServedModel:
         )
 
     def rollout_of(self, body: TextBody | GenerateBody, header: str | None) -> Rollout | None:
-        """Return the rollout that a request names in its header or its body; None without a name."""
+        """Return the rollout that a request names in its header or its body; None if it names none."""
         if header is not None and body.rollout_key is not None and header != body.rollout_key:
             raise RequestError("the header X-Rollout-Key and rollout_key name two rollouts", param="rollout_key")
         key = header or body.rollout_key
@@ -153,10 +153,10 @@ class EngineSizes:
     """The sizes of a served engine. None: the largest that fits.
 
     Attributes:
-        max_model_len: longest sequence, prompt and answer; None: as many tokens as the model has positions and the cache room for.
+        max_model_len: the longest sequence (prompt and response); None: limited by the model's positions and the cache.
         kv_cache_gb: memory of keys and values; None: half of the free memory, 4 GiB at most.
-        max_batch_size: answers that are generated at the same time.
-        prefill_chunk_tokens: tokens of prompts that a step computes, so that a long prompt does not hold up the others.
+        max_batch_size: the number of responses generated concurrently.
+        prefill_chunk_tokens: prompt tokens computed per step, so that a long prompt does not delay other requests.
     """
 
     max_model_len: int | None = None
@@ -165,7 +165,7 @@ class EngineSizes:
     prefill_chunk_tokens: int = 512
 
     def cache_bytes(self) -> int:
-        """Return the most memory of keys and values."""
+        """Return the maximum memory of keys and values in bytes."""
         if self.kv_cache_gb is not None:
             return int(self.kv_cache_gb * 1e9)
         return max(min(available_bytes() // 2, _LONGEST_CACHE), 1)
@@ -206,10 +206,10 @@ def load_model(
     """Load a folder, a model name, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its engine.
 
     Args:
-        served_name: another name for clients.
+        served_name: a different name for clients.
         seed: part of the draws of requests that name a rollout and no seed.
 
-    Raises ValueError if the model cannot be had or does not fit.
+    Raises ValueError if the model cannot be found or does not fit.
     """
     if name == TINY_RANDOM:
         raise ValueError(
@@ -225,12 +225,12 @@ def load_model(
         for remark in settle_chat_template(tokenizer, folder):
             warnings.warn(remark, stacklevel=2)
     except ValueError:
-        pass  # without a template there are completions, and a chat names the missing template
+        pass  # without a template completions work, and chat reports the missing template
     model = C.DecoderModel(opened.native(), getattr(torch, precision), False)
     opened.fill(model)
     runner, cache_bytes = native_runner(model, {}), sizes.cache_bytes()
     longest = length_that_fits(runner, cache_bytes, opened.max_length, is_given=sizes.max_model_len is not None)
-    version = re.fullmatch(r"step_(\d+)", folder.parent.parent.name)  # of a checkpoint, step_N/policy/weights
+    version = re.fullmatch(r"step_(\d+)", folder.parent.parent.name)  # in a checkpoint: step_N/policy/weights
     engine = engine_thread(
         runner, tokenizer, replace(sizes, max_model_len=longest), cache_bytes, int(version[1]) if version else 0
     )
@@ -250,7 +250,7 @@ def load_model(
 def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:
     """Return the length of sequences that the cache holds, at most `longest`; warn if it is less.
 
-    Raises ValueError if `longest` was given and does not fit, or nothing fits.
+    Raise ValueError if `longest` was given and does not fit, or nothing fits.
     """
     fits = longest_in_cache(runner, cache_bytes)
     if longest <= fits:

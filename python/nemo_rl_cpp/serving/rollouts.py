@@ -1,4 +1,4 @@
-"""Requests and answers of each rollout, by its key: training takes the token ids that were sampled."""
+"""Requests and responses of each rollout, by its key: training uses the token ids that were sampled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADER = "x-rollout-key"
 
 @dataclass(frozen=True)
 class TrainedSampling:
-    """The distribution from which samples of a trained rollout must be drawn: training computes their log-probabilities under it."""
+    """The distribution from which a trained rollout must be sampled: training computes log-probabilities under it."""
 
     temperature: float
     top_p: float
@@ -41,25 +41,25 @@ class Call:
 
     @property
     def truncated(self) -> bool:
-        """Whether the answer ran out of room."""
+        """Whether the response was cut at the length limit."""
         return self.sample.reason == LENGTH
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop token ended the answer."""
+        """Whether a stop token ended the response."""
         return self.sample.reason == STOP_TOKEN
 
 
 @dataclass
 class Rollout:
-    """The calls of one key.
+    """The calls with one rollout key.
 
     Attributes:
-        name: part of the key of its draws; None: its key.
-        stream: of its random draws (csrc/common/random.h).
-        sampling: the distribution of its samples; None: as each request asks.
-        turns: conversations by chat, with the token ids of each.
-        drawn: the numbers of the answers to each prompt that were given or are under way.
+        name: part of the key of its draws; None: the rollout's key is used.
+        stream: the stream of its random draws (csrc/common/random.h).
+        sampling: the distribution of its samples; None: each request sets it.
+        turns: chat conversations, each with its token ids.
+        drawn: per prompt, the numbers of the responses that are finished or in flight.
     """
 
     key: str
@@ -73,8 +73,8 @@ class Rollout:
 
 
 class Rollouts:
-    """Rollouts by key. A run registers those that it will train on and takes them when they have ended; of others the latest few
-    thousand are kept, for their conversations only.
+    """Rollouts by key. A run registers the rollouts that it will train on, and takes them when they end. Of all other
+    rollouts the latest few thousand are kept, only for their conversations.
 
     Args:
         seed: part of the key of every draw.
@@ -88,7 +88,7 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: TrainedSampling, name: str | None = None) -> str:
-        """Add a rollout that will be taken, with the draws of `name`; return its key: `key`, or another if that was used before."""
+        """Add a rollout to take later, with draws keyed by `name`; return `key`, or a new key if `key` was used."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:
@@ -97,7 +97,7 @@ class Rollouts:
             return own
 
     def take(self, key: str) -> Rollout:
-        """Return a rollout that has ended. Requests that name it later are refused."""
+        """Remove and return an ended rollout. Later requests that name it are rejected."""
         with self._lock:
             rollout = self._registered.pop(key)
             self._ended[key] = None
@@ -106,7 +106,7 @@ class Rollouts:
             return replace(rollout, calls=[*rollout.calls])  # later answers are too late
 
     def find(self, key: str) -> Rollout:
-        """Return the rollout of a request. RequestError (410) for one that has been taken."""
+        """Return the rollout of a request. Raise RequestError (410) if it was taken."""
         with self._lock:
             if key in self._ended:
                 raise RequestError(f"the rollout {key} has ended: its samples are trained already", 410, "rollout_key")
@@ -119,10 +119,10 @@ class Rollouts:
             return found
 
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
-        """Return the key of the draws of the rollout's next answer to this prompt.
+        """Return the random key for the rollout's next response to this prompt.
 
-        It follows from the seed, the rollout's key, the prompt and the smallest number that no answer to this prompt has; so a
-        rollout that is run again gets its samples again, in whatever order requests that are under way together arrive.
+        It depends on the seed, the rollout's key, the prompt and the smallest number unused for this prompt. So a
+        repeated rollout gets the same samples again, in whatever order concurrent requests arrive.
         """
         prompt = _digest_of(rollout, prompt_ids)
         with self._lock:
@@ -133,12 +133,12 @@ class Rollouts:
         return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number)
 
     def gave_up(self, rollout: Rollout, prompt_ids: list[int], draw: Draw) -> None:
-        """Free the number of an answer that failed or that its client left: a client that asks again gets it."""
+        """Free the number of a failed or abandoned response, so that a retry gets the same draws."""
         with self._lock:
             rollout.drawn[_digest_of(rollout, prompt_ids)].discard(draw.number)
 
     def answered(self, rollout: Rollout, call: Call) -> None:
-        """Keep an answer of a trained rollout."""
+        """Record a response of a trained rollout."""
         if rollout.sampling is not None:
             with self._lock:
                 rollout.calls.append(call)
@@ -156,11 +156,11 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def longest_chain(calls: list[Call]) -> list[Call]:
-    """Return the calls of the longest growing conversation: each prompt begins with the prompt and answer of the call before it.
+    """Return the calls of the longest growing conversation: each prompt starts with the previous call's prompt and
+    response.
 
-    Retries, sub-agents and a conversation that was cut down are left out. Of several chains, the one with most calls counts,
-    then with most tokens; so the order in which calls came in does not matter.
-    """
+    Retries, sub-agents and shortened conversations are left out. Of several chains, the one with the most calls, then
+    the most tokens, is returned, so the order in which calls arrived does not matter."""
     ordered = sorted(calls, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.sample.token_ids))
     chains: list[list[Call]] = []
     for call in ordered:

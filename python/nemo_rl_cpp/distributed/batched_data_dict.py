@@ -1,4 +1,4 @@
-"""A batch as a dictionary: every value is a tensor with the batch as dimension 0, or a list with one item a row."""
+"""A batch as a dictionary: every value is a tensor with the batch as dimension 0, or a list with one item per row."""
 
 from collections import UserDict
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,19 @@ DictT = TypeVar("DictT", bound=Mapping[str, object])
 
 
 class BatchedDataDict(UserDict, Generic[DictT]):
-    """A dictionary of rows that is sliced, repeated and joined as one."""
+    """A dictionary of rows; slicing, repeating and joining apply to all values."""
 
     @classmethod
     def from_batches(
         cls, batches: Sequence[Mapping[str, object]], pad_value_dict: dict[str, int | float] | None = None
     ) -> Self:
-        """Join batches row after row; keys come out sorted.
+        """Concatenate the rows of batches; keys are sorted.
 
-        Lists are concatenated; 1-D tensors too; tensors of two and more dimensions are padded on the right of
-        dimension 1 to the longest with `pad_value_dict[key]` (0 if not given). Batches without any key are skipped, and
-        a key that only a batch without rows lacks is taken from the others.
+        Lists and 1-D tensors are concatenated. Tensors with two or more dimensions are first padded on the right of
+        dimension 1 to the longest with `pad_value_dict[key]` (default 0). Batches without keys are skipped. A key may
+        be missing in a batch without rows.
 
-        Raises KeyError when a key is missing in a batch with rows.
+        Raises KeyError if a key is missing in a batch with rows.
         """
         pad_values = pad_value_dict or {}
         filled = [batch for batch in batches if len(batch) > 0]
@@ -39,7 +39,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return joined
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Repeat every row `num_repeats` times, copies side by side; list items are deep copies of their own."""
+        """Repeat every row `num_repeats` times, with copies next to each other; list items are deep-copied."""
         repeated = type(self)()
         for key, value in self.data.items():
             if torch.is_tensor(value):
@@ -64,7 +64,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def slice(self, start: int, end: int) -> Self:
         """Return the rows [start, end); tensors share storage with this batch.
 
-        Raises ValueError when `end` lies beyond a tensor's rows.
+        Raises ValueError if `end` exceeds a tensor's rows.
         """
         sliced = type(self)()
         for key, value in self.data.items():
@@ -75,7 +75,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     @property
     def size(self) -> int:
-        """Rows, read from the first key; 0 without keys."""
+        """Number of rows of the first key; 0 without keys."""
         return rows_of(next(iter(self.data.values()))) if self.data else 0
 
     @staticmethod
@@ -101,5 +101,5 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
 
 def rows_of(value: torch.Tensor | Sequence[object]) -> int:
-    """Count the rows of one value of a batch."""
+    """Return the number of rows of one value of a batch."""
     return value.shape[0] if torch.is_tensor(value) else len(value)

@@ -1,4 +1,4 @@
-"""The devices of a run, the processes that drive them, and the objects that live in these."""
+"""The devices of a run, the processes that use them, and the objects in these processes."""
 
 import importlib.util
 import os
@@ -14,11 +14,11 @@ from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWork
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, Workers
 
-_TARGETS = count(1)  # objects in worker processes, over all groups
+_TARGETS = count(1)  # numbers of objects in worker processes, over all groups
 
 
 def cuda_usable() -> bool:
-    """Whether models can lie on a GPU: torch sees one and this package was built with its CUDA kernels."""
+    """Return whether models can run on a GPU: torch sees a GPU and this package was built with its CUDA kernels."""
     return torch.cuda.is_available() and importlib.util.find_spec("nemo_rl_cpp._cuda") is not None
 
 
@@ -39,27 +39,27 @@ def check_device(device: str) -> str:
 
 
 def use_threads(settings: ClusterConfig) -> None:
-    """Let this process compute on `cluster.cpus_per_worker` threads, if models live in it and the key is given."""
+    """Set torch's threads to `cluster.cpus_per_worker`, if the key is set and models run in this process."""
     if settings.cpus_per_worker is not None and not settings.has_workers:
         torch.set_num_threads(settings.cpus_per_worker)
 
 
 def shut_down(*clusters: "Cluster | None") -> None:
-    """End the processes of all clusters that are not None."""
+    """Shut down all clusters that are not None."""
     for cluster in clusters:
         if cluster is not None:
             cluster.shutdown()
 
 
 class Cluster:
-    """The workers of a run, one a device. One worker is this process itself; more are processes of this machine, or Ray actors
-    (`cluster.executor`), on the CPU.
+    """The workers of a run, one per device. A single worker is this process itself. Several workers are processes of
+    this machine, or Ray actors (`cluster.executor`), on the CPU.
 
     Args:
-        bundle_ct_per_node_list: workers of each node.
-        use_gpus: whether models lie on a GPU.
-        settings: section `cluster` of the configuration: who runs the workers, their threads and deadlines.
-        role: what messages call a worker.
+        bundle_ct_per_node_list: number of workers of each node.
+        use_gpus: whether models use a GPU.
+        settings: section `cluster` of the configuration: executor, threads and timeouts.
+        role: name of a worker in messages.
 
     Raises ValueError for several workers on GPUs or with the executor in_process.
     """
@@ -90,7 +90,7 @@ class Cluster:
             )
         self.use_gpus = use_gpus
         self.name = name
-        self.deadline = self._settings.communication_timeout_s  # seconds that one message between workers may take
+        self.deadline = self._settings.communication_timeout_s  # timeout of one message between workers, in seconds
         self._workers: Workers | None = None
 
     def world_size(self) -> int:
@@ -99,12 +99,12 @@ class Cluster:
 
     @property
     def workers(self) -> Workers:
-        """The workers that are not this process; started when they are first asked for."""
+        """The workers outside this process; started on first access."""
         if self._workers is None:
             settings = self._settings
             everybody = max(self._size, settings.processes)  # another cluster's workers share this machine's threads
             by_launcher = launched() is not None and settings.chosen_executor == "processes"
-            if by_launcher:  # whose threads are those of one rank
+            if by_launcher:  # this process has only one rank's threads
                 everybody = 1
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
             common = (self._size, threads, settings.worker_timeout_s, self.deadline, self._role)
@@ -119,24 +119,24 @@ class Cluster:
         return self._workers
 
     def device(self, precision: str = "float32") -> str:
-        """Return where models lie: "cuda" if the cluster uses GPUs, one can be used and `precision` is computed there (float32,
-        bfloat16); else "cpu"."""
+        """Return "cuda" if the cluster uses GPUs, a GPU is usable and `precision` is supported there (float32,
+        bfloat16); otherwise "cpu"."""
         return "cuda" if self.use_gpus and precision in ("float32", "bfloat16") and cuda_usable() else "cpu"
 
     def shutdown(self) -> bool:
-        """End the processes, if there are any. Safe to call twice."""
+        """Shut down the worker processes, if there are any. Idempotent."""
         if self._workers is not None:
             self._workers.kill()
         return True
 
 
 class WorkerGroup:
-    """One object in every worker of a cluster; methods run on all of them. The builder, arguments and results are pickled. Several
-    groups may share the workers of a cluster.
+    """One object in every worker of a cluster; methods run on all of them. The builder, arguments and results are
+    pickled. Several groups may share the workers of a cluster.
 
     Args:
-        remote_worker_builder: makes the object, from the `Ranks` of its worker.
-        tensor_size: so many neighbours have slices of one model each, and work on the same samples.
+        remote_worker_builder: builds the object from the `Ranks` of its worker.
+        tensor_size: number of neighbours that hold slices of the same model and process the same samples.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class WorkerGroup:
         self.call_all("__create__", remote_worker_builder)
 
     def first_of_groups(self, values: list) -> list:
-        """Take, of one value a worker, those of the first worker of each group: the others repeat them."""
+        """Return the first worker's value of each group; all workers of a group return the same value."""
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
@@ -162,12 +162,12 @@ class WorkerGroup:
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
-        """Return the values of a call that all workers make together. A failure names the rank, and no rank is left
-        waiting for it."""
+        """Return the results of a call that all workers make together. An error names the failed rank; no rank waits
+        for it forever."""
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:
-        """Return the value that all workers must agree on. Raise RuntimeError if one has another."""
+        """Return the result, which must be equal on all workers. Raise RuntimeError if it differs."""
         first, *others = self.call_all(method_name, *args)
         for rank, value in enumerate(others, 1):
             if value != first:
@@ -178,8 +178,8 @@ class WorkerGroup:
     def call_each(
         self, method_name: str, each: list[tuple], event: str, on_event: list[Callable[..., None] | None]
     ) -> list:
-        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. When worker `rank`
-        calls its argument named `event`, `on_event[rank]` is called here with the same arguments."""
+        """Call a method on every worker with the arguments `each[rank]`; return the results in rank order. A worker's
+        calls of its argument `event` are passed to `on_event[rank]` in this process."""
         calls = []
         for rank, (args, told) in enumerate(zip(each, on_event)):
             listener = None if told is None else (event, told)

@@ -1,4 +1,4 @@
-"""Results of calls that run at the same time as the caller: what `.remote(...)` gives and `get` waits for."""
+"""Results of calls that run concurrently with the caller: `.remote(...)` returns them and `get` waits for them."""
 
 import pickle
 import sys
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from nemo_rl_cpp.errors import as_user_error
 
-_SLICE = 0.5  # seconds of one wait: Python looks at signals between them, also at one that another thread was woken for
+_SLICE = 0.5  # seconds per wait: between waits Python handles signals, also if a different thread was woken for them
 
 
 class Answer(NamedTuple):
-    """How a worker's call ended: with a value, or with an error, its traceback as text, and the sentence about it if it
-    arose in the user's code."""
+    """The outcome of a worker's call: a value, or an error with its traceback as text and, if it arose in the user's
+    code, a sentence about it."""
 
     value: object = None
     error: BaseException | None = None
@@ -26,7 +26,7 @@ class Future:
     """The result of a call that may still be running.
 
     Attributes:
-        error: what the call raised; None while it runs, or if it did not fail.
+        error: what the call raised; None while it runs, or if it succeeded.
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class Future:
         self.error: BaseException | None = None
 
     def run(self, call: Callable[[], object]) -> None:
-        """Make the call and keep its value, or the exception it raised."""
+        """Make the call and store its value, or the exception it raised."""
         try:
             self._value = call()
-        except BaseException as error:  # whatever it is, it belongs to the one who asks for the result
+        except BaseException as error:  # any exception is raised for the caller of `result`
             self.error = error
         self._done.set()
 
     def set(self, value: object, error: BaseException | None = None) -> None:
-        """End the call from outside: with a value, or with the error that it raised."""
+        """Set the outcome of the call: its value, or the error that it raised."""
         self._value, self.error = value, error
         self._done.set()
 
@@ -51,7 +51,7 @@ class Future:
         return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long; whether the call has ended."""
+        """Wait at most `seconds`; return whether the call has ended."""
         return self._done.wait(seconds)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -66,7 +66,7 @@ class Future:
 
 
 def is_done(result: object) -> bool:
-    """Whether what `.remote(...)` gave has ended: a future, or a reference of Ray's."""
+    """Return whether the result of `.remote(...)`, a future or a Ray ObjectRef, is available."""
     if isinstance(result, Future):
         return result.done()
     ray = sys.modules.get("ray")
@@ -74,8 +74,8 @@ def is_done(result: object) -> bool:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """Return what was raised in a Ray actor, without Ray's wrapping: with the sentence about the user's code (`told`) if it arose
-    there, and its own traceback as a note. Return any other exception unchanged."""
+    """Return the exception that was raised in a Ray actor, without Ray's wrapper: with the sentence about the user's
+    code (`told`) if it arose there, and with its traceback as a note. Return any other exception unchanged."""
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
         return error
@@ -89,7 +89,7 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def get(result: object, timeout: float | None = None) -> Any:
-    """Return the value of a future or of a Ray reference, of a list of them the list of values, and anything else unchanged."""
+    """Return the value of a future or Ray ObjectRef, a list of values for a list, and any other object unchanged."""
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):
@@ -104,7 +104,7 @@ def get(result: object, timeout: float | None = None) -> Any:
 
 
 def picklable(error: BaseException) -> BaseException:
-    """Return the exception, or its text alone if it cannot be pickled."""
+    """Return the exception, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

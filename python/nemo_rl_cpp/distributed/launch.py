@@ -1,9 +1,9 @@
-"""Ranks that `torchrun` or `srun` has started, as their environment variables say, and how they reach rank 0.
+"""Ranks started by `torchrun` or `srun`, as given by environment variables, and how they connect to rank 0.
 
-Rank 0 is the run: it drives, and starts a worker for itself. The others are workers: they meet at torch's store
-(MASTER_ADDR, MASTER_PORT), find there where rank 0 listens, connect and answer its calls, which are pickles. Nothing is
-unpickled before both ends have proved that they know a secret: NEMO_RL_LAUNCH_TOKEN, or a random one that rank 0 leaves
-in the store.
+Rank 0 runs the training loop and starts its own worker. The other ranks are workers: they rendezvous at torch's store
+(MASTER_ADDR, MASTER_PORT), read rank 0's address there, connect and answer its calls, which are pickles. Nothing is
+unpickled before both ends have proved that they know a secret: NEMO_RL_LAUNCH_TOKEN, or a random secret that rank 0
+writes to the store.
 """
 
 import json
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 TOKEN = "NEMO_RL_LAUNCH_TOKEN"
-MEETING_SECONDS = 1800.0  # until all ranks must have come: rank 0 reads data and checkpoints first
+MEETING_SECONDS = 1800.0  # timeout for all ranks to arrive: rank 0 reads data and checkpoints first
 HANDSHAKE_SECONDS = 10.0
 C = TypeVar("C")
 
 
 class Launch(NamedTuple):
-    """What the launcher says of this process.
+    """The launcher's settings for this process.
 
     Attributes:
-        rank, size: of this process, and how many there are.
+        rank, size: rank of this process, and number of ranks.
         host, port: of torch's store.
         sizes: the variable that `size` was read from.
     """
@@ -46,7 +46,7 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launch of this process; None if nobody launched several."""
+    """Return the launch settings of this process; None if it was not launched with several ranks."""
     variables = launcher_variables(environment)
     if variables is None:
         return None
@@ -63,8 +63,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raise ConfigError if the file asks for another number of workers than were launched, for restarts, which are the
-    launcher's, for `engines` on workers that train nothing, or for an executor with which every rank would be a run."""
+    """Raise ConfigError if the configuration does not fit the launch: wrong number of workers, restarts (the launcher's
+    task), `engines` in workers that train nothing, or an executor with which every rank would start a run."""
     if cluster.executor not in ("processes", "auto"):
         text = (
             f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or "
@@ -92,8 +92,8 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
 
 
 def serving(load: Callable[..., C]) -> Callable[..., C]:
-    """Wrap `load` of a configuration; in a launched process of rank 1 or higher it does not return: the process is a
-    worker then."""
+    """Wrap the function `load`, which loads a configuration. In a launched process of rank 1 or higher the wrapper does
+    not return: the process becomes a worker."""
 
     def load_and_serve(*arguments: object) -> C:
         config = load(*arguments)
@@ -107,7 +107,7 @@ def serving(load: Callable[..., C]) -> Callable[..., C]:
 
 
 def serve(launch: Launch) -> None:
-    """Connect to rank 0 and answer its calls until it closes the connection; then the process ends with status 0."""
+    """Connect to rank 0 and answer its calls until it closes the connection; then exit with status 0."""
     from nemo_rl_cpp.distributed.worker import SocketWorker, ignore_signals
 
     ignore_signals()
@@ -125,11 +125,11 @@ def serve(launch: Launch) -> None:
 
 
 def meet(launch: Launch) -> "Store":
-    """Wait for all ranks, and return the store that they share. Raise TimeoutError if one does not come."""
+    """Wait for all ranks, and return the store that they share. Raise TimeoutError if a rank does not arrive."""
     from torch.distributed import PrefixStore, rendezvous
 
     limit = timedelta(seconds=MEETING_SECONDS)
-    # torchrun's store outlives an attempt: the next one must not read the port of the last
+    # torchrun's store outlives an attempt: the next attempt must not read the last attempt's port
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store, _, _ = next(rendezvous(f"tcp://{launch.host}:{launch.port}", launch.rank, launch.size, timeout=limit))
@@ -142,7 +142,7 @@ def meet(launch: Launch) -> "Store":
 
 
 def listen(launch: Launch, store: "Store") -> tuple[socket.socket, bytes]:
-    """Let rank 0 listen, and leave port and secret in the store. Return the socket and the secret."""
+    """Open rank 0's listening socket, and write port and secret to the store. Return the socket and the secret."""
     listening = socket.create_server((socket.gethostbyname(launch.host), 0))
     if not os.environ.get(TOKEN):
         store.set("secret", secrets.token_hex(32))
@@ -155,8 +155,8 @@ def _secret(store: "Store") -> bytes:
 
 
 def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
-    """Return the connection of a rank that knows the secret, and what it tells of itself. Raise OSError, EOFError, ValueError or
-    AuthenticationError for anybody else. Nothing is unpickled here."""
+    """Return the connection of a rank that knows the secret, and the facts it sends. Raise OSError, EOFError,
+    ValueError or AuthenticationError for any other peer. Nothing is unpickled."""
     connection = as_connection(reached)
     try:
         deliver_challenge(connection, token)
@@ -170,8 +170,8 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 
 
 def as_connection(reached: socket.socket) -> Connection:
-    """Make a connection of a socket, which notices that the other machine is gone. Until `_wait_at_most(connection, 0)`
-    nothing on it takes longer than a handshake may, so a silent stranger holds nobody up."""
+    """Return a connection on a socket that detects a dead peer. Until `_wait_at_most(connection, 0)`, each read or
+    write has the handshake timeout, so that a silent stranger cannot block the run."""
     reached.setblocking(True)
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -184,7 +184,7 @@ def as_connection(reached: socket.socket) -> Connection:
 
 
 def _wait_at_most(connection: Connection, seconds: float) -> None:
-    """Limit the time of one read or write; 0: no limit."""
+    """Set the timeout of a single read or write; 0: no limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as known:
         value = struct.pack("ll", int(seconds), 0)
         known.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)

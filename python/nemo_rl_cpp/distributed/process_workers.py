@@ -1,4 +1,4 @@
-"""Workers in processes, as the run's process sees them: started on this machine, or by `torchrun` or `srun` on any."""
+"""The run's worker processes: started on this machine, or by `torchrun` or `srun` on any machine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
-_SLICE = 0.5  # seconds of one wait: Python looks at signals between them
+_SLICE = 0.5  # seconds per wait; Python handles signals between waits
 
 
 class SocketPeer:
-    """A worker at the other end of a socket: calls go out, answers and signs of life come in, each on a thread.
+    """A worker connected by a socket. One thread sends calls; a second thread receives results and heartbeats.
 
     Attributes:
-        pid: its process, on its own machine.
+        pid: of the worker's process, on its machine.
     """
 
     pid: int
@@ -49,15 +49,15 @@ class SocketPeer:
         self.closed = self.failed = False
         self._outgoing: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._ended: BaseException | None = None
-        self._lock = threading.Lock()  # of _pending and _ended, which two threads change
+        self._lock = threading.Lock()  # guards _pending and _ended, which two threads change
         self.joined = self._expect(-1, "meeting the other ranks")
-        # the writer is a thread, so that the caller looks at signs of life while a stopped process reads nothing
+        # a separate thread writes, so that the caller still checks heartbeats while a stopped process reads nothing
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
 
     def lost(self) -> WorkerLostError:
-        """Return the error that tells what happened to the process, and during which call."""
+        """Return the error that reports what happened to the process, and during which call."""
         with self._lock:
             doing = next((call.what for call in self._pending.values()), "nothing")
         where = f"process {self.pid}{self._where()}"
@@ -70,7 +70,7 @@ class SocketPeer:
         return f"gave no sign of life for {time.monotonic() - self.last_beat:.0f} s (cluster.worker_timeout_s)"
 
     def call(self, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start a call, see `Workers.call`."""
+        """Start a call; see `Workers.call`."""
         self._last_call += 1
         event, on_event = listener or (None, None)
         call = self._expect(self._last_call, method.strip("_"), on_event)
@@ -87,7 +87,7 @@ class SocketPeer:
         return call
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # it has died: the reader tells
+        with contextlib.suppress(OSError):  # the worker has died, which the reader reports
             while (message := self._outgoing.get()) is not None:
                 self._connection.send(message)
 
@@ -109,7 +109,7 @@ class SocketPeer:
         self._notify()
 
     def _wait_for_end(self) -> None:
-        """Wait until more may be known of why the socket was closed."""
+        """Wait for more information on why the socket was closed."""
 
     def _take(self, kind: str, number: int, value: object) -> None:
         self.last_beat = time.monotonic()
@@ -127,10 +127,10 @@ class SocketPeer:
             self._changed.notify_all()
 
     def kill(self) -> None:
-        """End the threads and the connection. May be called again."""
+        """Stop the threads and close the connection. Idempotent."""
         self._outgoing.put(None)
         if not self._connection.closed:
-            with contextlib.suppress(OSError):  # wakes the reader if the other end is still there
+            with contextlib.suppress(OSError):  # wakes the reader if the peer is still alive
                 with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
                     same.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -140,7 +140,7 @@ class SocketPeer:
 
 
 class ProcessWorker(SocketPeer):
-    """One process, started by exec in another session, so that a Ctrl-C in the terminal reaches the run's process alone."""
+    """A worker process in a new session, so that Ctrl-C in the terminal only reaches the run's main process."""
 
     def __init__(self, join: dict, changed: threading.Condition, role: str = "rank") -> None:
         ours, theirs = socket.socketpair()
@@ -167,24 +167,24 @@ class ProcessWorker(SocketPeer):
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
     def kill(self) -> None:
-        """End the process and whatever it started. May be called again."""
+        """Kill the process and all its child processes. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self.pid, signal.SIGKILL)
-        self._wait_for_end()  # one that the kernel does not let go ends later
+        self._wait_for_end()  # a process in uninterruptible sleep ends later
         super().kill()
 
 
 class ProcessWorkers(Workers):
-    """The processes of a cluster: started together, ended together.
+    """The processes of a cluster, which start and stop together.
 
     Args:
-        count: how many ranks.
-        threads: of each.
-        silence: seconds without a sign of life after which a worker counts as lost.
-        deadline: seconds that a call between ranks may take.
-        role: what messages call a worker.
-        backend: what connects the ranks, see `ranks.connect`.
+        count: number of ranks.
+        threads: per worker.
+        silence: seconds without a heartbeat after which a worker is reported as lost.
+        deadline: timeout in seconds of a call between ranks.
+        role: name of a worker in messages.
+        backend: connects the ranks, see `ranks.connect`.
     """
 
     tells_events = True
@@ -228,7 +228,9 @@ class ProcessWorkers(Workers):
             for call in calls:
                 call.tell_events()
             now = time.monotonic()
-            if now - looked_at > 4 * _SLICE:  # this very process was stopped: the workers' beats wait to be read
+            if (
+                now - looked_at > 4 * _SLICE
+            ):  # this process itself was stopped: heartbeats of the workers are still unread
                 for worker in self._workers:
                     worker.last_beat = now
             looked_at = now
@@ -249,14 +251,14 @@ class ProcessWorkers(Workers):
 
 
 def rendezvous_store(host: str, deadline: float) -> TCPStore:
-    """Hold a TCP store at `host`, on a free port, where ranks meet (`ranks.connect`)."""
+    """Return a TCP store at `host`, on a free port, for the rendezvous of ranks (`ranks.connect`)."""
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False)
 
 
 class LaunchedWorker(SocketPeer):
-    """A rank that the launcher has started, on this machine or another."""
+    """A rank started by the launcher, on this machine or a remote machine."""
 
     def __init__(
         self, connection: Connection, told: dict, join: dict, changed: threading.Condition, local: bool
@@ -272,9 +274,9 @@ class LaunchedWorker(SocketPeer):
         return "is gone: its connection was closed" if self.closed else super()._how()
 
     def kill(self) -> None:
-        """Close its connection, at which it ends, and kill it if it is on this machine and silent. May be called again."""
+        """Close the worker's connection, which makes it exit. If it is local and unresponsive, kill it. Idempotent."""
         if self._local and self.failed and not self.closed:
-            # printed now: the launcher ends this process too as soon as it sees that rank end
+            # printed now, because the launcher ends this process too once that rank has ended
             print(f"error: {self.lost()}", file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -282,7 +284,7 @@ class LaunchedWorker(SocketPeer):
 
 
 class LaunchedWorkers(ProcessWorkers):
-    """See `ProcessWorkers`; all ranks but the first are launched already, and ended ones cannot be started again."""
+    """See `ProcessWorkers`. All ranks except the first were started by the launcher and cannot be restarted."""
 
     def _start(self, join: dict, role: str) -> None:
         launch, size = launched(), join["size"]
@@ -312,7 +314,7 @@ class LaunchedWorkers(ProcessWorkers):
                 except TimeoutError:
                     missing = ", ".join(str(rank) for rank in range(1, size) if rank not in found)
                     raise WorkerLostError(f"rank {missing} of {size} is gone; it was doing: starting") from None
-                except (OSError, EOFError, ValueError, AuthenticationError):  # a stranger
+                except (OSError, EOFError, ValueError, AuthenticationError):  # not a rank of this run
                     continue
                 local = peer[0] == listening.getsockname()[0]
                 found[told["rank"]] = LaunchedWorker(connection, told, join, self._changed, local)

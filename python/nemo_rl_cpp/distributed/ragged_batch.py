@@ -1,4 +1,4 @@
-"""A batch without padding: samples of different lengths, their tokens one after the other."""
+"""A batch without padding: samples of different lengths, with their tokens concatenated."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -12,17 +12,17 @@ LENGTHS = "input_lengths"
 
 
 class RaggedBatch:
-    """B samples with T tokens in all. What belongs to tokens has T entries: sample b's are [offsets[b], offsets[b + 1]).
+    """B samples with T tokens in total. Per-token tensors have T entries: sample b has [offsets[b], offsets[b + 1]).
 
-    As a mapping it shows the same in NeMo RL's layout, which losses, estimators and adapters take: `batch[name]` of tokens is
-    [B, S], padded on the right with zeros (`input_ids` with the pad token), `input_lengths` is int32 [B]. A padded tensor is a
-    copy: what is written into it does not come back; `batch[name] = tensor` does.
+    As a mapping it has NeMo RL's padded layout, which losses, estimators and adapters use: per-token `batch[name]` is
+    [B, S], padded on the right with zeros (`input_ids` with the pad token), `input_lengths` is int32 [B]. A padded
+    tensor is a copy: writing into it does not change the batch; `batch[name] = tensor` does.
 
     Args:
         offsets: int64 [B + 1], from 0 to T.
-        tokens: name -> [T, ...]; `input_ids` is among them.
-        samples: name -> [B, ...], a list with an item a sample, or what belongs to the whole batch.
-        pad_token_id: stands in `batch["input_ids"]` behind the end of a sample.
+        tokens: name -> [T, ...]; includes `input_ids`.
+        samples: name -> [B, ...], a list with one item per sample, or a value for the whole batch.
+        pad_token_id: fills `batch["input_ids"]` after the end of a sample.
         width: S, at least the longest sample.
     """
 
@@ -37,11 +37,10 @@ class RaggedBatch:
 
     @classmethod
     def of(cls, data: "Batch") -> Self:
-        """Make a batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. A tensor of another name
-        belongs to tokens
-        where its second dimension is S. Tensors are brought to the CPU. A RaggedBatch is given back as it is.
+        """Return a batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. Any other tensor is
+        per-token if its second dimension is S. Tensors are moved to the CPU. A RaggedBatch is returned unchanged.
 
-        Raises ValueError where shape and lengths do not fit.
+        Raises ValueError if shape and lengths do not fit.
         """
         if isinstance(data, RaggedBatch):
             return data
@@ -61,7 +60,7 @@ class RaggedBatch:
         return made
 
     def copy(self) -> Self:
-        """Return a batch with the same tensors, whose names can be changed separately."""
+        """Return a shallow copy: the same tensors, with independent names."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, tokens=dict(self.tokens), samples=dict(self.samples))
         return made
@@ -90,24 +89,24 @@ class RaggedBatch:
 
     @property
     def starts(self) -> Tensor:
-        """int64 [B]: where each sample begins."""
+        """int64 [B]: offset of each sample's first token."""
         return self.offsets[:-1].contiguous()
 
     def by_token(self, of_samples: Tensor) -> Tensor:
-        """Spread [B] to [T]: each token has its sample's value."""
+        """Expand [B] to [T]: each token gets its sample's value."""
         return of_samples[self.sample_of_token]
 
     def by_sample(self, of_tokens: Tensor) -> Tensor:
-        """Sum [T] over each sample's tokens: [B]."""
+        """Sum [T] over each sample's tokens; return [B]."""
         return of_tokens.new_zeros(self.size).index_add_(0, self.sample_of_token, of_tokens)
 
     def rows(self, of_tokens: Tensor) -> Sequence[Tensor]:
-        """Return the [T, ...] of each sample, as views."""
+        """Split [T, ...] by sample; return views."""
         return of_tokens.split(self.lengths.tolist())
 
     def of_samples(self, value: object, rows: list[int]) -> object:
-        """Select these samples of a tensor [B, ...] or of a list with an item a sample; return what belongs to the
-        whole batch unchanged."""
+        """Select these samples of a tensor [B, ...] or of a list with one item per sample; return a value for the whole
+        batch unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) == self.size:
             return value[torch.tensor(rows, dtype=torch.int64)]
         if isinstance(value, list) and len(value) == self.size:
@@ -118,7 +117,7 @@ class RaggedBatch:
 
     @cached_property
     def _inside(self) -> Tensor:
-        """bool [B, S]: the places that hold tokens; selected row after row, they are the ragged order."""
+        """bool [B, S]: the positions that hold tokens; read row by row, they are in ragged order."""
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:
@@ -128,8 +127,8 @@ class RaggedBatch:
         return out
 
     def ragged(self, value: Tensor) -> Tensor:
-        """Take [T, ...] from [B, S, ...]; what is behind the end of a sample is dropped, and S may be that of the
-        longest sample. [T] is given back as it is; one value a sample, [B] or [B, 1], goes to each of its tokens."""
+        """Return [T, ...] from [B, S, ...] without padding; S may be just the longest sample's length. [T] is returned
+        unchanged. One value per sample, [B] or [B, 1], is expanded to each of its tokens."""
         if value.dim() >= 2 and len(value) == self.size and value.shape[1] >= int(self.lengths.max()):
             width = min(value.shape[1], self.width)
             return value[:, :width][self._inside[:, :width]]
@@ -143,8 +142,8 @@ class RaggedBatch:
         )
 
     def places(self, samples: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return, of these samples padded to `width`, (int64 [b, width] which of the T tokens stands there, bool [b, width] whether
-        one does; where none does, the first is 0)."""
+        """Return (int64 [b, width], bool [b, width]) for these samples padded to `width`: the index of each position's
+        token among the T tokens (0 on padding), and whether the position holds a token."""
         column = torch.arange(width)[None]
         inside = column < self.lengths[samples][:, None]
         return torch.where(inside, self.offsets[samples][:, None] + column, 0), inside
@@ -197,9 +196,9 @@ class RaggedBatch:
 
 
 Batch = Mapping[str, object] | RaggedBatch
-"""What models take: padded tensors by NeMo RL's names, or a ragged batch."""
+"""The input of models: padded tensors by NeMo RL's names, or a ragged batch."""
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Return int64 [B + 1] from lengths [B]: where each sample begins, and where the last one ends."""
+    """Return int64 [B + 1] from lengths [B]: the start of each sample, and the end of the last."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])

@@ -1,6 +1,6 @@
-"""The processes ("ranks") that train one model together, each a part of the samples of every global batch.
+"""The processes ("ranks") that train one model together. Each processes part of the samples of every global batch.
 
-With tensor parallelism a part of the samples belongs to a group of processes, each of which has a slice of the model.
+With tensor parallelism, a group of processes shares the same samples, and each process holds a slice of the model.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from nemo_rl_cpp._native import Communicator
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
-# A block may have so many times the mean number of tokens for its samples to be trained where they were generated: the forward pass that
-# this spares is a third of a training step, or more.
+# Samples are trained on the rank that generated them if no block exceeds this multiple of the mean number of tokens.
+# This saves a forward pass, which is a third of a training step or more.
 MOST_UNEVEN = 1.25
-# A move is worth its message where it takes so much from what the busiest rank has to do.
+# Minimum share of the busiest rank's load that a move must save to be worth its message.
 LEAST_GAIN = 0.05
 
 
 class OtherRankFailedError(RuntimeError):
-    """This rank stopped because another one failed, which has the reason."""
+    """Raised when this rank stops because a different rank failed; that rank's error has the reason."""
 
 
 @dataclass(frozen=True)
 class GradientSums:
-    """How the gradients of several ranks are added; the sums are the same bits.
+    """How the gradients of several ranks are summed. All settings give bit-identical sums.
 
     Attributes:
-        beside: while the last backward goes on, layer by layer; else after it.
-        sharded: each rank keeps its shard alone, and ranks take the blocks in turns (ZeRO-2). Needs `beside`.
+        beside: sum layer by layer during the last backward pass; otherwise after it.
+        sharded: each rank keeps only its shard, and blocks are assigned round-robin (ZeRO-2). Needs `beside`.
     """
 
     beside: bool = False
@@ -50,19 +50,19 @@ class GradientSums:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which part of the work this process does. By default it is the only one and does all of it.
+    """The position of this process among the ranks. By default it is the only process.
 
     Attributes:
         rank: of this process, or of its tensor-parallel group, from 0.
-        size: number of processes, or groups.
-        communicator: the way to the others, which have the same slice of the model; None where there are none.
-        tensor: the way to the processes of this group, which have the same samples and other slices; None: the model is whole here.
-        world: the way to all processes, where there are groups.
-        meet: makes a communicator of the processes of these numbers in the world, of which this is one. Communicators of one set of
-            processes differ by a label; equal ones are one.
-        members: the numbers in the world of those that `communicator` leads to.
-        address: where processes of other machines reach this one; None: all are on this machine.
-        mesh: gives the same processes as torch.distributed knows them, for what torch shares out by itself (FSDP2).
+        size: number of processes, or of groups.
+        communicator: connects the processes with the same slice of the model; None for a single process.
+        tensor: connects the processes of this group, which have the same samples and different slices; None: no slices.
+        world: connects all processes, if there are groups.
+        meet: returns a communicator for the processes with these world ranks, which include this process. Different
+            labels give separate communicators for the same processes; equal labels give the same communicator.
+        members: world ranks of the processes of `communicator`.
+        address: where other machines reach this process; None: all processes are on this machine.
+        mesh: returns the same processes as a torch.distributed mesh, for FSDP2.
     """
 
     rank: int = 0
@@ -77,21 +77,21 @@ class Ranks:
 
     @property
     def tensor_size(self) -> int:
-        """Number of slices of the model."""
+        """The number of slices of the model."""
         return 1 if self.tensor is None else self.tensor.size
 
     @property
     def tensor_rank(self) -> int:
-        """Number of the slice here."""
+        """The index of this process's slice."""
         return 0 if self.tensor is None else self.tensor.rank
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files, which one process does."""
+        """Whether this process is the one that writes files."""
         return self.rank == 0 and self.tensor_rank == 0
 
     def split(self, tensor_size: int) -> Ranks:
-        """Cut the same processes into groups of `tensor_size` neighbours, with a slice of the model each. All processes call it."""
+        """Split the processes into groups of `tensor_size` neighbours, one slice of the model each. Collective call."""
         if tensor_size == 1:
             return self
         if self.size % tensor_size or self.meet is None:
@@ -104,11 +104,11 @@ class Ranks:
         return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet, members=members)
 
     def beside(self) -> Communicator | None:
-        """Connect the processes of `communicator` a second time, for messages from another thread. All of them call it."""
+        """Connect the processes of `communicator` a second time, for messages from a second thread. Collective call."""
         return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:
-        """Return the least value of this group: what its processes decide by must be one number."""
+        """Return the minimum of `value` over this group, so that all its processes decide by the same number."""
         if self.tensor is None:
             return value
         every = torch.empty(self.tensor_size, 1, dtype=torch.int64)
@@ -116,21 +116,21 @@ class Ranks:
         return int(every.min())
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
-        """Return this rank's share of the samples [begin, end), for work whose order does not matter."""
+        """Return this rank's share of the samples [begin, end), for work that does not depend on order."""
         return deal(data, begin, end, self.size)[self.rank]
 
     def blocks(
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
     ) -> list[list[int]]:
-        """Return this rank's blocks of a global batch, the samples [begin, end), of `count` in all; None: one block a
-        rank. The blocks do
-        not depend on the number of ranks, so neither do sums along the tree of blocks (csrc/distributed/gradient_sums.h).
-        `in_turns`: ranks take them in turns, one each at a time; else neighbouring blocks are one rank's.
+        """Return this rank's blocks of a global batch, the samples [begin, end), out of `count` blocks; None: one block
+        per rank. Blocks do not depend on the number of ranks, and neither do sums along their tree
+        (csrc/distributed/gradient_sums.h). `in_turns`: blocks are assigned to ranks round-robin; otherwise each rank
+        gets neighbouring blocks.
 
-        A sample is trained where it was generated (`generated_by`), whose activations may be kept there, unless the answers made
-        that too uneven.
+        A sample is trained where it was generated (`generated_by`), because activations may be kept there, unless the
+        lengths of the responses make that too uneven.
 
-        Raises ValueError where the ranks cannot have equally many.
+        Raises ValueError if the blocks cannot be divided equally among the ranks.
         """
         count = self.size if count is None else count
         if count % self.size:
@@ -140,9 +140,9 @@ class Ranks:
         return _blocks_of(_dealt(data, begin, end, count), self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
-        """As `blocks` with one block a rank, but samples with a backward pass (not `idle`, bool [B]) are shared
-        equally: some move from the rank
-        that generated them to another. Returns this rank's samples, and the moves of all ranks."""
+        """Return this rank's samples and the moves of all ranks. Like `blocks` with one block per rank, but samples
+        with a backward pass (not `idle`, bool [B]) are balanced: some move from the rank that generated them to a
+        different rank."""
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
         blocks = [set(rows) for rows in dealt]
@@ -152,7 +152,8 @@ class Ranks:
         return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
-        """Sum [T], of which each rank has its own samples' part and 0 elsewhere, to the whole on every rank."""
+        """Sum [T] over all ranks and return it on every rank; each rank has only its own samples' values, 0
+        elsewhere."""
         if self.communicator is None:
             return of_tokens
         parts = of_tokens.new_empty(self.size, *of_tokens.shape)
@@ -160,12 +161,12 @@ class Ranks:
         return parts.sum(0)
 
     def sum(self, value: float) -> float:
-        """Return the sum over all ranks, in their order."""
+        """Return the sum over all ranks, in rank order."""
         return _sum(self.communicator, value)
 
     def fail_together(self, error: Exception | None) -> None:
-        """Raise `error` if there is one, and OtherRankFailedError if another rank has one: none waits for a rank that
-        has stopped."""
+        """Raise `error` if it is set, or OtherRankFailedError if a different rank has an error, so that no rank waits
+        for a stopped rank."""
         world = self.world or self.communicator
         failed = _sum(world, 0.0 if error is None else 1.0)
         if error is not None:
@@ -174,7 +175,7 @@ class Ranks:
             raise OtherRankFailedError(f"rank {world.rank} stopped: {failed:.0f} of {world.size} ranks failed")
 
     def gather_shards(self, shard: Tensor, bounds: tuple[int, int], total: int, name: str) -> Tensor | None:
-        """Return the whole [total], of which each rank has its shard [bounds), on rank 0; None on the others."""
+        """Return the whole [total] on rank 0, gathered from each rank's shard [bounds); None on the other ranks."""
         if self.communicator is None:
             return shard
         own, every = torch.tensor(bounds), torch.empty(self.size, 2, dtype=torch.int64)
@@ -192,7 +193,7 @@ class Ranks:
 
 
 def _sum(ranks: Communicator | None, value: float) -> float:
-    """Return the sum over all ranks, in their order."""
+    """Return the sum over all ranks, in rank order."""
     if ranks is None:
         return value
     own, every = torch.tensor([value], dtype=torch.float64), torch.empty(ranks.size, 1, dtype=torch.float64)
@@ -203,12 +204,12 @@ def _sum(ranks: Communicator | None, value: float) -> float:
 def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Deal the samples [begin, end) into `parts` lists, each ascending, of about equally many tokens, or equal sums of
+    """Divide the samples [begin, end) into `parts` ascending lists with about equal numbers of tokens, or equal sums of
     `weights` [B].
 
-    Consecutive samples of one group (`group_id`, of prompts `draw_ids`) stay together, so that they share their
-    prompt, unless there are fewer groups than parts.
-    The longest unit goes first, each to the part with the fewest tokens so far, of equal ones to the first.
+    Consecutive samples of one group (`group_id`, for prompts `draw_ids`) stay together, so that they share their
+    prompt, unless there are fewer groups than parts. Units are assigned in descending order of length, each to the part
+    with the fewest tokens so far; ties go to the first part.
     """
     if parts == 1:
         return [list(range(begin, end))]
@@ -232,7 +233,7 @@ def deal(
 
 
 def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
-    """Deal the blocks of a global batch: see `Ranks.blocks`."""
+    """Return the blocks of a global batch: see `Ranks.blocks`."""
     if count == 1:
         return deal(data, begin, end, 1)
     dealt = deal(data, begin, end, count, prompt_lengths(data))
@@ -241,7 +242,7 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """List consecutive samples of one group that have a backward pass, and their tokens with the prompt once."""
+    """Return each group's consecutive samples with a backward pass, and their tokens, with one prompt per group."""
     groups = data.samples.get("group_id")
     groups = [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
     lengths, prompts, units = data.lengths.tolist(), prompt_lengths(data), {}
@@ -252,7 +253,7 @@ def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[l
 
 
 class Move(NamedTuple):
-    """Samples `rows` that rank `source` has generated and rank `target` trains."""
+    """Samples `rows` that were generated on rank `source` and are trained on rank `target`."""
 
     rows: list[int]
     source: int
@@ -260,13 +261,13 @@ class Move(NamedTuple):
 
 
 def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
-    """Find moves after which the busiest rank has less to do.
+    """Return moves that reduce the load of the busiest rank.
 
     Args:
-        units: for each rank the samples that stay together, and what they cost.
+        units: per rank, the samples that stay together and their cost.
 
-    From the busiest rank to the idlest one goes the unit that leaves the smaller maximum of both, the first of equal
-    ones, as long as that gains something. The result depends on the arguments alone, so every rank finds the same one.
+    Each move takes, from the busiest to the idlest rank, the first unit that minimises the maximum load of both, until
+    the gain is below LEAST_GAIN. The result depends only on the arguments, so every rank computes the same moves.
     """
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
@@ -283,7 +284,7 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
 
 
 def prompt_lengths(data: RaggedBatch) -> list[int]:
-    """Return [B]: each sample's tokens before its first trained one (`token_mask`); all of them where none is trained."""
+    """Return [B]: each sample's tokens before its first trained token (`token_mask`); all tokens if none is trained."""
     mask = data.tokens.get("token_mask")
     if mask is None:
         return data.lengths.tolist()
@@ -295,8 +296,8 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
 def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
-    """Return the rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt
-    has one answer a row and the rows stay as they are, in global batches of so many."""
+    """Return the rows of `prompts` that each rank generates. They are the rows that `Ranks.blocks` assigns to it for
+    training, if each row gets one response and rows keep their order in global batches of `global_batch` samples."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)
@@ -306,7 +307,7 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """Return the blocks of one rank; each rank has equally many."""
+    """Return the blocks of one rank; all ranks have the same number of blocks."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 
@@ -314,16 +315,15 @@ def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) ->
 def connect(
     rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None, backend: str = "gloo"
 ) -> Ranks:  # fmt: skip
-    """Meet the other ranks at the TCP store of `host` and `port`.
+    """Join the rendezvous of all ranks at the TCP store of `host` and `port`.
 
     Args:
-        deadline: seconds within which every call between ranks ends.
-        address: where the others reach this process; None: at `host`, on one machine.
-        backend: "gloo": tensors on the CPU. "nccl": those on this rank's GPU too, which becomes torch's current
-        device. Of the GPUs that
-            this process sees it is number `rank`, counted round.
+        deadline: timeout in seconds of every call between ranks.
+        address: where the other ranks reach this process; None: at `host`, on one machine.
+        backend: "gloo": tensors on the CPU. "nccl": also tensors on this rank's GPU, which becomes torch's current
+            device: the visible GPU number `rank`, modulo the number of visible GPUs.
 
-    Raises ValueError for "nccl" if there is no GPU; what NCCL cannot do is a C.CommunicatorError.
+    Raises ValueError for "nccl" without a GPU; errors of NCCL are raised as C.CommunicatorError.
     """
     if size == 1:
         return Ranks(address=address)
@@ -349,7 +349,7 @@ def connect(
 
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
-    """Connect by Gloo the ranks that meet in this part of the store; `place` is (rank among them, their number)."""
+    """Return a Gloo group of the ranks that use this part of the store; `place` is (rank, number of ranks)."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline)
@@ -358,7 +358,7 @@ def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: flo
 
 
 def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
-    """Make a mesh of all ranks in one row, connected by Gloo at these addresses rather than at the host's name. All call it."""
+    """Return a 1-D mesh of all ranks, connected by Gloo at these addresses, not at the host's name. Collective call."""
     from torch.distributed.device_mesh import init_device_mesh
 
     name = "nemo_rl_cpp_gloo"
@@ -377,7 +377,7 @@ def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, dead
 
 
 def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
-    """Make a communicator of the ranks that agree on `label`; `place` is (rank among them, their number)."""
+    """Return a Gloo communicator of the ranks that use the same `label`; `place` is (rank, number of ranks)."""
     from torch._C._distributed_c10d import _register_process_group
 
     backend = _gloo(dist.PrefixStore(f"gloo{label}", store), place, address, deadline)
@@ -391,8 +391,8 @@ def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: 
 
 
 def _own_gpu(rank: int) -> torch.device:
-    """Choose a GPU: workers of one machine see all its GPUs and take them in the order of their ranks; an actor of Ray
-    sees its own alone."""
+    """Select and return this rank's GPU. Workers of one machine see all its GPUs and use them in rank order; a Ray
+    actor sees only its own."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(

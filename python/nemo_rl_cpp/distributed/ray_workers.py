@@ -1,5 +1,5 @@
-"""Workers as Ray actors, on one machine or on many: one actor a device, in a placement group. Ray is imported only
-where it is asked for, started where none runs, and ended by the last who holds it."""
+"""Workers as Ray actors, on one or more machines: one actor per device, in a placement group. Ray is only imported if
+configured, started if none is running, and shut down when its last holder releases it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from nemo_rl_cpp.distributed.worker_calls import Listener, Patience, WorkerCall,
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_SLICE = 0.5  # seconds of one wait
-_BEAT_SECONDS = 1.0  # between two signs of life
-_PLACES_SECONDS = 60.0  # until a cluster has room for all workers
-_START_SECONDS = 300.0  # until all of them have started
+_SLICE = 0.5  # seconds per wait
+_BEAT_SECONDS = 1.0  # between two heartbeats
+_PLACES_SECONDS = 60.0  # timeout for a cluster to have room for all workers
+_START_SECONDS = 300.0  # timeout for all workers to start
 
 
-# Variables that actors do not take over from the run. The others are arguments of an actor, not of its `runtime_env`, which Ray writes
-# into its logs and onto command lines: keys of services are among them.
+# Variables that actors do not inherit from the run. All others are arguments of an actor, not part of its `runtime_env`:
+# Ray writes that into its logs and onto command lines, and the variables include API keys.
 _OF_A_MACHINE = {
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "SHLVL", "HOSTNAME", "PWD", "OLDPWD", "_", "TMPDIR", "VIRTUAL_ENV",
     "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
@@ -40,8 +40,8 @@ _held = {"holders": 0, "ours": False}
 
 
 def ray_module() -> ModuleType:
-    """Import Ray. Under `uv run` it would start workers by `uv run` too, in copies of the project; here they share
-    this environment."""
+    """Import Ray. Under `uv run`, Ray would start workers by `uv run` in copies of the project; the setting makes them
+    share this environment."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
     try:
         import ray
@@ -53,27 +53,27 @@ def ray_module() -> ModuleType:
 
 
 def ray_in_use() -> ModuleType | None:
-    """Return Ray if this program has started or joined one, else None. It is never imported here."""
+    """Return Ray if this program has started or joined a cluster, otherwise None. Never imports Ray."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized() else None
 
 
 def start_ray(cpus: int) -> bool:
-    """Join or start a Ray cluster, for at least so many CPUs; return whether one was started. One that runs already is used."""
+    """Join or start a Ray cluster for at least `cpus` CPUs; return whether it was started. A running Ray is reused."""
     ray = ray_module()
     if ray.is_initialized():
         return False
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address="auto", logging_level="warning")
         return False
-    # "local": not one that somebody else has started on this machine, which Ray would join
+    # "local": do not join a cluster that someone else has started on this machine
     cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning")
     return True
 
 
 def hold_ray(cpus: int) -> ModuleType:
-    """Join or start Ray. It stays until `let_ray_go` has been called as often as this."""
+    """Join or start Ray. It runs until `let_ray_go` has been called as many times as `hold_ray`."""
     with _lock:
         started = start_ray(cpus)
         _held["ours"] = started or (_held["ours"] and _held["holders"] > 0)
@@ -82,7 +82,7 @@ def hold_ray(cpus: int) -> ModuleType:
 
 
 def let_ray_go() -> None:
-    """End Ray if nobody holds it any more and `hold_ray` has started it."""
+    """Release Ray; shut it down if this was the last holder and `hold_ray` has started it."""
     with _lock:
         _held["holders"] -= 1
         if _held["holders"] == 0 and _held["ours"]:
@@ -91,7 +91,7 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return the working folder of this process, and its environment variables without those of its machine or process."""
+    """Return this process's working folder, and its environment variables except machine- and process-specific ones."""
     return os.getcwd(), {
         name: value
         for name, value in os.environ.items()
@@ -100,9 +100,9 @@ def surroundings() -> tuple[str, dict[str, str]]:
 
 
 def enter(folder: str, variables: Mapping[str, str]) -> None:
-    """Give an actor the `surroundings` of the run. What a `runtime_env` of Ray sets keeps its value.
+    """Apply the run's `surroundings` in an actor. Variables that Ray's `runtime_env` sets keep their values.
 
-    A node without the folder prints a warning and keeps its own, in which relative paths lead elsewhere.
+    If the node lacks the folder, print a warning and stay in the current folder; relative paths then differ.
     """
     import ray
 
@@ -118,15 +118,15 @@ def enter(folder: str, variables: Mapping[str, str]) -> None:
 
 
 class ActorWorker:
-    """What runs in an actor, call by call in the main thread of its process: a user's loss may set signals there."""
+    """The object in each actor. Calls run in the main thread, because a user's loss may set signal handlers."""
 
     def __init__(self) -> None:
         self._objects = WorkerObjects()
 
     def start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> Answer:
-        """Enter the run's `surroundings`, and give signs of life to the store at `host` and `port` from then on.
+        """Enter the run's `surroundings`, and start sending heartbeats to the store at `host` and `port`.
 
-        Return (where other nodes reach this one, the number of its process).
+        Return (address of this node for other nodes, process id).
         """
 
         def make() -> tuple[str, int]:
@@ -164,17 +164,17 @@ def _beats_of(rank: int) -> str:
 class RayWorkers(Workers):
     """The actors of a cluster.
 
-    Joins the Ray cluster of RAY_ADDRESS where that is set; else one is started on this machine, and ended with the workers.
+    Joins the Ray cluster of RAY_ADDRESS if set; otherwise starts one on this machine, which stops with the workers.
 
     Args:
-        count: how many ranks.
-        threads: of each; as many CPUs of the cluster are taken.
-        silence: seconds without a sign of life after which a worker counts as lost.
-        deadline: seconds that a call between ranks may take.
-        role: what messages call a worker.
-        all_workers: of all clusters of the run, for which a Ray that is started here has CPUs.
+        count: number of ranks.
+        threads: per worker; also the number of CPUs reserved in the cluster.
+        silence: seconds without a heartbeat after which a worker is reported as lost.
+        deadline: timeout in seconds of a call between ranks.
+        role: name of a worker in messages.
+        all_workers: workers of all clusters of the run; a Ray cluster started here gets CPUs for all.
 
-    Raises ValueError where the cluster has no room for all workers.
+    Raises ValueError if the cluster has no room for all workers.
     """
 
     tells_events = False
@@ -204,7 +204,7 @@ class RayWorkers(Workers):
             raise
 
     def _all_started(self) -> list[tuple[str, int]]:
-        """Return each actor's answer to `start`. Raise WorkerLostError, which names the first that has ended or does not answer."""
+        """Return each actor's result of `start`. Raise WorkerLostError for the first actor that ended or is silent."""
         given = (surroundings(), self.host, self._store.port)
         calls = [
             self._started(rank, "starting", actor.start.remote(*given, rank)) for rank, actor in enumerate(self._actors)
@@ -240,7 +240,7 @@ class RayWorkers(Workers):
         return self._count
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """See `Workers.call`; an actor tells of nothing before its call has ended, so there is no listener."""
+        """See `Workers.call`; an actor reports no events before its call has ended, so the listener is ignored."""
         what = method.strip("_")
         if not self._actors:
             call = WorkerCall(rank, self._count, what, role=self._role)
@@ -293,14 +293,14 @@ class RayWorkers(Workers):
 
 
 class _Beats:
-    """Measures how long ranks have been silent, by the signs of life that `store` counts."""
+    """Measures how long ranks have been silent, from the heartbeats counted in `store`."""
 
     def __init__(self, store: TCPStore, ranks: list[int]) -> None:
         self._store, self._counts, self._looked = store, {}, time.monotonic()
         self._heard = dict.fromkeys(ranks, self._looked)
 
     def silence(self, rank: int) -> float:
-        """Return the seconds since the last sign of life of a rank."""
+        """Return the seconds since the last heartbeat of a rank."""
         now = time.monotonic()
         if now - self._looked > 4 * _SLICE + _BEAT_SECONDS:  # this process was stopped, and the store with it
             self._heard = dict.fromkeys(self._heard, now)

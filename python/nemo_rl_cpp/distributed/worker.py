@@ -1,7 +1,7 @@
-"""One process of a run. It makes objects and calls their methods, as the run's own process asks through a socket.
+"""A worker process. It creates objects and calls their methods, as the run's main process requests through a socket.
 
-Started by `ProcessWorker` as `python -m nemo_rl_cpp.distributed.worker`. It ends when the socket is closed, whatever it is
-doing: a run that was killed leaves no process behind.
+Started by `ProcessWorker` as `python -m nemo_rl_cpp.distributed.worker`. It exits once the socket is closed, even
+during a call, so that a killed run leaves no process behind.
 """
 
 import json
@@ -24,18 +24,18 @@ from nemo_rl_cpp.errors import in_user_code
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.ranks import Ranks
 
-BEAT_SECONDS = 1.0  # between two signs of life
+BEAT_SECONDS = 1.0  # between two heartbeats
 
 
 class WorkerObjects:
-    """The objects of one worker. Arguments come pickled; an exception belongs to the one who asked."""
+    """The objects of one worker. Arguments arrive pickled; an exception is returned to the caller."""
 
     def __init__(self) -> None:
         self._objects: dict[int, object] = {}
         self._ranks: Ranks | None = None
 
     def join(self, threads: int, **meeting: object) -> Answer:
-        """Meet the other ranks, see `ranks.connect`; this worker computes on so many threads."""
+        """Join the rendezvous of the ranks (see `ranks.connect`); set the number of threads."""
 
         def make() -> None:
             import torch
@@ -50,8 +50,8 @@ class WorkerObjects:
     def call(
         self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
     ) -> Answer:
-        """Call `method` of object `target` with a pickled (args, kwargs); `__create__` makes the object by a builder. `tell` gets
-        what the call hands to its argument `event`. An attribute that is no method is read."""
+        """Call `method` of object `target` with a pickled (args, kwargs), or read an attribute; `__create__` creates
+        the object with a builder. `tell` receives what the call passes to its argument `event`."""
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)
@@ -67,23 +67,23 @@ class WorkerObjects:
 
 
 def answer(make: Callable[[], object]) -> Answer:
-    """Call `make`; what it raises is part of the answer."""
+    """Call `make`; return its result, or the exception it raised, as an Answer."""
     try:
         return Answer(make())
     except BaseException as error:
-        told = in_user_code(error)  # the place in the user's code is known here alone
+        told = in_user_code(error)  # only this process knows the place in the user's code
         trace = "".join(traceback.format_exception(error))
         return Answer(None, picklable(error), trace, None if told is None else str(told))
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Return environment variables of a worker: it finds the modules that this process finds, and computes on so many threads."""
+    """Return a worker's environment variables: the module search path of this process, and the number of threads."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
 
 
 class SocketWorker:
-    """Answers the calls of one socket, one after the other."""
+    """Answers the calls of one socket in order."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._sending = connection, threading.Lock()
@@ -91,7 +91,7 @@ class SocketWorker:
         self._objects = WorkerObjects()
 
     def run(self, join: dict) -> None:
-        """Meet the other ranks, then answer until the socket is closed."""
+        """Join the rendezvous of the ranks, then answer calls until the socket is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         self._send("answer", -1, self._objects.join(**join))
@@ -125,13 +125,13 @@ class SocketWorker:
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that schedulers send to every process of a job: the run's own process decides."""
+    """Ignore the signals that schedulers send to every process of a job; only the run's main process reacts."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> None:
-    """Run a worker. Arguments: the number of the socket's file, its role, and what `WorkerObjects.join` needs, as JSON."""
+    """Run a worker. Arguments: socket file descriptor, role, and the arguments of `WorkerObjects.join` as JSON."""
     fd, role, join = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     ignore_signals()
     if join["rank"] > 0 or role != "rank":

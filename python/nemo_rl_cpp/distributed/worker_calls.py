@@ -1,4 +1,4 @@
-"""Calls that the workers of a cluster make together: whose failure counts, and how the others stop waiting for it."""
+"""Calls that the workers of a cluster make together: which error is raised, and how the other workers stop waiting."""
 
 import threading
 import time
@@ -9,19 +9,19 @@ from typing import Protocol
 from nemo_rl_cpp.distributed.futures import Answer, Future
 from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 
-_SLICE = 0.5  # seconds of one wait: Python looks at signals between them
-GRACE_SECONDS = 5.0  # for the reason of a failure to come, where a rank says only that another has failed
+_SLICE = 0.5  # seconds per wait; Python handles signals between waits
+GRACE_SECONDS = 5.0  # for the cause to arrive, if a rank only reports that a different rank failed
 
 Listener = tuple[str, Callable[..., None]]
-"""The name of an argument of a call, and what is called here, in the caller's thread, when the call calls that argument."""
+"""(Name of an argument of a call, function called in the caller's thread when the call calls that argument)."""
 
 
 class WorkerLostError(RuntimeError):
-    """A worker has ended or is silent; tells which one, and what it was doing."""
+    """A worker has ended or is unresponsive; the message names the worker and its current call."""
 
 
 class WorkerCall(Future):
-    """A call that the worker of one rank is making; `role` is what messages call it."""
+    """A call in progress on the worker of one rank; `role` names the worker in messages."""
 
     def __init__(
         self, rank: int, size: int, what: str, on_event: Callable[..., None] | None = None, role: str = "rank"
@@ -32,12 +32,12 @@ class WorkerCall(Future):
         self.events: list[tuple] = []
 
     def tell_events(self) -> None:
-        """Hand on what the call has told of so far, in the caller's thread."""
+        """Deliver the events the call has reported so far, on the caller's thread."""
         while self.events:
             self.on_event(*self.events.pop(0))
 
     def end(self, answer: Answer) -> None:
-        """Take the worker's answer; an error gets the rank and its traceback there as a note."""
+        """Store the worker's result; an error gets the rank and the worker's traceback as a note."""
         error = answer.error
         if error is not None:
             error = error if answer.told is None else as_user_error(error, answer.told)
@@ -49,8 +49,8 @@ class Workers(Protocol):
     """The workers of a cluster, however they were started.
 
     Attributes:
-        tells_events: whether a call can tell of something while it runs.
-        host: where workers, of this cluster or another, reach this process.
+        tells_events: whether a call can report events while it runs.
+        host: address at which workers, also of a different cluster, reach this process.
     """
 
     tells_events: bool
@@ -62,18 +62,18 @@ class Workers(Protocol):
         """Start a call of `method` of the object number `target`, with a pickled (args, kwargs)."""
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
-        """Return the values of calls that the ranks make together.
+        """Return the results of calls that the ranks make together.
 
-        Raise the error of the rank that failed, with its own traceback as a note. Where another rank would wait for the failed
-        one, or where one is lost (WorkerLostError), all workers are ended first.
+        Raise the error of the rank that failed, with its traceback as a note. If any rank would wait for the failed
+        rank, or if a worker is lost (WorkerLostError), all workers are killed first.
         """
 
     def kill(self) -> None:
-        """End all workers. May be called again."""
+        """Kill all workers. Idempotent."""
 
 
 def _depth(error: BaseException) -> int:
-    """Return how far an error is from the reason of a failure: a lost worker, then a rank's own failure, then that of its peers."""
+    """Return an error's distance from the cause: 0 a lost worker, 1 a rank's own failure, 2 a peer's failure."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 
@@ -83,15 +83,15 @@ def _depth(error: BaseException) -> int:
 
 
 class Patience:
-    """How long calls are waited for once one of them has failed: the others may say why, for `GRACE_SECONDS`; those that go on
-    waiting for the failed one are then given up. Where a worker is lost there is nothing to wait for."""
+    """Decides how long to wait for calls once a call has failed. Other calls have `GRACE_SECONDS` to report the cause;
+    calls that still wait for the failed rank are then abandoned. If a worker is lost, waiting ends at once."""
 
     def __init__(self, calls: Sequence[WorkerCall]) -> None:
         self._calls = calls
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
-        """Ask again and again while the calls run."""
+        """Return whether to stop waiting. Call it repeatedly while the calls run."""
         errors = [call.error for call in self._calls if call.error is not None]
         if errors and self._failed_at is None:
             self._failed_at = time.monotonic()
@@ -100,7 +100,7 @@ class Patience:
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
-    """Return or raise what `Workers.wait` does when it waits no longer; workers that cannot go on are ended."""
+    """Return or raise what `Workers.wait` does after waiting; kill the workers if they cannot continue."""
     if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()
@@ -109,10 +109,10 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
 
 
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
-    """Return the values of calls in which workers of several clusters wait for one another, by cluster.
+    """Return the results, by cluster, of calls in which workers of several clusters wait for each other.
 
-    Raise the error that is the others' reason. Where the calls of one cluster have failed, those of the others get their own
-    grace to end; workers that still wait then are ended.
+    Raise the error closest to the cause. If the calls of one cluster have failed, the calls of the other clusters have
+    a grace period to end; workers that still wait are then killed.
     """
     waits = [(Future(), workers) for workers, _ in clusters]
     for (wait, workers), (_, calls) in zip(waits, clusters):

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face config.json into what the native decoder needs, and says no to what it cannot compute. Works without torch.
+"""Reads a Hugging Face config.json for the native decoder, and rejects what is not supported. Needs no torch.
 
-transformers 4 and 5 write config.json differently, and both leave out what is their default. `canonical_config` brings all of it
-to one form; everything else (the decoder, a comparison of two models, the saved config.json) reads that form.
+transformers 4 and 5 write config.json differently, and both omit default values. `canonical_config` converts every
+config.json to one canonical form, which the decoder, the comparison of two models and the saved config.json use.
 """
 
 import json
@@ -39,12 +39,12 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
-}  # two names of each function
+}  # two names per function
 
 
 def read_config_file(folder: str | Path) -> dict[str, Plain]:
-    """config.json of a model folder as it stands. Raises ModelFolderError, which names the file, when it is none, or when an adapter
-    lies beside the model, which transformers would apply."""
+    """Return the config.json of a model folder unchanged. Raise ModelFolderError if the file is missing or invalid, or
+    if the folder holds an adapter, which transformers would apply."""
     path = Path(folder) / "config.json"
     adapter = next((name for name in _ADAPTER_FILES if (Path(folder) / name).exists()), None)
     if adapter is not None:
@@ -66,7 +66,7 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
 
 
 def read_json(path: Path) -> dict[str, Plain]:
-    """A JSON file that holds a mapping. Raises ModelFolderError, which names it, for anything else."""
+    """Return the mapping in a JSON file. Raise ModelFolderError, which names the file, for anything else."""
     try:
         raw = path.read_bytes()
         if raw.startswith(b"\xef\xbb\xbf"):
@@ -84,8 +84,8 @@ def read_json(path: Path) -> dict[str, Plain]:
 
 
 def read_config(folder: str | Path, overrides: Mapping[str, Plain] | None = None) -> dict[str, Plain]:
-    """The folder's config.json in the one form, with `policy.hf_config_overrides` laid over it (new keys are allowed, as
-    transformers does). Raises ModelFolderError, which names the file and the key."""
+    """Return the folder's config.json in canonical form, with `policy.hf_config_overrides` applied (new keys are
+    allowed, as in transformers). Raise ModelFolderError, which names the file and the key."""
     raw = read_config_file(folder)
     try:
         return canonical_config(raw, overrides)
@@ -95,13 +95,13 @@ def read_config(folder: str | Path, overrides: Mapping[str, Plain] | None = None
 
 
 def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain] | None = None) -> dict[str, Plain]:
-    """A configuration in the one form that everything here reads and saves: what transformers 5 would take for keys that are left
-    out is written out, rotary embeddings are spelt as in `models.rope`, and overrides in either spelling are laid over that.
+    """Return a configuration in canonical form: omitted keys get transformers 5's defaults, rotary embeddings are
+    written as in `models.rope`, and overrides, in the format of transformers 4 or 5, are applied.
 
-    transformers 4 and 5 read the result alike. It is its own canonical form. What decides about the numbers is checked.
+    transformers 4 and 5 read the result identically. Keys that affect the computation are checked.
 
     Raises:
-        ModelFolderError: the architecture or one of its options is not supported, or a value is none; the key is named.
+        ModelFolderError: an unsupported architecture or option, or an invalid value; the key is named.
     """
     overrides = overrides or {}
     kind = overrides.get("model_type", config.get("model_type"))
@@ -140,20 +140,20 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 
 
 def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
-    """The configuration with its rotary embeddings in the one form."""
+    """Return the configuration with its rotary embeddings in canonical form."""
     positions = made.defaults["max_position_embeddings"]
     if made.local_rope is not None:
         return rope.respell_kinds(config, positions, made.rope_theta, *made.local_rope)
     original = "original_max_position_embeddings"
     if original not in made.defaults:
         return rope.respell(config, positions, made.rope_theta)
-    # Phi 3: the key beside the section counts, also where config.json leaves it out
+    # Phi 3: the key next to the section takes precedence, even if config.json omits it
     beside = {original: config.get(original) or made.defaults[original]}
     return rope.respell({**config, **beside}, positions, made.rope_theta) | beside
 
 
 def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
-    """Transformers 5 writes the number of experts under another name than released folders have."""
+    """Rename the number of experts, for which transformers 5 writes a different key than released folders."""
     for name in EXPERT_COUNTS:
         if name != experts.count and name in form:
             form.setdefault(experts.count, form[name])
@@ -161,7 +161,7 @@ def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
 
 
 def _derive(form: dict[str, Plain]) -> None:
-    """Sizes that follow from others."""
+    """Set sizes that follow from other sizes."""
     heads, hidden = form["num_attention_heads"], form["hidden_size"]
     if form.get("num_key_value_heads") is None:
         form["num_key_value_heads"] = heads
@@ -172,10 +172,10 @@ def _derive(form: dict[str, Plain]) -> None:
             "max_position_embeddings"
         ]
     if not form.get("quantization_config"):
-        form.pop("quantization_config", None)  # transformers 4 fails on one that is null
+        form.pop("quantization_config", None)  # transformers 4 fails on a null section
     if form.get("use_sliding_window") is False and isinstance(
         form.get("layer_types"), list
-    ):  # transformers 5 fails on layers without a window
+    ):  # transformers 5 fails on sliding layers without a window
         form["layer_types"] = [
             "full_attention" if kind == "sliding_attention" else kind for kind in form["layer_types"]
         ]
@@ -244,7 +244,7 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
 
 
 def _check_layers(form: Mapping[str, Plain]) -> None:
-    """What says which layers have a window and which turn their queries and keys."""
+    """Check the keys that set which layers have a window and which layers rotate queries and keys."""
     defaults, layers = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults, form["num_hidden_layers"]
     if not defaults.keys() & {"sliding_window", "no_rope_layer_interval"}:
         return
@@ -272,26 +272,26 @@ def _check_layers(form: Mapping[str, Plain]) -> None:
 
 
 def has_window(config: Mapping[str, Plain]) -> bool:
-    """Whether some layer of a configuration in the one form sees sliding_window tokens alone."""
+    """Return whether some layer of a canonical configuration attends to only sliding_window tokens."""
     kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
     return config.get("sliding_window") is not None and SLIDING in kinds
 
 
 def max_positions(config: Mapping[str, Plain]) -> int:
-    """Tokens of the longest sequence that the model has positions for, with rope scaling, as vLLM derives it."""
+    """Return the longest sequence length that the model has positions for, with rope scaling, as in vLLM."""
     positions, factor = rope.position_factor(rope.of_kind(config, FULL))
     return int((positions or config["max_position_embeddings"]) * factor)
 
 
 def check_length(config: Mapping[str, Plain], length: int, key: str, model: str) -> None:
-    """Raises ModelFolderError when sequences of `length` tokens (of the configuration's `key`) are too long for the model, which
-    messages call `model`. The rule is vLLM's."""
+    """Raise ModelFolderError if sequences of `length` tokens (configuration key `key`) are too long for the model,
+    which messages call `model`. vLLM uses the same rule."""
     positions = max_positions(config)
     section, _, name = key.partition(".")
     overrides = (
         f"{section}.hf_config_overrides" if name == "max_total_sequence_length" else None
-    )  # an evaluation has none
-    stated = config.get("model_max_length")  # a length that the model's makers allow beyond, as in vLLM
+    )  # an evaluation has no such section
+    stated = config.get("model_max_length")  # a longer length that the model's authors allow, as in vLLM
     if length > max(positions, stated if _is_size(stated) else 0):
         of_pretraining, factor = rope.position_factor(rope.of_kind(config, FULL))
         raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
@@ -304,7 +304,7 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
 
 
 def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
-    """What a reader of a config.json (as it stands) may not expect; each a sentence."""
+    """Yield remarks on properties of an unmodified config.json that a reader may not expect; each is a sentence."""
     yield from rope.rope_remarks(config)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         if config.get(key):
@@ -341,8 +341,8 @@ _ARCHITECTURE = (
 
 
 def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The keys of a configuration (in any form) that decide what the model computes, in the one form. Two models compute the same
-    function of the same weights where these are equal; max_position_embeddings and names of tokens do not count."""
+    """Return the keys of a configuration (in any form) that determine the computation, in canonical form. Models with
+    equal keys compute the same function of equal weights; max_position_embeddings and token names are ignored."""
     form = canonical_config(config)
     made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     known = {
@@ -369,13 +369,12 @@ def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
 def native_config(
     config: Mapping[str, Plain], *, value_head: bool = False, max_length: int | None = None
 ) -> dict[str, Plain]:
-    """The keyword dictionary of the native `DecoderModel`.
+    """Return the keyword dictionary of the native `DecoderModel`.
 
     Args:
         config: contents of config.json of a supported model, in any form.
-        value_head: build a critic: one scalar a token in place of the language-model head.
-        max_length: tokens of the longest sequence that it will see, by which longrope chooses a table. None: as many as the
-            model has positions for.
+        value_head: build a critic: one scalar per token instead of the language-model head.
+        max_length: tokens of the longest sequence, by which longrope chooses a table. None: all positions of the model.
 
     Raises:
         ModelFolderError: the architecture or one of its options is not supported; the message names it.
@@ -440,7 +439,7 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
 def _layers(
     form: Mapping[str, Plain], made: Architecture, longest: int
 ) -> tuple[list[tuple[int, int | None]], list[tuple[list[float], float]]]:
-    """(window, number of its rotary table) of each layer, 0 for no window and None for no table; and the tables, as
+    """Return (window, index of its rotary table) per layer, 0 for no window and None for no table; and the tables, as
     (inverse frequencies, factor)."""
     ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in form.get("rope_parameters", (FULL,))]
     layers = []
@@ -452,7 +451,7 @@ def _layers(
 
 
 def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
-    """Name and shape of every parameter of the `DecoderModel` that `native_config` describes."""
+    """Return name and shape of every parameter of the `DecoderModel` that `native_config` describes."""
     hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
     query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads
     products = {
@@ -496,7 +495,7 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
 
 
 def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Name and shape of every parameter of a mixture of experts, without the name of its layer."""
+    """Return name and shape of every parameter of a mixture of experts, without the layer prefix."""
     block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
     shapes = {f"{block}.gate.weight": [experts["count"], hidden]}
     for expert in range(experts["count"]):

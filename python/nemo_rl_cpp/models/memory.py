@@ -1,4 +1,4 @@
-"""Forecast of a run's peak memory by phase, from the model's sizes and the configuration alone."""
+"""An estimate of a run's peak memory by phase, computed from the model's sizes and the configuration only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def machine_memory() -> float | None:
-    """Return how many bytes this process may use: the machine's memory, or its control group's if that is less."""
+    """Return the bytes this process may use: the machine's memory, or its cgroup limit if that is less."""
     try:
         amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     except (ValueError, OSError):
@@ -40,7 +40,7 @@ def machine_memory() -> float | None:
 
 
 def swap_memory() -> float:
-    """Return the bytes of this machine's swap; 0 where the system does not say."""
+    """Return the bytes of this machine's swap; 0 if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -50,7 +50,7 @@ def swap_memory() -> float:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What config.json says about a decoder."""
+    """The sizes of a decoder, from config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -61,15 +61,15 @@ class ModelSizes:
     vocab_size: int
     tie_word_embeddings: bool
     experts: int = 1
-    """MLPs of a layer"""
+    """number of expert MLPs per layer"""
     experts_per_token: int = 1
     shared_expert_size: int = 0
-    """columns of an MLP that all tokens go through"""
+    """columns of the MLP that all tokens pass through"""
     fused_tensors: bool = False
-    """q, k, v and gate, up are one matrix each"""
+    """the checkpoint stores q, k, v in one matrix, and gate, up in one matrix"""
 
     def as_config(self) -> dict[str, object]:
-        """Return the sizes under the names of config.json."""
+        """Return the sizes under their names in config.json."""
         own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors")
         sizes = {name: value for name, value in asdict(self).items() if name not in own}
         if self.experts > 1:
@@ -82,7 +82,7 @@ class ModelSizes:
         return sizes
 
     def slice(self, count: int) -> ModelSizes:
-        """Return the sizes of one of so many slices (tensor parallelism)."""
+        """Return the sizes of one of `count` slices (tensor parallelism)."""
         return replace(
             self,
             intermediate_size=self.intermediate_size // count,
@@ -104,18 +104,18 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Number of weights; biases and head norms (far below a percent) are left out."""
+        """Number of weights, without biases and head norms (far below one percent)."""
         return self.num_hidden_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
 
     @property
     def backbone_parameters(self) -> int:
-        """Without the LM head of an untied model: a value model has a single column there."""
+        """Number of weights of a value model, whose head has one column instead of an untied LM head."""
         head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.parameters - head + self.hidden_size
 
 
 class KnownModel(NamedTuple):
-    """A model of the hub: its name there, its `model_type`, and its sizes."""
+    """A model on the Hub: its name, its `model_type`, and its sizes."""
 
     name: str
     model_type: str
@@ -132,7 +132,7 @@ _VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|cod
 
 
 def known_model(name: str) -> KnownModel | None:
-    """Return the model of a hub name, with or without its owner; variants such as -Instruct have the same sizes."""
+    """Return the model of a Hub name, with or without the owner; variants such as -Instruct have the same sizes."""
     owner, _, short = name.lower().rpartition("/")
     short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
     while short:
@@ -152,13 +152,13 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
-    """Return the bytes of float32 logits of `chunk` tokens (`policy.logprob_chunk_size`), and of the three arrays of their
-    size that a backward pass makes (models/hf/outputs.py)."""
+    """Return the bytes of float32 logits of `chunk` tokens (`policy.logprob_chunk_size`), plus three arrays of the same
+    size for the backward pass (models/hf/outputs.py)."""
     return 16.0 * min(tokens * vocab_size, _CHUNK if chunk is None else chunk * vocab_size)
 
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return what config.json says about experts, by the names of `ModelSizes`; empty where there are none."""
+    """Return the expert sizes in config.json under the names of `ModelSizes`; empty for a model without experts."""
     count = next((value for name in _EXPERTS if is_count(value := known.get(name))), None)
     if count is None:
         return {}
@@ -177,10 +177,10 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def tape_bytes(sizes: ModelSizes, width: int) -> int:
-    """Return what torch keeps of a token in a layer for the backward pass.
+    """Return the bytes per token and layer that torch keeps for the backward pass.
 
-    The input of each norm, its normed form and its result; queries, keys, values and the attention's result, twice;
-    gate, its activation, up and their product. Norms of bfloat16 are computed in float32.
+    These are the input of each norm, its normalised form and its result; queries, keys, values and the attention's
+    result, twice; gate, its activation, up and their product. Norms of bfloat16 are computed in float32.
     """
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     norms = 6 * sizes.hidden_size * width + (0 if width == 4 else 2 * sizes.hidden_size * 4)
@@ -188,12 +188,12 @@ def tape_bytes(sizes: ModelSizes, width: int) -> int:
 
 
 def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
-    """Return the bytes of gradients that one of so many processes holds while it adds its blocks along the tree."""
+    """Return the gradient bytes that each of `processes` ranks holds while blocks are added along the tree."""
     blocks = model.gradient_blocks or processes
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
     if processes == 1 or not model.shards_gradients:
         return sums
-    # shards of the sums, and the block at work: of one micro-batch the embedding, two layers and those on their way
+    # shards of the sums, and the current block: for one micro-batch the embedding, two layers and layers in transfer
     by_tokens = model.sequence_packing.enabled or model.dynamic_batching.enabled
     alone = not by_tokens and (model.train_global_batch_size or 0) <= blocks * (model.train_micro_batch_size or 0)
     few = sizes.embedding_parameters + 4 * sizes.layer_parameters
@@ -202,7 +202,7 @@ def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step and what lies in memory then: (what, bytes)."""
+    """One phase of a step and the memory in use during it: (what, bytes)."""
 
     name: str
     parts: tuple[tuple[str, float], ...]
@@ -215,16 +215,16 @@ class Phase:
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
     """Return the sizes from the model folder's config.json and the overrides.
 
-    None where the folder is not on this machine, or its file cannot be read or lacks sizes (which other checks report).
+    Return None if the folder is missing, or its file is unreadable or lacks sizes (other checks report it).
     """
     known: dict[str, object] = {}
     if (Path(model_name).expanduser() / "config.json").is_file():
         try:
             known = read_config_file(Path(model_name).expanduser())
         except ModelFolderError:
-            return None  # the checks of the model say why
+            return None  # the checks of the model report the reason
     elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):
-        known = packaged.sizes.as_config()  # of the packaged model, which need not be here yet
+        known = packaged.sizes.as_config()  # the packaged model may not be downloaded yet
     known |= overrides or {}
     made = SUPPORTED_ARCHITECTURES.get(str(known.get("model_type")))
     if made is not None:
@@ -242,8 +242,8 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
-    """Return the configuration; where its models are not on this machine but known, a copy with their sizes in
-    hf_config_overrides, for a forecast before anything is downloaded."""
+    """Return the configuration. If its models are not on this machine but in the table of known models, return a copy
+    with their sizes in hf_config_overrides, for an estimate before any download."""
     changed: dict[str, object] = {}
     for name, model in config.trained_models().items():
         known = known_model(model.model_name)
@@ -254,8 +254,8 @@ def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
 
 
 def generation_bytes(model: PolicyConfig) -> float | None:
-    """Return the bytes of the weights that generation needs: those in the precision of the run, and the copy for fast
-    decoding. None where the sizes are not known."""
+    """Return the bytes of the weights for generation: in the run's precision, plus the packed copy for fast decoding.
+    Return None if the sizes are not known."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return None
@@ -263,12 +263,12 @@ def generation_bytes(model: PolicyConfig) -> float | None:
 
 
 def forecast(config: TrainMasterConfig) -> list[Phase] | None:
-    """Return the phases with their peak memory in bytes, or None where the model's sizes are not known on this machine.
+    """Return the phases with their peak memory in bytes, or None if the model's sizes are not known on this machine.
 
-    An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top. Of several
-    processes it is the sum: each has the weights (with tensor parallelism a slice of them), its gradients and its
-    micro-batch; master weights and optimizer are shared out among them, of a model of transformers weights and
-    gradients too, which are gathered to be computed with.
+    The estimate excludes library buffers and the Python process itself (a few hundred MB). For several processes it is
+    the sum. Each process holds the weights (with tensor parallelism a slice), its gradients and its micro-batch. Master
+    weights and optimizer state are sharded; with the transformers backend weights and gradients are sharded too, and
+    gathered for computation.
     """
     policy, critic = config.policy, config.value if config.has_critic else None
     whole = model_sizes(policy.model_name, policy.hf_config_overrides)
@@ -333,11 +333,11 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
 
 
 _ONCE = ("master weights", "optimizer", "KV cache", "logits")
-"""Parts that several processes share out among them, once for each slice of a model; every process has the others."""
+"""Parts that are sharded over processes, once per slice of a model; all other parts exist in every process."""
 
 
 def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple[str, float], ...]:
-    """Return what engines in workers of their own hold at all times: weights, and room for those of the next refit."""
+    """Return the memory that engines in separate workers always hold: weights, and buffers for the next refit."""
     if count == 0:
         return ()
     weights = float(sizes.parameters * _width(policy) * count)
@@ -347,9 +347,9 @@ def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple
 
 
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
-    """Return the bytes of one checkpoint; None where a model's sizes are not known on this machine.
+    """Return the bytes of one checkpoint; None if a model's sizes are not known on this machine.
 
-    Of every trained model the weights, and with save_optimizer the master weights and AdamW's moments.
+    Counts each trained model's weights, plus master weights and AdamW's moments if save_optimizer is set.
     """
     total = 0.0
     for name, model in config.trained_models().items():
@@ -370,21 +370,21 @@ def _width(model: TrainedModelConfig) -> int:
 
 
 def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> int:
-    """Return how many numbers the optimizer changes: all parameters, or those of the adapters."""
+    """Return the number of trained parameters: all, or the adapters' only."""
     return parameters if model.lora is None else adapter_sizes(model.lora, sizes).trained
 
 
 def _resting(
     model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
 ) -> tuple[tuple[str, float], ...]:
-    """Return what stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two moments.
+    """Return the memory in use in all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two moments.
 
-    With adapters: weights, those without adapters once more, adapters (fp32, and once in the model's precision), and
-    the adapters' moments.
+    With adapters: weights, a second copy of the weights without adapters, adapters (fp32, and once in the model's
+    precision), and the adapters' moments.
     """
     width, masters = _width(model), ()
     if model.backend == "hf" and processes > 1:
-        width = 4  # FSDP2 keeps the master weights alone
+        width = 4  # FSDP2 keeps only the master weights
     elif model.lora is not None:
         trained, kept = adapter_sizes(model.lora, sizes)
         masters = ((f"{name} frozen weights", float(kept * width)), (f"{name} adapters", trained * (4.0 + width)))
@@ -395,7 +395,7 @@ def _resting(
 
 
 def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
-    """Return the bytes of keys and values of all sequences at once, or the budget if that is less."""
+    """Return the bytes of keys and values of all concurrent sequences, or the budget if that is less."""
     generation: GenerationConfig = policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
     a_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
@@ -404,7 +404,7 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the copy that decoding of few texts reads: 12 bits a weight and patches (csrc/kernels/packed_weights.h)."""
+    """Return the packed copy for small-batch decoding: 12 bits per weight, patches (csrc/kernels/packed_weights.h)."""
     if policy.backend == "hf" or policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
         return ()
     return (("packed weights", sizes.parameters * (1.5 + 1 / 16)),)
@@ -419,7 +419,7 @@ def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
 
 
 def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Return what the backward pass needs of one layer for one micro-batch: what each product and norm read."""
+    """Return the bytes that one layer's backward pass needs per micro-batch: the inputs of each product and norm."""
     tokens, width = _micro_batch_tokens(model, kind), _width(model)
     if model.backend == "hf":
         return float(tokens * tape_bytes(sizes, width))
@@ -429,7 +429,7 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
 
 
 def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Return the bytes that experts of a layer sort: inputs, results and gradients (csrc/model/experts.cpp)."""
+    """Return the bytes of a layer's rows sorted by expert: inputs, results, gradients (csrc/model/experts.cpp)."""
     if sizes.experts == 1 or model.backend == "hf":
         return 0.0
     a_token = sizes.experts_per_token * (4 * sizes.hidden_size + 4 * sizes.intermediate_size)
@@ -441,31 +441,34 @@ def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
     if not model.activation_checkpointing:
         return layer * sizes.num_hidden_layers + rows
     inputs = float(_micro_batch_tokens(model, "train") * sizes.num_hidden_layers * sizes.hidden_size * _width(model))
-    return inputs + layer + rows  # the layers' inputs, and one layer recomputed
+    return inputs + layer + rows  # the inputs of all layers, and the activations of one recomputed layer
 
 
 def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:
-    """Return what the language-model head takes of a micro-batch."""
+    """Return the memory of the language-model head for one micro-batch."""
     if policy.backend == "hf":
-        tokens, copies = _micro_batch_tokens(policy, kind), 2 if kind == "train" else 1  # with their gradient
+        tokens, copies = (
+            _micro_batch_tokens(policy, kind),
+            2 if kind == "train" else 1,
+        )  # training holds logits and their gradient
         logits = float(copies * tokens * sizes.vocab_size * _width(policy))
         return "logits of a micro-batch", logits + chunk_bytes(tokens, sizes.vocab_size, policy.logprob_chunk_size)
     generation = policy.generation
-    # whole rows of logits exist where top-k or top-p is applied to them (csrc/model/vocabulary_head.cpp: kRowLogits)
+    # whole rows of logits exist if top-k or top-p filters them (csrc/model/vocabulary_head.cpp: kRowLogits)
     filtered = 2.0**26 if (generation.top_k or 0) > 0 or (generation.top_p or 1.0) < 1 else 0.0
     if kind != "train":
         return "logits chunk", filtered
-    # the logits of some rows wait for their loss (there: kFusedRows, kFusedLogits)
+    # the logits of some rows are kept until their loss is known (same file: kFusedRows, kFusedLogits)
     return "logits chunk", 2 * filtered or min(1024, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
 
 
 def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
-    """Return the weights that each process has gathered: of the layer at work and embeddings, or all for generation."""
+    """Return the weights that each process gathers: current layer and embeddings, or all weights for generation."""
     return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 
 def forecast_summary(config: WholeConfig) -> str | None:
-    """Return the forecast's peak against this machine's memory, in a few words; None for an evaluation."""
+    """Return a short comparison of the estimated peak with this machine's memory; None for an evaluation."""
     if not config.trained_models():
         return None
     config = with_known_sizes(config)
@@ -486,7 +489,7 @@ def forecast_summary(config: WholeConfig) -> str | None:
 
 
 def certain_bytes(config: TrainMasterConfig) -> float | None:
-    """Return the bytes of weights, master weights, gradients and AdamW's moments; None where sizes are not known."""
+    """Return the bytes of weights, master weights, gradients and AdamW's moments; None if sizes are not known."""
     phases = forecast(config)
     if phases is None:
         return None
@@ -497,7 +500,7 @@ def certain_bytes(config: TrainMasterConfig) -> float | None:
 
 
 def fit_text(config: TrainMasterConfig) -> str:
-    """Return in words whether the forecast fits into this machine's memory, and what to change where it does not."""
+    """Return a text on whether the estimate fits into this machine's memory, with a remedy if it does not."""
     if config.cluster.device != "cpu":
         return "of the GPU's memory, which is not looked at here"
     amount = machine_memory()
@@ -517,24 +520,24 @@ def fit_text(config: TrainMasterConfig) -> str:
 
 
 def fits(config: TrainMasterConfig) -> bool | None:
-    """Return whether the forecast's peak is below this machine's memory; None where one of the two is not known."""
+    """Return whether the estimated peak is at most this machine's memory; None if either amount is not known."""
     phases, amount = forecast(config), machine_memory()
     if phases is None or amount is None or config.cluster.device != "cpu":
         return None
     return max(phase.total for phase in phases) <= amount
 
 
-_BYTES_OF_TRAINING = 18  # a weight in bfloat16, its float32 master, gradient and two moments
+_BYTES_OF_TRAINING = 18  # per weight: bfloat16, float32 master, gradient and two moments
 
 
 def _parameters_by_name(model_name: str) -> float | None:
-    """Return the billions of parameters in a name such as Llama-3.1-8B-Instruct; of 30B-A3B the 30: all are trained."""
+    """Return the billions of parameters in a name such as Llama-3.1-8B-Instruct; 30 for 30B-A3B (all are trained)."""
     found = re.findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
     return max(map(float, found), default=None)
 
 
 def forecast_text(config: TrainMasterConfig) -> str:
-    """Return the forecast as a table for the terminal."""
+    """Return the estimate as a table for the terminal."""
     config = with_known_sizes(config)
     phases = forecast(config)
     if phases is None:
@@ -564,7 +567,7 @@ def forecast_text(config: TrainMasterConfig) -> str:
 
 
 def size_text(size: float) -> str:
-    """Return bytes in the unit that suits them: "1.8 GB", "300 kB"."""
+    """Return a number of bytes with a suitable unit: "1.8 GB", "300 kB"."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

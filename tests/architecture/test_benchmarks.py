@@ -34,7 +34,7 @@ def test_run_all_runs_every_benchmark(run_all):
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_is_named_and_the_others_go_on(run_all, monkeypatch, tmp_path, capfd):
+def test_a_failing_benchmark_is_reported_and_the_remaining_ones_run(run_all, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(run_all, "RUNS", {"broken": "gae --no-such-option", "help": "gae --help"})
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path)])
     assert run_all.main() == 1
@@ -51,7 +51,7 @@ def test_samples_of_mixed_lengths_have_as_many_tokens_as_equal_ones(training):
 
 @pytest.mark.parametrize("prompt", [0, 40])
 @pytest.mark.parametrize("layout", ["padded", "sorted_by_length", "packed"])
-def test_every_layout_trains_each_token_once_behind_those_before_it(training, layout, prompt):
+def test_every_batch_layout_trains_each_token_once_with_its_full_prefix(training, layout, prompt):
     samples = training.Samples.random(training.mixed_lengths(), prompt, seed=1)
     wanted = sorted(
         tuple(row[: t + 1])
@@ -71,14 +71,14 @@ def card(monkeypatch):
     return load("card", monkeypatch, BENCHMARKS.parent / "tools")
 
 
-def test_every_script_of_the_card_exists(card):
+def test_every_script_that_the_card_script_runs_exists(card):
     words = [word for step in card.STEPS for word in f"{step.command} {step.tiny}".split() if word.endswith(".py")]
     assert words and all((card.ROOT / word).is_file() for word in words)
     assert len({step.name for step in card.STEPS}) == len(card.STEPS)
 
 
 @pytest.mark.slow
-def test_the_card_saves_each_step_and_goes_on_with_the_others(card, monkeypatch, tmp_path, capsys):
+def test_card_script_saves_each_step_and_continues_after_a_failed_step(card, monkeypatch, tmp_path, capsys):
     adamw = next(step for step in card.STEPS if step.name == "adamw")
     broken = card.Step("broken", 1, "a step that fails", "", "python -c 'print(7); raise SystemExit(3)'")
     endless = card.Step("endless", 0.01, "a step that does not end", "", "python -c 'import time; time.sleep(60)'")

@@ -26,24 +26,24 @@ def circles():
     return tool("import_circles")
 
 
-def test_nothing_in_the_house_imports_compat(circles):
+def test_no_module_outside_compat_imports_compat(circles):
     inside = {m: targets for m, targets in circles.graph(ROOT, lazy=True).items() if not m.startswith(COMPAT)}
     assert {m: t for m, targets in inside.items() for t in targets if t.startswith(COMPAT)} == {}
     house = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "compat"]
     assert len(house) > 150 and [path for path in house if COMPAT in path.read_text()] == []
 
 
-def test_modules_import_one_another_in_one_direction(circles):
+def test_module_level_imports_have_no_cycle(circles):
     assert circles.circles(circles.graph(ROOT, lazy=False)) == []
 
 
-def test_circles_through_functions_are_the_known_ones(circles):
+def test_function_level_imports_add_no_unknown_cycle(circles):
     found = [set(group) for group in circles.circles(circles.graph(ROOT, lazy=True))]
     new = [g for g in found if g not in KNOWN and not all(m.startswith("nemo_rl_cpp.config.") for m in g)]
     assert new == []
 
 
-def test_a_circle_is_found_by_every_way_of_importing(circles, tmp_path):
+def test_import_cycles_through_relative_and_function_level_imports_are_found(circles, tmp_path):
     package = tmp_path / "python" / "nemo_rl_cpp"
     (package / "a").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -56,7 +56,7 @@ def test_a_circle_is_found_by_every_way_of_importing(circles, tmp_path):
     assert circles.circles(circles.graph(tmp_path, lazy=True)) == [["nemo_rl_cpp.a.b", "nemo_rl_cpp.c"]]
 
 
-def test_the_finder_of_unreached_lines_follows_names(tmp_path, monkeypatch):
+def test_unused_definitions_are_found_by_following_names(tmp_path, monkeypatch):
     reached = tool("reached")
     package = tmp_path / "python" / "nemo_rl_cpp"
     package.mkdir(parents=True)
@@ -76,6 +76,6 @@ def test_the_finder_of_unreached_lines_follows_names(tmp_path, monkeypatch):
     assert lost == {"_EXPORTS", "never", "unused", "helper"}
 
 
-def test_nothing_is_reached_by_tests_alone():
+def test_no_definition_is_used_by_tests_only():
     lost = [f"{item.path.name}:{item.name}" for item in tool("reached").reached(ROOT) if not item.reached]
     assert not lost, "neither a user nor a port needs it: delete it, or document it where users look"

@@ -28,7 +28,7 @@ def test_the_table_names_every_folder():
 
 
 @pytest.mark.parametrize("folder", sorted(allowed_includes()))
-def test_nothing_includes_upwards(folder):
+def test_no_csrc_folder_includes_a_higher_layer(folder):
     table = allowed_includes()
     allowed = set(table) if "all" in table[folder] else table[folder] | {folder}
     for path in SOURCES:
@@ -73,6 +73,6 @@ def test_config_never_imports_torch():
         assert not {i for i in imports(path) if i.split(".")[0] == "torch"}, path.relative_to(ROOT)
 
 
-def test_references_import_nothing_of_ours():
+def test_reference_implementations_do_not_import_nemo_rl_cpp():
     for path in (ROOT / "tests" / "reference").rglob("*.py"):
         assert not {i for i in imports(path) if i.startswith("nemo_rl_cpp")}, path.relative_to(ROOT)

@@ -71,7 +71,7 @@ def test_the_table_has_an_order():
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_a_package_imports_what_its_row_allows(package):
+def test_a_package_imports_only_what_the_architecture_table_allows(package):
     wrong = [
         f"{module} imports {imported}"
         for module, found in GRAPH.items()
@@ -83,7 +83,7 @@ def test_a_package_imports_what_its_row_allows(package):
     assert not wrong, f"{wrong}: move the function, or let the row of docs/architecture.md allow it"
 
 
-def test_no_circle_of_modules():
+def test_module_imports_have_no_cycle():
     assert {tuple(sorted(group)) for group in circles(without_exceptions())} == set()
 
 

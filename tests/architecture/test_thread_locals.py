@@ -15,13 +15,13 @@ def kept(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if "thread_local" in line]
 
 
-def test_a_thread_of_an_op_keeps_memory_alone():
+def test_thread_locals_of_ops_hold_only_scratch_memory():
     found = [line for path in sorted(OPS.iterdir()) for line in kept(path.read_text())]
     assert [line for line in found if not MEMORY.fullmatch(line)] == []
     assert found, "csrc/ops keeps nothing any more: this test can go"
 
 
-def test_a_value_is_seen():
+def test_a_thread_local_that_is_not_scratch_memory_is_found():
     assert kept("int x;\n  thread_local const Weights* current = nullptr;") == [
         "thread_local const Weights* current = nullptr;"
     ]

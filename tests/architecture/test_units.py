@@ -24,7 +24,7 @@ class Process:
         self.shutting_down = True
 
 
-def test_what_shares_fixtures_runs_in_one_process():
+def test_tests_that_share_fixtures_run_in_one_process():
     config = SimpleNamespace(getvalue={"tx": ["popen", "popen"]}.get, option=SimpleNamespace())
     units, processes = scheduler(config, Producer("test", enabled=False)), (Process(), Process())
     for process in processes:
@@ -41,7 +41,7 @@ def test_what_shares_fixtures_runs_in_one_process():
     assert not ran[0] & ran[1] and ran[0] | ran[1] == {"tests/x/test_a.py", "tests/x/test_b.py", "tests/unit/cuda/"}
 
 
-def test_the_suite_asks_for_units(request):
+def test_pytest_options_distribute_tests_by_file(request):
     assert "--dist=loadfile" in request.config.getini("addopts")
 
 

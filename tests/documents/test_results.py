@@ -31,13 +31,13 @@ def results():
     return rows(README[README.index("## Results") : README.index("[Benchmarks](docs/benchmarks.md)")])
 
 
-def test_every_ratio_of_the_first_table_is_compared():
+def test_every_ratio_of_the_results_table_is_checked_against_the_benchmarks_page():
     with_ratio = {name for name, cells in results().items() if re.match(r"[\d.]+ ", cells[2])}
     assert with_ratio == set(ROWS)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_ratios_of_readme_are_those_of_benchmarks(name):
+def test_readme_ratios_match_the_benchmarks_page(name):
     """README's machine is the Zen 4: the first of the columns with figures."""
     ours, peer, ratio = results()[name]
     cells = rows(BENCHMARKS)[ROWS[name]]
@@ -47,13 +47,13 @@ def test_ratios_of_readme_are_those_of_benchmarks(name):
         assert re.search(rf"(?<![\d.,]){re.escape(figure.split()[0])}(?![\d,])", IN_FULL), figure
 
 
-def test_gpu_figures_of_readme_are_those_of_benchmarks():
+def test_readme_gpu_figures_match_the_benchmarks_page():
     claim = re.search(r"On one H200 a training step of 16,384 tokens is ([\d.]+) times as fast", README)
     assert claim is not None
     assert f"a training step of 16,384 tokens is {claim[1]} times as fast as transformers'" in BENCHMARKS
 
 
-def test_reading_starts_at_a_page_that_learns_and_goes_on_at_the_file_with_the_loop():
+def test_readme_reading_order_names_an_existing_page_and_the_training_loop_file():
     page, loop = re.search(
         r"Start reading with \[`([^`]+)`\].*?`([^`]+)` \(the loop of every run\)", README, re.S
     ).groups()

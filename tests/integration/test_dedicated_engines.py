@@ -50,7 +50,7 @@ def colocated(tmp_path_factory):
     ],
     ids=["1+1", "2+1", "1+2, delta", "ray"],
 )
-def test_engines_apart_train_the_bits_of_engines_on_the_trainers_weights(tmp_path, colocated, where):
+def test_dedicated_engines_train_the_same_bits_as_colocated_engines(tmp_path, colocated, where):
     weights, history = trained(tmp_path, *where)
     assert weights == colocated[0]
     for step, (row, same) in enumerate(zip(history, colocated[1], strict=True)):

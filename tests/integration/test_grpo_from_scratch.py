@@ -26,7 +26,7 @@ def test_the_example_learns_exactly_and_saves_a_model_for_transformers(tmp_path)
     assert ours["input_ids"].tolist() == answered.tolist()
 
 
-def test_answers_to_prompts_of_different_lengths_lie_behind_their_prompts():
+def test_sampled_tokens_follow_their_prompts_of_different_lengths():
     model = nemo_rl_cpp.Model("tiny-random")
     prompts = [[4, 5, 15], [6]]
     batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample(prompts, n=3)
@@ -38,7 +38,7 @@ def test_answers_to_prompts_of_different_lengths_lie_behind_their_prompts():
         assert mask.tolist() == [0.0] * len(prompt) + [1.0] * (len(ids) - len(prompt))
 
 
-def test_two_backward_passes_add_up_and_a_step_begins_anew():
+def test_backward_passes_accumulate_gradients_and_a_step_resets_them():
     norms = []
     for passes in (1, 2):
         model = nemo_rl_cpp.Model("tiny-random", seed=1)
@@ -69,7 +69,7 @@ def test_a_loss_that_is_no_finite_scalar_leaves_the_gradient(loss_fn, message):
     assert trainer.step(0.1) == 0
 
 
-def test_sampling_nothing_is_an_error():
+def test_sampling_zero_prompts_or_zero_responses_is_an_error():
     engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4)
     with pytest.raises(ValueError, match="0 prompts"):
         engine.sample([])

@@ -11,7 +11,7 @@ from nemo_rl_cpp.algorithms.loop import train_loop
 
 
 @pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
-def test_it_learns_to_reverse_digits(tmp_path, seed):
+def test_grpo_learns_to_reverse_digits(tmp_path, seed):
     run = tiny.train(tmp_path, *tiny.FAST, f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9)
     rewards = [row["reward"] for row in run.history]
     assert rewards[0] < 0.2
@@ -28,7 +28,7 @@ EXPERTS = {
 
 
 @pytest.mark.long
-def test_it_learns_to_reverse_digits_with_experts(tmp_path):
+def test_grpo_learns_to_reverse_digits_with_a_mixture_of_experts(tmp_path):
     experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
     run = tiny.train(tmp_path, *tiny.FAST, *experts, "grpo.seed=2", "grpo.max_num_steps=200", until=0.9)
     rewards = [row["reward"] for row in run.history]
@@ -55,7 +55,7 @@ def test_metrics_of_exact_steps(tmp_path):
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
-def test_a_timeline_on_request(tmp_path):
+def test_chrome_trace_holds_each_step_with_its_stages(tmp_path):
     """The stages of every step lie within it, and the file lies beside the other logs."""
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")
     (trace,) = (tmp_path / "logs").rglob("trace_from_step_*.json")
@@ -109,7 +109,7 @@ def test_never_and_auto_give_the_same_weights(tmp_path, updates):
         assert max(ratios[0]) > 1.0  # later updates of a step are off-policy
 
 
-def test_groups_of_equal_rewards_go_without_a_backward(tmp_path):
+def test_groups_of_equal_rewards_skip_the_backward_pass(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=6", "loss_fn.reference_policy_kl_penalty=0")
     equal = [row["zero_std_groups"] > 0 for row in run.history]
     assert [row["zero_gradient_share"] > 0 for row in run.history] == equal and any(equal)
@@ -179,7 +179,7 @@ def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
         assert (gradients[size].double() - reference).norm() / reference.norm() < 1e-5
 
 
-def test_a_python_loss_takes_the_place_of_the_native_one(tmp_path):
+def test_python_loss_gives_the_gradient_of_the_native_loss(tmp_path):
     """REINFORCE in three lines; its gradient equals the native loss' before the first update (ratio 1)."""
 
     def loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
@@ -213,7 +213,7 @@ def test_the_same_run_twice_is_the_same_run(tmp_path):
         "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe",
     ],
 )  # fmt: skip
-def test_every_architecture_generates_what_it_trains(architecture, precision, tmp_path):
+def test_every_architecture_generates_with_the_logprobs_of_training(architecture, precision, tmp_path):
     made = {"model_type": architecture, "sliding_window": 9, "hidden_act": "gelu_pytorch_tanh"}
     if architecture.endswith("moe") or architecture == "mixtral":
         made |= {

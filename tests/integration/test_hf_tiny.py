@@ -16,7 +16,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def test_it_learns(tmp_path):
+def test_grpo_learns_with_the_hf_backend(tmp_path):
     run = tiny.train(tmp_path, "grpo.max_num_steps=60", config="grpo_hf.yaml", until=0.5)
     assert run.history[0]["accuracy"] < 0.2
     assert sum(row["accuracy"] for row in run.history[-5:]) / 5 > 0.5

@@ -16,7 +16,7 @@ BF16 = ("policy.precision=bfloat16",)
 
 
 @pytest.mark.parametrize("more", [(), (*BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some"])
-def test_generation_is_training_to_the_bit_and_frozen_weights_stay(tmp_path, more):
+def test_lora_generation_equals_training_bit_for_bit_and_frozen_weights_stay(tmp_path, more):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, "grpo.max_num_steps=4") as run:
         start = {name: view.clone() for name, view in run.policy.state_dict().items()}
         run.train()
@@ -50,7 +50,7 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, config):
         assert "base_model.model.score.weight" in adapter
 
 
-def test_a_run_is_resumed_with_its_own_adapters_only(tmp_path):
+def test_resume_with_changed_lora_settings_is_rejected(tmp_path):
     trained(tmp_path, 1, *ON, *SOME)
     for change, said in (
         ((f"{LORA}.dim=8",), "lora_cfg.dim"),

@@ -40,7 +40,7 @@ def check(mode, learned):
 
 
 @pytest.mark.parametrize("mode, seed", tiny.seeds_of({"dapo": (2,), "prorlv2": (2,), "rloo": (2,)}))
-def test_it_learns(tmp_path, mode, seed):
+def test_each_algorithm_mode_learns(tmp_path, mode, seed):
     """RLOO goes on a little beyond 0.9: what it knows of held-out numbers lags."""
     check(mode, tiny.learn(f"{mode}_tiny.yaml", seed, tmp_path, 0.93 if mode == "rloo" else 0.9))
 
@@ -74,7 +74,7 @@ WHAT_SHOWS = {"dapo": dapo_shows, "prorlv2": prorlv2_shows, "rloo": rloo_shows}
 
 
 @pytest.mark.parametrize("mode", ["dapo", "prorlv2"])
-def test_scoring_beforehand_changes_nothing_with_several_updates_a_step(tmp_path, mode):
+def test_recomputed_old_logprobs_give_the_same_run_with_several_updates_per_step(tmp_path, mode):
     digests, ratios = [], []
     for reuse in ("auto", "never"):
         run = tiny.train(
@@ -100,7 +100,7 @@ def test_rloo_advantages_by_hand(tmp_path):
     assert torch.allclose(advantages, expected, atol=1e-6)
 
 
-def test_a_checkpoint_is_a_new_runs_reference(tmp_path):
+def test_new_run_from_a_checkpoint_uses_it_as_the_reference_model(tmp_path):
     """How the ProRLv2 guide resets the reference: a new run that begins at a checkpoint has a KL of exactly 0 there."""
     options = (
         *tiny.SMALL,
@@ -139,7 +139,7 @@ class Hopeless(SingleTurnEnvironment):
 
 
 @pytest.mark.parametrize("mode", ["dapo", "prorlv2"])
-def test_half_solved_half_hopeless_data_gives_mixed_groups_only(tmp_path, mode):
+def test_dynamic_sampling_trains_only_whole_groups_with_mixed_rewards(tmp_path, mode):
     run = tiny.make(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=4", "grpo.reward_shaping.enabled=false", config=f"{mode}_tiny.yaml",
         environment=HalfHopeless(),
@@ -194,7 +194,7 @@ def test_hopeless_data_stops_the_run_after_exactly_the_configured_batches(tmp_pa
     assert run.policy.weight_digest() == before and run.state.step == 0
 
 
-def test_a_resume_in_the_middle_gives_the_same_batches(tmp_path):
+def test_resumed_dapo_run_trains_the_same_batches(tmp_path):
     """Groups kept for the next step, the draw counter and the position in the data are all in the checkpoint."""
     options = (
         *tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=3", "checkpointing.metric_name=null",

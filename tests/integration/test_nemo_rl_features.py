@@ -51,7 +51,7 @@ def test_gdpo_normalises_each_part_for_itself(tmp_path, monkeypatch):
     assert torch.allclose(advantages[:, 0].double(), expected, atol=1e-4)
 
 
-def test_gdpo_without_parts_says_what_to_do(tmp_path):
+def test_gdpo_without_reward_components_is_an_error_that_says_what_to_set(tmp_path):
     with pytest.raises(ValueError, match="at least two reward components.*Set grpo.adv_estimator.name to grpo"):
         tiny.train(tmp_path, *tiny.SMALL, "grpo.adv_estimator.name=gdpo", "grpo.max_num_steps=1")
 
@@ -80,7 +80,7 @@ PPO = (
 )
 
 
-def test_a_warm_critic_begins_with_the_weights_of_the_checkpoint_and_a_fresh_optimizer(tmp_path):
+def test_warm_started_critic_has_the_checkpoints_weights_and_a_fresh_optimizer(tmp_path):
     first = tiny.train(
         tmp_path / "a", *PPO, "ppo.max_num_steps=2", "checkpointing.enabled=true", "checkpointing.save_period=2", config="ppo_tiny.yaml",
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_warm_critic_begins_with_the_weights_of_the_checkpoint_and_a_fresh_opt
 
 
 @pytest.mark.parametrize("epochs, critic, expected", [(2, "null", (2, 2)), (1, 3, (1, 3)), (3, 1, (3, 1))])
-def test_the_critic_has_passes_of_its_own(tmp_path, epochs, critic, expected):
+def test_critic_ppo_epochs_sets_the_number_of_critic_passes(tmp_path, epochs, critic, expected):
     run = tiny.make(
         tmp_path,
         *PPO[:-1],
@@ -116,7 +116,7 @@ def test_the_critic_has_passes_of_its_own(tmp_path, epochs, critic, expected):
     assert (passes["policy"], passes["value"]) == expected
 
 
-def test_a_warm_start_from_nothing_is_an_error_before_the_run(tmp_path):
+def test_warm_start_without_a_saved_critic_is_an_error_before_the_run(tmp_path):
     config = load_ppo_config(
         "ppo_tiny.yaml",
         [f"ppo.warm_start_value_checkpoint={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}/none"],

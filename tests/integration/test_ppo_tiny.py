@@ -33,7 +33,7 @@ def check(config, learned):
 
 
 @pytest.mark.parametrize("config, seed", tiny.seeds_of(SEEDS))
-def test_it_learns_to_reverse_digits(tmp_path, config, seed):
+def test_ppo_learns_to_reverse_digits(tmp_path, config, seed):
     check(config, tiny.learn(config, seed, tmp_path))
 
 

@@ -43,7 +43,7 @@ CHOSEN = (
 )  # fmt: skip
 
 
-def test_an_estimator_an_environment_a_data_set_and_a_logger_of_ones_own(recipes, tmp_path):
+def test_run_uses_registered_estimator_environment_data_set_and_logger(recipes, tmp_path):
     run = tiny.make(tmp_path, *tiny.SMALL, *CHOSEN, "grpo.max_num_steps=2")
     with run:
         run.train()
@@ -70,14 +70,14 @@ def test_an_estimator_an_environment_a_data_set_and_a_logger_of_ones_own(recipes
         ("grpo.adv_estimator.name=best_of_groups", "did you mean best_of_group?"),
     ],
 )
-def test_their_keys_are_checked_as_the_schemas_own(recipes, override, said):
+def test_keys_of_registered_components_are_checked_like_schema_keys(recipes, override, said):
     load_grpo_config("grpo_tiny.yaml", [*CHOSEN, "grpo.max_num_steps=1"])
     with pytest.raises(ConfigError) as refused:
         load_grpo_config("grpo_tiny.yaml", [*CHOSEN, override])
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_they_are_documented_and_leave_no_trace(recipes):
+def test_registered_components_are_documented_and_leave_no_trace(recipes):
     page = document()
     for text in (
         "or best_of_group or a dotted name |",
@@ -98,7 +98,7 @@ def test_they_are_documented_and_leave_no_trace(recipes):
         register_logger("report", None)
 
 
-def test_without_them_nothing_of_them_is_known():
+def test_unregistered_components_are_unknown_to_the_schema():
     assert not any(
         name in table
         for table in (ADVANTAGE_ESTIMATORS, ENV_REGISTRY, DATASET_REGISTRY, LOGGER_BACKENDS)

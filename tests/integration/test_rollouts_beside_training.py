@@ -62,7 +62,7 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(tmp_path):
     assert rest == whole and later == history[2:]
 
 
-def test_the_correction_is_for_staleness_alone(tmp_path):
+def test_importance_sampling_corrects_only_for_weight_staleness(tmp_path):
     """The ratio of the loss is present probability over generation's, and generation's is, to the bit, that of the version that is
     stamped on the sample: nothing is in the ratio but what training changed."""
     batches = []
@@ -92,13 +92,13 @@ def test_the_correction_is_for_staleness_alone(tmp_path):
         assert row["sampling_importance_ratio"] != 1.0 and abs(row["sampling_importance_ratio"] - 1) < 0.1
 
 
-def test_what_dynamic_sampling_keeps_counts_as_stale(tmp_path):
+def test_samples_kept_by_dynamic_sampling_are_counted_as_stale(tmp_path):
     with make(tmp_path, 2, "grpo.use_dynamic_sampling=true", "checkpointing.enabled=false") as run:
         run.train()
         assert [row["stale_samples"] for row in run.history] == [0, 32]
 
 
-def test_a_critic_learns_beside_generation(tmp_path):
+def test_ppo_run_with_overlapping_generation_is_reproducible(tmp_path):
     sizes = (
         "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
         "value.train_global_batch_size=32", "checkpointing.save_period=1000",
@@ -109,6 +109,6 @@ def test_a_critic_learns_beside_generation(tmp_path):
     assert first == again
 
 
-def test_where_generation_shares_the_weights_it_cannot_run_beside():
+def test_async_grpo_is_rejected_if_generation_shares_the_training_weights():
     with pytest.raises(ValueError, match="grpo.async_grpo.enabled needs engines with weights of their own"):
         load_grpo_config("grpo_tiny.yaml", ["grpo.async_grpo.enabled=true"])

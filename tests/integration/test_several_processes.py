@@ -82,7 +82,7 @@ def test_every_number_of_processes_trains_the_same_bits(tmp_path, config, overri
         assert several == one, more
 
 
-def test_without_blocks_only_the_rounding_differs(tmp_path):
+def test_runs_without_gradient_blocks_differ_by_rounding_only(tmp_path):
     _, one = trained(tmp_path / "1", 3)
     _, three = trained(tmp_path / "3", 3, *workers(3))
     a, b = (load_file(path / "policy" / "weights" / "model.safetensors") for path in (one, three))
@@ -90,7 +90,7 @@ def test_without_blocks_only_the_rounding_differs(tmp_path):
     assert float((first - second).norm() / first.norm()) < 1e-6 and not torch.equal(first, second)
 
 
-def test_samples_that_change_their_rank_bring_their_activations(tmp_path):
+def test_samples_moved_between_ranks_take_their_activations_along(tmp_path):
     """So that every update but the first is spared its forward pass, and has the bits of one with it."""
     moves, digests = [], []
     for kept in ("null", "0"):
@@ -113,7 +113,7 @@ def test_samples_that_change_their_rank_bring_their_activations(tmp_path):
     assert any(moves[1:5]) and digests[0] == digests[1]
 
 
-def test_a_checkpoint_is_anybodys(tmp_path):
+def test_checkpoint_resumes_on_any_number_of_processes(tmp_path):
     """Two steps in two processes, then two in one, then one in four: as five steps in one."""
     straight, _ = trained(tmp_path / "straight", 5, *BLOCKS, config="ppo_tiny.yaml")
     for steps, more in ((2, workers(2)), (4, ()), (5, workers(4))):
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_anybodys(tmp_path):
     assert {k: v for k, v in mixed.items() if k != "metrics"} == {k: v for k, v in straight.items() if k != "metrics"}
 
 
-def test_a_run_that_has_lost_a_worker_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capfd):
+def test_run_that_lost_a_worker_resumes_from_its_checkpoint(tmp_path, monkeypatch, capfd):
     straight, _ = trained(tmp_path / "straight", 4, *BLOCKS)
     folder, built = tmp_path / "broken", []
 

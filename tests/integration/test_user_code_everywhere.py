@@ -88,7 +88,7 @@ def expected(tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_kind_has_its_reward_on_the_command_line(place, expected, tmp_path, monkeypatch):
+def test_every_kind_of_reward_function_works_on_the_command_line(place, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rewards = by_command_line(place, tmp_path)
     assert os.getcwd() == str(tmp_path)
@@ -100,13 +100,13 @@ def test_every_kind_has_its_reward_on_the_command_line(place, expected, tmp_path
 
 @pytest.mark.parametrize("place", ["reward", "environment"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_kind_has_its_reward_in_every_way_of_training(way, place, expected, tmp_path):
+def test_every_kind_of_reward_function_works_in_every_training_mode(way, place, expected, tmp_path):
     with tiny.make(tmp_path, *COMMON, *PLACES[place], *WAYS[way]) as run:
         run.train()
         assert rewards_of(run.history) == {name: pytest.approx(expected, rel=1e-6) for name in user_kinds.KINDS}
 
 
-def test_every_kind_has_its_reward_from_python(tmp_path, monkeypatch):
+def test_every_kind_of_reward_function_works_from_python(tmp_path, monkeypatch):
     """Two runs, as in a notebook whose client was made in an earlier cell."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(10)]
@@ -122,7 +122,7 @@ def test_every_kind_has_its_reward_from_python(tmp_path, monkeypatch):
     assert {found[f"rewards/{name}"] for name in user_kinds.KINDS} == {found["rewards/plain"]} != {0.0}
 
 
-def test_a_run_beside_rollouts_ends_although_an_async_reward_is_under_way(tmp_path):
+def test_stopped_async_run_ends_with_an_async_reward_in_flight(tmp_path):
     class Stop(nemo_rl_cpp.Callback):
         def on_step(self, event):
             event.stop()

@@ -13,7 +13,7 @@ OVERRIDES = (
 )  # fmt: skip
 
 
-def test_a_task_set_is_learnt_and_what_is_trained_was_sampled(tmp_path, monkeypatch):
+def test_verifiers_run_learns_and_trains_only_on_sampled_tokens(tmp_path, monkeypatch):
     from nemo_rl_cpp.environments import verifiers_environment
 
     told, metrics = [], verifiers_environment._metrics

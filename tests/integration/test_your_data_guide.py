@@ -36,7 +36,7 @@ def test_the_files_of_the_task_pass_the_check(folder, capsys):
     assert "env.reward_functions.functions is '???': it must be given" in capsys.readouterr().err
 
 
-def test_the_components_train(folder, capsys):
+def test_run_trains_with_the_components_of_the_guide(folder, capsys):
     small = [
         "grpo.num_prompts_per_step=4",
         "policy.train_global_batch_size=32",

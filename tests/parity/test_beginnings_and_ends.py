@@ -110,7 +110,7 @@ def one_thread():
 
 @pytest.mark.filterwarnings("ignore:the model's end tokens are:UserWarning")
 @pytest.mark.parametrize("name", KINDS)
-def test_the_same_ids_in_and_the_same_end_everywhere(name, tmp_path, monkeypatch):
+def test_prompt_ids_and_end_tokens_match_transformers_in_every_command(name, tmp_path, monkeypatch):
     kind, folder = KINDS[name], write(KINDS[name], tmp_path / "base")
     prompts = [TEXT] + [MESSAGES] * ("chat_template" in kind.settings)
     expected = [transformers_answer(folder, prompt) for prompt in prompts]
@@ -158,7 +158,7 @@ def assert_same_files(base, weights, ends):
         )
 
 
-def test_an_end_token_of_the_tokenizer_that_the_model_does_not_name_is_said(tmp_path):
+def test_tokenizers_end_token_missing_from_the_models_end_tokens_gives_a_warning(tmp_path):
     folder = write(KINDS["other_end"], tmp_path)
     with pytest.warns(
         UserWarning, match=r"end tokens are \[4\].*'<eos>' \(3\) is not among them.*stop_token_ids=\[4, 3\]"

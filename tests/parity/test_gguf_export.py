@@ -84,7 +84,7 @@ def greedy(model, count):
     return ids[0, len(PROMPT) :].tolist(), logprobs
 
 
-def test_llama_cpp_computes_what_transformers_does(tmp_path, monkeypatch):
+def test_exported_gguf_gives_transformers_texts_and_logprobs_in_llama_cpp(tmp_path, monkeypatch):
     """GELU is looked up in a table of half precision in llama.cpp, the rest is float32."""
     jobs, expected = [], []
     for name in WRITTEN:
@@ -98,7 +98,7 @@ def test_llama_cpp_computes_what_transformers_does(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "phi3_longrope", "gemma3", "qwen3_tied"])
-def test_a_float32_file_holds_the_folders_numbers(name, tmp_path, monkeypatch):
+def test_float32_gguf_holds_the_weights_of_the_folder(name, tmp_path, monkeypatch):
     folder, _ = make(name, tmp_path, monkeypatch)
     file = tmp_path / "model.gguf"
     assert export_gguf(folder, file, "f32") == file.stat().st_size
@@ -110,7 +110,7 @@ def test_a_float32_file_holds_the_folders_numbers(name, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.gguf"]
 
 
-def test_formats_lie_as_far_from_the_model_as_their_bits_say(tmp_path, monkeypatch):
+def test_gguf_formats_with_fewer_bits_differ_more_from_the_model(tmp_path, monkeypatch):
     """Rows of 48 and 80 numbers, which blocks of 32 do not divide, have 16 bits in all formats below them; rows of 64 are in blocks."""
     folder, _ = make("llama_tied", tmp_path, monkeypatch)
     gaps = {}
@@ -123,7 +123,7 @@ def test_formats_lie_as_far_from_the_model_as_their_bits_say(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_llama_cpp_does_not_compute_is_refused(name, tmp_path, monkeypatch):
+def test_export_rejects_models_that_llama_cpp_cannot_compute(name, tmp_path, monkeypatch):
     folder, _ = make(name, tmp_path, monkeypatch)
     with pytest.raises(ModelFolderError, match=REFUSED[name]):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
@@ -158,7 +158,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused(name, reason, tmp_path):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
 
 
-def test_the_command_says_the_size_and_the_distance(tmp_path, monkeypatch, capsys):
+def test_export_command_prints_the_file_size_and_the_difference_from_the_model(tmp_path, monkeypatch, capsys):
     folder, _ = make("llama", tmp_path, monkeypatch)
     assert cli.main(["export", "--model", str(folder), "--gguf", "q8_0", "--out", str(tmp_path / "a" / "x.gguf")]) == 0
     said = capsys.readouterr().out

@@ -133,7 +133,7 @@ def test_saved_checkpoint_gives_transformers_the_same_logits(name, shard_bytes, 
     assert load(tmp_path / "out").digest() == model.digest()
 
 
-def test_a_save_leaves_no_weights_of_another_save(tmp_path):
+def test_save_removes_weight_files_of_an_earlier_save(tmp_path):
     build("qwen3", tmp_path / "in")
     model, config = load(tmp_path / "in"), read_config(tmp_path / "in")
     files = []

@@ -113,7 +113,7 @@ def saved(tmp_path, name, **keys):
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-def test_the_adapter_is_pefts(targets, tmp_path):
+def test_saved_adapter_gives_the_merged_models_logits_in_peft(targets, tmp_path):
     peft = pytest.importorskip("peft")
     hf, _, folder = saved(tmp_path, "qwen2", **TARGETS[targets])
     ids = torch.arange(3, 40)[None]
@@ -124,7 +124,7 @@ def test_the_adapter_is_pefts(targets, tmp_path):
     assert (merged(input_ids=ids).logits - before).abs().max() > 1e-2
 
 
-def test_the_adapters_files_have_pefts_names(tmp_path):
+def test_saved_adapter_files_use_pefts_names_and_fields(tmp_path):
     from safetensors.torch import load_file
 
     _, model, folder = saved(tmp_path, "llama_tied", **TARGETS["some"])
@@ -141,7 +141,7 @@ def test_the_adapters_files_have_pefts_names(tmp_path):
     assert len(tensors) == 2 * len(factors(model, model.masters)) == 2 * 10
 
 
-def test_merged_weights_load_in_transformers_as_they_are(tmp_path):
+def test_merged_weights_load_unchanged_in_transformers(tmp_path):
     hf, model, folder = saved(tmp_path, "qwen3_tied")
     merged = type(hf).from_pretrained(folder, attn_implementation="eager").eval()
     weights = named_views(model.layout, model.compute)

@@ -92,7 +92,7 @@ def test_a_whole_folder_is_read_as_transformers_reads_it(name, bases, a_run, tmp
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_a_faulty_folder_is_refused_by_one_sentence_everywhere(name, bases, a_run, tmp_path):
+def test_faulty_model_folder_is_a_one_line_error_in_every_reader(name, bases, a_run, tmp_path):
     base, change, sentence = FAULTY[name]
     path = built(base, change, bases, tmp_path)
     for read in (
@@ -124,7 +124,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_an_override_counts_in_either_spelling(name, bases, a_run, tmp_path):
+def test_override_in_either_config_format_has_the_same_effect(name, bases, a_run, tmp_path):
     before, overrides, after = OVERRIDES[name]
     path = built("llama", before, bases, tmp_path)
     meant = Folder(bases["llama"], tmp_path / "meant")
@@ -149,14 +149,14 @@ def test_a_window_that_is_switched_off_is_saved_so(bases, tmp_path):
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],
 )
-def test_an_override_that_cannot_be_is_refused(overrides, sentence, bases, a_run, tmp_path):
+def test_invalid_hf_config_override_is_rejected(overrides, sentence, bases, a_run, tmp_path):
     path = built("llama", lambda f: f.format_4(), bases, tmp_path)
     with pytest.raises(SourceError, match=r"config\.json with hf_config_overrides: .*" + sentence):
         open_model_folder(str(path), overrides)
     assert [f.level for f in findings(a_run, path, overrides)] == ["error"]
 
 
-def test_another_head_beside_tied_weights_is_kept_and_said(bases, a_run, tmp_path, capsys):
+def test_untied_head_in_a_tied_model_is_kept_with_a_warning(bases, a_run, tmp_path, capsys):
     path = built(*WHOLE["tied, another head in the file"], bases, tmp_path)
     saved = check_equal(of_transformers(path), path, None, tmp_path / "out")
     assert saved["tie_word_embeddings"] is False
@@ -172,7 +172,7 @@ def test_another_head_beside_tied_weights_is_kept_and_said(bases, a_run, tmp_pat
 
 @pytest.mark.parametrize("base", ["llama", "qwen2", "qwen3", "tied", "wide"])
 @pytest.mark.parametrize("value_head", [False, True])
-def test_the_shapes_that_are_checked_are_those_of_the_model(base, value_head, bases):
+def test_checked_parameter_shapes_match_the_native_models_layout(base, value_head, bases):
     config = open_model_folder(str(bases[base])).config | (
         {"attention_bias": True, "mlp_bias": True} if base != "qwen2" else {}
     )

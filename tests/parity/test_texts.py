@@ -143,7 +143,7 @@ def served(model, kind, body, ids):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_text_is_the_same_everywhere_and_transformers_text_of_prompt_and_answer(name, tmp_path):
+def test_response_text_is_transformers_decoding_of_prompt_and_answer_everywhere(name, tmp_path):
     from transformers import AutoTokenizer
 
     make, settings = MADE[name]

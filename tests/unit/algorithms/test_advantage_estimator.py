@@ -176,7 +176,7 @@ def test_baseline_per_prompt_ignores_invalid_samples():
 
 
 @pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus", "gae", "raw_reward"])
-def test_a_run_gives_the_houses_estimators_no_padding_and_the_result_is_the_same(name):
+def test_builtin_estimators_give_the_same_result_on_ragged_and_padded_batches(name):
     """The same estimator behind a class that does not name `offsets` is given padded tensors, as one of the user's."""
     padded = []
 

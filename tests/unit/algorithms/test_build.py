@@ -17,9 +17,7 @@ def fail(*given, **more):
 @pytest.mark.parametrize(
     ("steps", "epochs", "warmup", "whole", "of_policy"), [(100, 2, 0, 10, 30), (7, 2, 3, 7, 12), (100, 1, 9, 5, 0)]
 )
-def test_a_schedule_knows_which_limit_ends_the_run_and_that_the_policy_begins_later(
-    steps, epochs, warmup, whole, of_policy
-):
+def test_schedule_length_follows_the_run_limits_and_the_policys_start_step(steps, epochs, warmup, whole, of_policy):
     config = load_ppo_config(
         "ppo_tiny.yaml",
         [f"ppo.max_num_steps={steps}", f"ppo.max_num_epochs={epochs}", f"ppo.policy_training_start_step={warmup}", "ppo.ppo_epochs=3"],
@@ -35,7 +33,7 @@ def test_a_schedule_knows_which_limit_ends_the_run_and_that_the_policy_begins_la
 @pytest.mark.parametrize(
     ("owner", "part"), [(build, "connect_hooks"), (parts, "MseValueLossFn"), (Logger, "log_hyperparams")]
 )
-def test_folders_are_free_after_a_part_failed(tmp_path, monkeypatch, owner, part):
+def test_failed_build_releases_the_log_and_checkpoint_folders(tmp_path, monkeypatch, owner, part):
     options = (
         "checkpointing.enabled=true", "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4",
         "policy.train_global_batch_size=32", "value.train_global_batch_size=32",

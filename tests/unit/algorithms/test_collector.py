@@ -176,7 +176,7 @@ def every_order(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("age, steps", [(1, 4), (2, 3), (3, 3)])
-def test_every_order_of_the_two_threads_trains_the_same(age, steps):
+def test_every_interleaving_of_the_two_threads_trains_the_same_batches(age, steps):
     expected = [(k, max(0, k - age)) for k in range(steps)]
     orders = 0
     for trained, saved in every_order(lambda choices: run_model(choices, age, steps, save_after=2)):
@@ -187,7 +187,7 @@ def test_every_order_of_the_two_threads_trains_the_same(age, steps):
     assert orders > 20, "the threads were not interleaved"
 
 
-def test_a_resumed_run_trains_what_the_unbroken_one_does():
+def test_resumed_run_trains_the_same_batches_as_the_uninterrupted_run():
     whole, saved, _ = run_model([], age=2, steps=6, save_after=3)
     rest, _, _ = run_model([], age=2, steps=6, resumed=saved, begin=3)
     assert rest == whole[3:]
@@ -206,7 +206,7 @@ def test_nothing_is_generated_after_the_last_step_or_epoch():
         turns.end()
 
 
-def test_what_generation_raises_ends_the_step_that_needs_it():
+def test_generation_error_is_raised_in_the_step_that_needs_the_batch():
     turns, state = Turns([]), TrainState(max_num_steps=4)
     maker = Maker(turns, state)
     collection = collector_of(maker, state, age=1, submit=turns.submit)
@@ -276,14 +276,14 @@ def test_a_round_that_failed_is_done_again_from_the_same_prompts(capsys):
         maker.make(0, Timer())
 
 
-def test_a_lost_worker_is_not_asked_again():
+def test_generation_is_not_retried_after_a_lost_worker():
     runner = Runner([WorkerLostError("engine worker 0 is gone")])
     with pytest.raises(WorkerLostError):
         maker_of(runner, failures_left=5).make(0, Timer())
     assert len(runner.given) == 1
 
 
-def test_batches_of_another_size_are_left_out(capsys):
+def test_saved_batches_of_a_different_size_are_dropped_on_resume(capsys):
     state, groups = TrainState(max_num_epochs=3), torch.tensor([0, 0, 1, 1])
     kept = Collected(Rollouts({"group_id": groups}), {}, {}, finished_epochs=1, weight_version=0).state_dict()
     for wanted, number in (((2, 2), 1), ((1, 4), 0), ((2, 3), 0)):
@@ -293,7 +293,7 @@ def test_batches_of_another_size_are_left_out(capsys):
     assert state.current_epoch == 2 and "they are not of 2 prompts with 3 responses each" in capsys.readouterr().out
 
 
-def test_a_loop_that_ends_waits_for_what_is_generated():
+def test_closing_the_collector_waits_for_generation_in_flight():
     ends, state = threading.Event(), TrainState(max_num_steps=9)
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}
@@ -305,7 +305,7 @@ def test_a_loop_that_ends_waits_for_what_is_generated():
     assert len(collection.state_dict()) == 1, "the batch of the next step is whole"
 
 
-def test_batches_of_a_run_beside_training_are_left_out_in_step_by_step(capsys):
+def test_sync_collector_drops_batches_saved_by_an_async_run(capsys):
     state = TrainState(current_epoch=1)
     SyncCollector(*[None] * 5, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
     assert state.current_epoch == 2, "the data is past these batches"
@@ -313,7 +313,7 @@ def test_batches_of_a_run_beside_training_are_left_out_in_step_by_step(capsys):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_engine_is_closed_where_a_round_fails(error):
+def test_engine_is_closed_if_a_rollout_round_fails(error):
     """It takes no requests and holds no cache then; the first error is the one that is told."""
     calls = []
 

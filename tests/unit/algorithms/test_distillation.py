@@ -29,7 +29,7 @@ def estimator(kind="reverse", weight=0.5, cap=10.0, **settings):
 
 @pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drawn_cases_equal_the_slow_reference_whatever_masked_tokens_hold(kind, cases):
+def test_random_cases_match_the_reference_for_any_values_at_masked_tokens(kind, cases):
     rng = np.random.default_rng(KINDS.index(kind))
     for _ in range(cases):
         rows, columns = rng.integers(1, 5), rng.integers(1, 6)
@@ -99,7 +99,7 @@ def batch_of(lengths):
     )  # fmt: skip
 
 
-def test_each_task_has_its_teacher_and_the_others_the_default():
+def test_each_task_is_scored_by_its_teacher_or_by_the_default_teacher():
     batch = batch_of([2, 1, 2])
     Teachers(TwoModels(), {"sums": "a", "games": "b"}, "games").add_logprobs(
         batch, {"task_name": ["sums", "x", "sums"]}
@@ -147,7 +147,7 @@ def refused(*overrides, load=load_grpo_config, file="grpo_tiny.yaml"):
     return str(caught.value)
 
 
-def test_a_configuration_is_told_what_is_missing_for_its_teacher():
+def test_invalid_teacher_configurations_are_rejected_with_the_reason():
     assert "opd, which needs a teacher: set on_policy_distillation.enabled=true" in refused(
         "grpo.adv_estimator.name=opd"
     )
@@ -163,7 +163,7 @@ def test_a_configuration_is_told_what_is_missing_for_its_teacher():
     )
 
 
-def test_top_k_of_the_teacher_is_refused_by_its_own_sentence():
+def test_unsupported_distillation_keys_are_rejected_with_a_specific_error():
     file, load = "distillation_arithmetic_smollm2.yaml", load_distillation_config
     assert "topk_logits_k is 64, but the teacher scores the sampled tokens, not its top k: write null" in refused(
         "distillation.topk_logits_k=64", load=load, file=file
@@ -174,13 +174,13 @@ def test_top_k_of_the_teacher_is_refused_by_its_own_sentence():
     )
 
 
-def test_a_response_alone_in_its_group_is_enough_for_a_teacher():
+def test_distillation_accepts_one_response_per_prompt():
     alone = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"]
     assert load_grpo_config("grpo_tiny.yaml", opd_keys("x", *alone)).teachers
     assert "alone in its group" in refused(*opd_keys("x", *alone, "grpo.adv_estimator.outcome_advantage_weight=0.5"))
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(teacher):
+def test_teacher_with_a_different_vocabulary_is_rejected(teacher):
     tokenizer = tiny_tokenizer()
     check_vocabulary(tokenizer, str(teacher), "teacher.model_name")
     tokenizer.backend_tokenizer.add_tokens(["<more>"])
@@ -213,7 +213,7 @@ GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_distillation_run_comes_near_its_teacher(teacher, tmp_path, kind):
+def test_distillation_run_reduces_the_gap_to_its_teacher(teacher, tmp_path, kind):
     tiny.one_thread()
     same = load_grpo_config(
         "grpo_tiny.yaml", ["policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=2e-3"]

@@ -26,7 +26,7 @@ RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
 # ---- GroupSampler
 
 
-def test_off_takes_everything():
+def test_disabled_sampler_takes_every_group():
     sampler = GroupSampler(num_groups=3)
     assert not sampler.full
     sampler.add(rollouts(RIGHT, WRONG, MIXED))
@@ -61,7 +61,7 @@ def test_on_collects_mixed_groups_over_batches_and_drops_the_surplus():
     assert sampler.cached_groups == 0
 
 
-def test_raw_rewards_decide():
+def test_groups_are_selected_by_rewards_before_shaping():
     """Shaping that punishes length makes unequal rewards of equal ones, and the other way round."""
     batch = rollouts((1.0, 0.5), (0.0, 0.0))
     batch["unshaped_total_reward"] = torch.tensor([1.0, 1.0, 0.0, 1.0])
@@ -70,13 +70,13 @@ def test_raw_rewards_decide():
     assert sampler.take()["name"] == ["1.0", "1.1"]
 
 
-def test_no_threshold_on_the_difference():
+def test_any_difference_between_rewards_keeps_a_group():
     sampler = GroupSampler(num_groups=1, enabled=True)
     sampler.add(rollouts((0.1, 0.1, 0.1), (0.3, 0.3, 0.30000004)))  # the first has std 1e-4 by cancellation, say
     assert sampler.take()["name"] == ["1.0", "1.1", "1.2"]
 
 
-def test_surplus_is_kept_when_asked_and_counts_as_stale():
+def test_keep_surplus_keeps_extra_groups_and_counts_them_as_stale():
     sampler = GroupSampler(num_groups=2, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED, MIXED), weight_version=0)
     assert sampler.take(0)["group_id"].tolist() == [0, 0, 1, 1]
@@ -88,7 +88,7 @@ def test_surplus_is_kept_when_asked_and_counts_as_stale():
     assert sampler.metrics["stale_samples"] == 2 and sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
 
 
-def test_a_step_from_the_cache_alone():
+def test_step_is_filled_from_cached_groups_alone():
     sampler = GroupSampler(num_groups=1, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED))
     sampler.take()
@@ -111,7 +111,7 @@ def test_hopeless_data_stops_after_exactly_the_limit(limit):
     assert "batch_multiplier" in message and isinstance(error.value, ValueError)
 
 
-def test_the_limit_counts_batches_of_one_step():
+def test_max_gen_batches_applies_to_each_step_separately():
     sampler = GroupSampler(num_groups=1, enabled=True, max_gen_batches=2)
     for _ in range(5):
         sampler.add(rollouts(WRONG))
@@ -119,7 +119,7 @@ def test_the_limit_counts_batches_of_one_step():
         sampler.take()
 
 
-def test_resume_in_the_middle_gives_the_same_batches():
+def test_resumed_sampler_gives_the_same_batches():
     torch.manual_seed(0)
     batches = [rollouts(*torch.randint(0, 2, (5, 2)).tolist(), start=10 * i) for i in range(40)]
 
@@ -145,7 +145,7 @@ def test_resume_in_the_middle_gives_the_same_batches():
         assert run(cut) == unbroken
 
 
-def test_bad_input():
+def test_sampler_rejects_nan_rewards_missing_group_ids_and_a_zero_limit():
     with pytest.raises(ValueError, match="sample 1 is nan"):
         GroupSampler(1).add(rollouts((1.0, float("nan"))))
     with pytest.raises(ValueError, match="group_id"):
@@ -185,7 +185,7 @@ def round_(batch, number, cfg, cache=None, std=None, **kwargs):
     return dynamic_sampling(batch, std, torch.zeros(batch.size), number, cfg, FakeTimer(), cache, **kwargs)
 
 
-def test_function_off():
+def test_dynamic_sampling_function_returns_the_batch_unchanged_if_disabled():
     batch = rollouts(RIGHT, MIXED)
     got, complete, cache, metrics = round_(batch, 1, config(on=False))
     assert got is batch and complete and cache is None and metrics == {}
@@ -193,7 +193,7 @@ def test_function_off():
 
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_function_by_group(section):
+def test_dynamic_sampling_function_caches_mixed_groups_until_the_batch_is_full(section):
     cfg = config(section=section)
     timer = FakeTimer()
     batch, complete, cache, metrics = dynamic_sampling(
@@ -208,7 +208,7 @@ def test_function_by_group(section):
     assert batch["total_reward"].tolist() == [1, 1, 0, 1]
 
 
-def test_function_by_sample_breaks_groups_up_and_allows_one_batch_more():
+def test_dynamic_sampling_by_sample_splits_groups_and_allows_one_extra_batch():
     cfg = config(prompts=1, generations=3, limit=1)
     batch, complete, cache, _ = round_(rollouts((1.0, 0.0, 0.0, 0.0)), 1, cfg, std=[0.0, 0.5, 0.5, 0.0], unit="sample")
     assert not complete and cache["name"] == ["0.1", "0.2"]
@@ -219,7 +219,7 @@ def test_function_by_sample_breaks_groups_up_and_allows_one_batch_more():
         round_(rollouts(WRONG), 2, cfg, cache, std=[0.0, 0.0], unit="sample")
 
 
-def test_function_limit_by_group():
+def test_dynamic_sampling_function_raises_when_the_batch_limit_is_reached():
     with pytest.raises(DynamicSamplingExhausted, match="0 of 4 samples after 2"):
         round_(rollouts(WRONG), 2, config())
     assert not round_(rollouts(WRONG), 1, config())[1]
@@ -229,7 +229,7 @@ def test_function_limit_by_group():
         round_(rollouts(WRONG), 1, config(), unit="rows")
 
 
-def test_function_falls_back_to_idx():
+def test_dynamic_sampling_function_groups_by_idx_without_a_group_id():
     batch = rollouts(MIXED, RIGHT)
     batch["idx"] = batch.pop("group_id").tolist()
     assert round_(batch, 1, config(prompts=1))[0]["name"] == ["0.0", "0.1"]

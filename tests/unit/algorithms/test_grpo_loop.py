@@ -33,13 +33,13 @@ def train(run):
     return run
 
 
-def test_a_step_in_order(tmp_path):
+def test_grpo_step_calls_the_policy_in_order(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1", "checkpointing.enabled=false"))
     assert run.policy.events == ["prepare_for_generation", "generate", "finish_generation", "logprobs", "train"]
     assert run.state.step == 1 and run.state.stop_reason == "max_num_steps"
 
 
-def test_what_the_policy_gets(tmp_path):
+def test_policy_trains_response_tokens_with_leave_one_out_advantages(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1"))
     batch = run.policy.trained[0]
     assert batch["input_ids"].shape[0] == 8 and batch["group_id"].tolist() == [0] * 4 + [1] * 4
@@ -105,7 +105,7 @@ def test_metrics_by_name(tmp_path):
     )
 
 
-def test_zero_std_groups_are_counted_by_hand(tmp_path):
+def test_zero_std_groups_metric_matches_a_hand_computed_case(tmp_path):
     run = train(
         make(tmp_path, "grpo.max_num_steps=1", respond=lambda prompt, key: "2" if "0" in prompt or key[2] < 2 else "1")
     )
@@ -148,7 +148,7 @@ def test_checkpoints_by_period_and_at_the_end(tmp_path):
     assert info["total_steps"] == 3 and info["draw_counter"] == 6 and info["log_dir"] == str(run.log_dir)
 
 
-def test_a_resumed_run_goes_on_and_its_logs_are_one(tmp_path):
+def test_resumed_run_writes_the_log_of_an_uninterrupted_run(tmp_path):
     first = train(make(tmp_path, "grpo.max_num_steps=2"))
     policy = Policy()
     policy.version = 2
@@ -187,7 +187,7 @@ def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
     "limit, last, status",
     [(50, 1, "stopped in time"), (1, 1, "finished")],  # the second has ended by itself
 )
-def test_a_run_that_is_stopped_in_time_is_not_said_to_have_finished(tmp_path, monkeypatch, limit, last, status):
+def test_run_stopped_by_the_save_deadline_is_not_reported_as_finished(tmp_path, monkeypatch, limit, last, status):
     published, heard = [], []
     monkeypatch.setattr("nemo_rl_cpp.algorithms.build.publish", lambda config, folder: published.append(folder) or {})
     run = make(tmp_path, f"grpo.max_num_steps={limit}", "checkpointing.checkpoint_must_save_by=00:00:00:00")

@@ -32,7 +32,7 @@ def test_each_term(params, expected):
     assert changes(**params) == pytest.approx(expected)
 
 
-def test_outliers_by_the_modified_z_score():
+def test_total_length_outliers_are_penalized_by_modified_z_score():
     rewards, lengths = [1.0] * 5, {name: [10, 11, 12, 13, 100] for name in ("reasoning", "answer", "total")}
     # median 12, deviations 2 1 0 1 88, MAD 1: 0.6745 * 88 = 59.4
     assert changes(rewards, lengths, total_zmad_threshold=3.5, total_zmad_penalty=0.5) == [1, 1, 1, 1, 0.5]
@@ -42,7 +42,7 @@ def test_outliers_by_the_modified_z_score():
     assert changes(rewards, equal, total_zmad_threshold=3.5, total_zmad_penalty=0.5) == rewards  # MAD 0
 
 
-def test_a_group_with_one_right_response_has_nothing_to_compare():
+def test_group_with_one_right_response_keeps_its_rewards():
     assert changes(
         [1.0, 0.0, 0.0, 0.0], total_bonus=0.5, longest_total_penalty=0.5, group_total_length_penalty_coeff=1
     ) == [1, 0, 0, 0]
@@ -90,7 +90,7 @@ def letters(text, add_special_tokens):
 BONUS = {"default": {"total_bonus": 0.5}}
 
 
-def test_groups_are_apart_and_the_metrics_are_means_over_samples():
+def test_length_penalty_is_computed_per_group_with_metrics_averaged_over_samples():
     batch = rollouts(["aaaa", "a", "aa", "aaa"], [1.0, 1.0, 0.5, 1.0], [0, 0, 1, 1])
     metrics = apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)
     assert batch["total_reward"].tolist() == [1.0, 1.5, 0.5, 1.0]  # the second group is not binary
@@ -100,7 +100,7 @@ def test_groups_are_apart_and_the_metrics_are_means_over_samples():
     }  # fmt: skip
 
 
-def test_rewards_in_parts_are_left_alone():
+def test_length_penalty_skips_multi_component_rewards():
     batch = rollouts(["aa", "a"], [1.0, 1.0], [0, 0], **{"reward/x": torch.ones(2)})
     assert (
         apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)["length_penalty/skipped_non_binary_frac"]
@@ -119,7 +119,7 @@ def test_overrides_of_a_task_replace_single_keys():
     assert batch["total_reward"].tolist() == [1, 1, 0.75, 1.5, 1, 1.5, 1, 1.5]
 
 
-def test_a_band_that_is_given_is_on_unless_the_default_says_otherwise():
+def test_profile_band_is_enabled_if_given_unless_the_default_disables_it():
     band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
     assert LengthPenaltyConfig(profile_band=band).params_of("t").profile_band_total
     assert (

@@ -63,7 +63,7 @@ def test_shares_without_numerators_are_added_unrounded():
     assert metrics["token_mult_prob_error"] == 1.0 + 2.0**-50
 
 
-def test_microbatches_without_valid_samples_do_not_count():
+def test_microbatches_without_valid_samples_are_excluded_from_metrics():
     metrics = aggregate_microbatch_metrics(
         {
             "loss": [1.0, 9.0],
@@ -116,7 +116,7 @@ def test_advantages_are_measured_over_trained_tokens():
     assert metrics["reward"] == 0.5 and metrics["mean_prompt_length"] == 2.0 and metrics["total_num_tokens"] == 6
 
 
-def test_all_masked_gives_zeros_not_nan():
+def test_batch_metrics_are_zero_if_every_sample_is_masked():
     samples, batch = _step()
     batch["sample_mask"] = torch.zeros(2)
     metrics = batch_metrics(samples, batch)
@@ -196,7 +196,7 @@ def test_rates_of_rounds_are_means_and_extremes_are_extremes():
     assert combine_rollout_metrics(rounds) == pytest.approx(expected)
 
 
-def test_counts_of_agents_add_up_over_rounds():
+def test_agent_counts_are_summed_over_rollout_rounds():
     names = ("agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out")
     rounds = [(4, {**dict.fromkeys(names, 1.0), "a/agent_errors": 2.0, "agent_score": 0.0, "verifier_timeouts": 1.0}),
               (4, {**dict.fromkeys(names, 3.0), "a/agent_errors": 5.0, "agent_score": 1.0, "verifier_timeouts": 2.0})]  # fmt: skip

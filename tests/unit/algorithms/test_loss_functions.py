@@ -74,7 +74,7 @@ def test_bad_values_fail_at_the_first_call():
         ClippedPGLossFn(TIS | dict(truncated_importance_sampling_type="other"))
 
 
-def test_settings_come_as_model_or_mapping():
+def test_loss_accepts_its_settings_as_model_or_mapping():
     for settings in (
         ClippedPGLossConfig(ratio_clip_min=0.1, use_kl_in_reward=True),
         {"ratio_clip_min": 0.1, "use_kl_in_reward": True},

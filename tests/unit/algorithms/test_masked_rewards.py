@@ -25,7 +25,7 @@ def train_batch(rewards, masks):
     return TrainBatch.of({"input_lengths": torch.full((size,), 2), **fields})
 
 
-def test_the_baseline_is_over_those_that_vote():
+def test_excluded_samples_do_not_enter_the_baseline():
     batch = train_batch([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])  # the first was cut off
     included = advantages(batch)
     excluded = advantages(batch, masked_reward_policy="exclude")
@@ -60,14 +60,14 @@ CUT = ([0.0, 1.0, 1.0, 1.0], [True, False, False, False])
     ({"overlong_filtering": True, "masked_reward_policy": "exclude"}, 0),  # all that vote are right
     ({"masked_reward_policy": "exclude"}, 1),  # without filtering the truncated one has its gradient, and votes
 ])  # fmt: skip
-def test_dynamic_sampling_asks_those_that_vote(section, kept):
+def test_dynamic_sampling_ignores_excluded_samples(section, kept):
     assert mixed_groups(*CUT, **section) == kept
 
 
 @pytest.mark.parametrize(
     "masked, kept", [([True, False, False, False], 0), ([True] * 3 + [False], 0), ([True] * 4, 0), ([False] * 4, 1)]
 )
-def test_samples_that_an_environment_masks_do_not_vote(masked, kept):
+def test_dynamic_sampling_ignores_samples_that_an_environment_masks(masked, kept):
     assert mixed_groups([0.0, 1.0, 1.0, 1.0], [False] * 4, masked, masked_reward_policy="exclude") == kept
 
 
@@ -82,7 +82,7 @@ def test_a_group_that_voters_keep_is_trained_whole():
     assert sampler.take().size == 4
 
 
-def test_rounds_with_and_without_masks_are_joined():
+def test_batches_with_and_without_masks_are_concatenated():
     sampler = GroupSampler.from_config(
         GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4, use_dynamic_sampling=True)
     )

@@ -35,7 +35,7 @@ def advantages(own, **more):
     return own.compute_advantage(prompt_ids=torch.zeros(3, 3), rewards=REWARDS, mask=MASK, **more)
 
 
-def test_an_estimator_gets_what_it_asks_for():
+def test_custom_estimator_receives_the_arguments_that_it_names():
     seen = {}
 
     def every(rewards, **batch):
@@ -58,13 +58,13 @@ def test_an_estimator_gets_what_it_asks_for():
         (lambda rewards: rewards[5], "failed with IndexError"),
     ],
 )
-def test_what_an_estimator_returns_is_looked_at(given, words):
+def test_invalid_results_of_a_custom_estimator_are_rejected(given, words):
     with pytest.raises((ValueError, IndexError), match=words) as caught:
         advantages(estimator(given))
     assert "\n" not in str(caught.value)
 
 
-def test_values_that_are_not_trained_may_be_anything():
+def test_custom_advantages_may_be_nan_at_masked_tokens():
     masked = torch.where(MASK == 1, 1.0, torch.nan)
     assert advantages(estimator(lambda rewards: masked))[0, 1] == 1.0
 
@@ -80,7 +80,7 @@ def test_a_critic_needs_returns():
     assert returns is None and given.shape == (3, 3) and not config.has_critic
 
 
-def test_a_loss_is_asked_with_what_it_takes():
+def test_custom_loss_is_called_with_only_the_arguments_it_accepts():
     leaf = torch.zeros(2, 2, requires_grad=True)
     data = {"token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2), "advantages": torch.ones(2, 3)}
     loss = OwnLoss(Reinforce(2.0), SECTION)
@@ -100,13 +100,13 @@ def test_a_loss_is_asked_with_what_it_takes():
         (lambda data: data["rewards"], "failed with KeyError 'rewards'"),
     ],
 )
-def test_what_a_loss_returns_is_looked_at(given, words):
+def test_invalid_results_of_a_custom_loss_are_rejected(given, words):
     leaf = torch.zeros(2, 2, requires_grad=True)
     with pytest.raises((ValueError, KeyError), match=words):
         OwnLoss(given, SECTION)(data={}, global_valid_seqs=None, global_valid_toks=None, next_token_logprobs=leaf)
 
 
-def test_a_loss_travels_by_its_name():
+def test_custom_loss_is_pickled_by_its_configured_name():
     config = grpo(f"loss_fn.name={OWN}Reinforce", "loss_fn.kwargs={scale:3.0}")
     again = pickle.loads(pickle.dumps(make_loss(config.loss_fn)))
     assert again._made.component.scale == 3.0 and again.loss_type is again._made.component.loss_type
@@ -114,7 +114,7 @@ def test_a_loss_travels_by_its_name():
         copy.copy(OwnLoss(Reinforce(), SECTION))
 
 
-def test_a_class_of_ours_is_taken_as_it_is():
+def test_builtin_loss_is_used_without_a_wrapper():
     loss = nemo_rl_cpp.algorithms.loss.ClippedPGLossFn(SECTION)
     assert own_loss(loss, SECTION) is loss and hasattr(loss, "token_loss")
 
@@ -126,7 +126,7 @@ def test_a_class_of_ours_is_taken_as_it_is():
         (["loss_fn.name=nowhere.Loss"], "there is no module nowhere"),
     ],
 )  # fmt: skip
-def test_names_that_cannot_be_imported_are_found_before_the_start(overrides, words):
+def test_preflight_reports_custom_components_that_cannot_be_imported(overrides, words):
     (finding,) = check_environments(grpo(*overrides))
     assert finding.level == "error" and finding.key in ("grpo.adv_estimator.name", "loss_fn.name")
     with pytest.raises(AssertionError, match=words):
@@ -141,14 +141,14 @@ def test_names_that_cannot_be_imported_are_found_before_the_start(overrides, wor
         ([f"loss_fn.name={OWN}Centred"], "Centred is a .* without __call__: derive its class from nemo_rl_cpp.LossFunction, or give a function"),
     ],
 )  # fmt: skip
-def test_components_that_cannot_be_made_are_named(overrides, words):
+def test_error_names_a_custom_component_that_cannot_be_constructed(overrides, words):
     config = grpo(*overrides)
     with pytest.raises((ValueError, TypeError), match=words):
         make_loss(config.loss_fn)
         make_estimator("grpo", config.loop.adv_estimator, config.loss_fn)
 
 
-def test_an_estimator_that_asks_for_what_there_is_not_is_named():
+def test_error_names_a_custom_estimator_argument_that_is_unavailable():
     with pytest.raises(TypeError, match=r"to_go\(\) missing 1 required positional argument: 'values'"):
         advantages(estimator(to_go))
 
@@ -156,7 +156,7 @@ def test_an_estimator_that_asks_for_what_there_is_not_is_named():
 @pytest.mark.parametrize(
     "overrides", [["grpo.adv_estimator.kwargs={a:1}"], ["loss_fn.kwargs={a:1}"], ["loss_fn.name=reinforce"], ["loss_fn.name=a..b"]]
 )  # fmt: skip
-def test_keys_that_go_to_nothing_are_refused(overrides):
+def test_component_kwargs_without_a_custom_component_are_rejected(overrides):
     with pytest.raises(
         ConfigError, match="go to a class or function of yours|must be one of clipped_pg, .* a dotted name"
     ):
@@ -176,7 +176,7 @@ def test_a_run_trains_with_them(tmp_path):
     assert run.policy.weight_digest() != before
 
 
-def test_an_own_loss_equals_ours(tmp_path):
+def test_custom_reinforce_loss_matches_the_native_loss(tmp_path):
     """REINFORCE as it is written in the guide, against the native loss without ratio: the same weights up to rounding."""
     weights = {}
     for name, overrides in {

@@ -83,7 +83,7 @@ def test_a_step_in_order(tmp_path):
     ]
 
 
-def test_the_critic_alone_until_policy_training_starts(tmp_path):
+def test_only_the_critic_trains_until_policy_training_start_step(tmp_path):
     run = train(
         make(
             tmp_path,
@@ -100,7 +100,7 @@ def test_the_critic_alone_until_policy_training_starts(tmp_path):
     assert "train/loss" not in first and "train/critic/loss" in first and "train/loss" in last
 
 
-def test_what_critic_and_policy_get(tmp_path):
+def test_critic_and_policy_batches_keep_the_values_and_returns_of_the_rollout(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2", "ppo.adv_estimator.normalize_advantages=false",
                      "ppo.adv_estimator.gae_lambda=1.0", respond=lambda prompt, key: "2" if key[2] < 2 else "1"))  # fmt: skip
     critic, first, second = run.critic.model.trained[0], *run.policy.trained
@@ -115,7 +115,7 @@ def test_what_critic_and_policy_get(tmp_path):
         assert torch.equal(batch["values"], critic["values"]) and torch.equal(batch["returns"], critic["returns"])
 
 
-def test_the_first_pass_takes_its_own_forward_and_later_ones_the_old_policys(tmp_path):
+def test_first_epoch_trains_without_old_logprobs_and_later_epochs_use_them(tmp_path):
     run = make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2")
     seen, step = [], run.policy.train
     run.policy.train = lambda data, *args, **kwargs: (
@@ -200,7 +200,7 @@ def test_means_over_epochs():
 
 
 @pytest.mark.parametrize("critic, policy", [(1, 2), (2, 1), (3, 2)])
-def test_the_last_epoch_is_each_models_own(critic, policy):
+def test_last_epoch_metrics_are_taken_per_model(critic, policy):
     epochs = [{"critic/loss": float(i)} for i in range(critic)], [{"loss": 10.0 + i} for i in range(policy)]
     found = mean_over_epochs(*epochs)
     assert found["last_epoch/critic/loss"] == critic - 1 and found["last_epoch/loss"] == 9 + policy

@@ -121,7 +121,7 @@ PPO = (
 
 
 @pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
-def test_what_is_declared_is_what_is_called(asked, protocol):
+def test_protocols_declare_exactly_the_methods_that_are_called(asked, protocol):
     assert {name for name in asked[protocol] if not name.startswith("_")} == declared(protocol)
 
 
@@ -129,7 +129,7 @@ PAIRS = [(protocol, native) for protocol, natives in NATIVE.items() for native i
 
 
 @pytest.mark.parametrize(("protocol", "native"), PAIRS, ids=lambda cls: cls.__name__)
-def test_what_is_declared_is_implemented_with_its_parameters(protocol, native):
+def test_native_classes_implement_protocol_methods_with_their_parameters(protocol, native):
     for name in declared(protocol):
         own = next(vars(cls)[name] for cls in native.__mro__ if name in vars(cls))
         promised = inspect.getattr_static(protocol, name, None)
@@ -235,7 +235,7 @@ class OtherEngine:
         )  # fmt: skip
 
 
-def test_another_back_end_runs_the_whole_loop(tmp_path):
+def test_custom_policy_backend_runs_the_whole_training_loop(tmp_path):
     run = tiny.make(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "grpo.val_period=2", "checkpointing.enabled=true", "checkpointing.save_period=2",
         "checkpointing.metric_name=val:accuracy", "loss_fn.reference_policy_kl_penalty=0.1",

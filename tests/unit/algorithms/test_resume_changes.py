@@ -84,7 +84,7 @@ SAID = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", SAID)
-def test_what_may_change_is_said(root, run_of_two_steps, capsys, overrides):
+def test_resume_prints_the_allowed_configuration_changes(root, run_of_two_steps, capsys, overrides):
     parts = [overrides] if "'" in overrides else overrides.split()
     run = resume(root, run_of_two_steps, *parts)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Resuming "))
@@ -94,7 +94,7 @@ def test_what_may_change_is_said(root, run_of_two_steps, capsys, overrides):
     assert SAID[overrides] in line and run.state.step == 2
 
 
-def test_an_unchanged_configuration_is_said_to_be(run_of_two_steps, capsys):
+def test_resume_prints_that_the_configuration_is_unchanged(run_of_two_steps, capsys):
     resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
     out = capsys.readouterr().out
     assert "step_2, saved 20" in out and "Nothing in the configuration has changed." in out
@@ -135,7 +135,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, paths, overrides, words", REFUSED, ids=[row[0] for row in REFUSED])
-def test_what_makes_it_another_run_is_refused(root, run_of_two_steps, name, paths, overrides, words, monkeypatch):
+def test_resume_rejects_changes_that_make_it_a_different_run(
+    root, run_of_two_steps, name, paths, overrides, words, monkeypatch
+):
     shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "model2", dirs_exist_ok=True)
     monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     overrides = [text.replace("BASE", str(run_of_two_steps)) for text in overrides]
@@ -168,7 +170,7 @@ def config_of(root, base, *overrides, **paths):
 @pytest.mark.parametrize(
     "name, paths, overrides, words", [row for row in REFUSED if "tokenizer" not in row[0]], ids=lambda v: None
 )
-def test_preflight_finds_what_the_files_tell(root, run_of_two_steps, name, paths, overrides, words):
+def test_preflight_reports_conflicts_with_the_saved_run(root, run_of_two_steps, name, paths, overrides, words):
     overrides = [*overrides]
     if name == "data set":
         overrides += [
@@ -197,7 +199,7 @@ def test_preflight_compares_the_model_of_random_weights_too(run_of_two_steps, ov
         assert len(found) == errors and all(re.search(words, text) for text in found), found
 
 
-def test_a_changed_learning_rate_and_schedule_count_from_the_next_step(root, run_of_two_steps):
+def test_changed_learning_rate_and_schedule_apply_from_the_next_step(root, run_of_two_steps):
     def rate(*overrides):
         return resume(root, run_of_two_steps, *overrides).policy.learning_rate
 
@@ -209,19 +211,19 @@ def test_a_changed_learning_rate_and_schedule_count_from_the_next_step(root, run
     assert rate(warm_up, "policy.optimizer.kwargs.lr=1e-2") == pytest.approx(1e-2 * 0.28, rel=1e-12)
 
 
-def test_weights_of_the_checkpoint_are_those_that_go_on(root, run_of_two_steps):
+def test_resumed_policy_has_the_checkpoints_weights(root, run_of_two_steps):
     """Equal: the resumed policy holds the checkpoint's bits, whatever else changed."""
     run = resume(root, run_of_two_steps, "policy.optimizer.kwargs.lr=2e-3")
     saved = load_file(root / "run" / "checkpoints" / "step_2" / "policy" / "weights" / "model.safetensors")
     assert all(bool((run.policy.state_dict()[name] == tensor).all()) for name, tensor in saved.items())
 
 
-def test_another_algorithm_is_refused(root, run_of_two_steps):
+def test_resume_with_a_different_algorithm_is_rejected(root, run_of_two_steps):
     with pytest.raises(ResumeError, match="ppo: the checkpoint is of a GRPO run, this one is PPO"):
         tiny.make(root / "run", "checkpointing.enabled=true", config="ppo_tiny.yaml")
 
 
-def test_a_finished_run_says_how_to_go_on(run_of_two_steps, capsys):
+def test_resuming_a_finished_run_prints_how_to_train_further(run_of_two_steps, capsys):
     resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
     out = capsys.readouterr().out
     assert "step_2 has 2 steps, and grpo.max_num_steps is 2: nothing is left to train. Raise grpo.max_num_steps" in out
@@ -239,7 +241,7 @@ def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monk
     close(first)
 
 
-def test_a_run_that_could_not_be_built_gives_its_folder_free(tmp_path, monkeypatch):
+def test_failed_build_releases_the_checkpoint_folder(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -248,7 +250,7 @@ def test_a_run_that_could_not_be_built_gives_its_folder_free(tmp_path, monkeypat
     close(tiny.make(tmp_path, *RUN))
 
 
-def test_kept_groups_of_another_size_are_left_out_and_said(tmp_path, capsys):
+def test_kept_groups_of_a_different_size_are_dropped_with_a_message(tmp_path, capsys):
     keep = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_keep_surplus=true", "grpo.batch_multiplier=2")
     first = tiny.train(tmp_path, *RUN, *keep, "grpo.max_num_steps=2", "grpo.dynamic_sampling_max_gen_batches=50")
     assert first.state.step == 2
@@ -307,7 +309,7 @@ PPO = (
 )  # fmt: skip
 
 
-def test_a_critic_is_looked_at_like_a_policy(tmp_path, capsys):
+def test_changes_of_the_critic_are_checked_like_those_of_the_policy(tmp_path, capsys):
     tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
     run = tiny.make(
         tmp_path, *PPO, "value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml"

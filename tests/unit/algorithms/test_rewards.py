@@ -50,7 +50,7 @@ def test_overlong_penalty_by_hand():
     assert apply_reward_shaping(lengths, {"enabled": True, **DAPO})["total_reward"].tolist() == [1.0, -1.0]
 
 
-def test_overlong_counts_the_first_assistant_message_only():
+def test_overlong_penalty_measures_only_the_first_assistant_message():
     log = logs(8)[0] + [{"role": "assistant", "token_ids": torch.zeros(50)}]
     out = apply_reward_shaping(
         {"total_reward": torch.ones(1), "message_log": [log]}, RewardShapingConfig(enabled=True, **DAPO)
@@ -58,7 +58,7 @@ def test_overlong_counts_the_first_assistant_message_only():
     assert out["total_reward"].tolist() == [0.0]
 
 
-def test_stop_properly_comes_alone_unless_composed():
+def test_stop_properly_penalty_replaces_other_shaping_unless_composed():
     make = lambda: {
         "total_reward": torch.tensor([1.0, 1.0, -1.0]),
         "truncated": [False, True, True],
@@ -76,7 +76,7 @@ def test_stop_properly_comes_alone_unless_composed():
     ]
 
 
-def test_rewards_stay_where_shaping_is_off():
+def test_rewards_are_unchanged_if_shaping_is_disabled():
     assert "unshaped_total_reward" not in apply_reward_shaping({"total_reward": torch.ones(1)}, RewardShapingConfig())
 
 

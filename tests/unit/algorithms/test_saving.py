@@ -59,7 +59,7 @@ def test_a_save_without_space_does_not_end_the_run_and_is_tried_again(tmp_path, 
     assert saved(tmp_path) == ["step_6"]  # step 5 was off the period: it goes when a newer one is there
 
 
-def test_a_last_save_without_space_is_an_error_that_says_what_to_do(tmp_path):
+def test_last_save_on_a_full_disk_is_an_error_that_says_what_to_do(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3", "checkpointing.save_period=2")
     FullDisk(run, ERRORS[0])
     with (
@@ -160,7 +160,7 @@ def test_a_validation_by_other_environments_is_waited_for(tmp_path):
     assert run.state.step == 2
 
 
-def test_a_validation_before_the_first_step_tells_already(tmp_path):
+def test_validation_at_start_reports_an_unknown_checkpoint_metric(tmp_path):
     run = make(tmp_path, "checkpointing.metric_name=val:accurcy", "grpo.val_at_start=true")
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'; there are accuracy"):
         train(run)
@@ -208,7 +208,7 @@ def test_a_metric_that_goes_missing_later_costs_only_its_rank(tmp_path):
     assert os.path.isdir(tmp_path / "checkpoints" / "step_3")
 
 
-def test_a_checkpoint_between_two_validations_says_once_that_it_has_no_rank(tmp_path):
+def test_checkpoint_saved_without_its_metric_gives_one_warning(tmp_path):
     run = make(
         tmp_path,
         "grpo.max_num_steps=4",
@@ -237,7 +237,7 @@ def test_an_interrupted_run_gets_no_advice_on_validation(tmp_path, recwarn):
 
 
 @pytest.mark.parametrize("override", ["weight_decay=1e38", "eps=0", "lr=1e37"])
-def test_other_ways_to_weights_that_are_not_finite_are_said_too(tmp_path, override):
+def test_optimizer_settings_that_give_non_finite_weights_are_reported(tmp_path, override):
     with pytest.raises(NonFiniteError, match="policy: .*(not finite|is nan)"):
         tiny.train(
             tmp_path, *tiny.SMALL, f"policy.optimizer.kwargs.{override}", "checkpointing.enabled=true",

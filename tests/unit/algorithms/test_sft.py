@@ -28,7 +28,7 @@ def pieces(tokenizer, *contents, limit=None):
     return sft_processor(row, TaskDataSpec("task"), tokenizer, limit, 0)
 
 
-def test_the_answers_and_their_ends_are_trained_and_nothing_else():
+def test_sft_trains_only_assistant_messages_and_their_end_tokens():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TURNS
     log = pieces(tokenizer, "1", "2", "3", "4")["message_log"]
@@ -94,7 +94,7 @@ def test_the_loss_is_that_of_transformers_on_the_same_rows(rows, tmp_path):
     assert result["grad_norm"].tolist() == pytest.approx([norm], rel=1e-4)
 
 
-def test_packed_rows_train_as_rows_alone(rows):
+def test_packed_rows_train_like_single_rows(rows):
     packed = policy_of("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=64")
     alone = policy_of("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=1")
     for _ in range(3):

@@ -5,7 +5,7 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.access import to_json
 
 
-def test_counters():
+def test_counters_advance_and_the_step_limit_finishes_the_run():
     state = TrainState(max_num_steps=2)
     assert state.draw(8) == 0 and state.draw(4) == 8 and state.draw_counter == 12
     assert not state.finished

@@ -153,7 +153,7 @@ def asked(engine):
 
 @pytest.mark.parametrize("use", [lambda engine: validator(engine).run(step=0), asked], ids=["validation", "writer"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_leaves_no_engine_open_and_is_the_one_that_is_told(use, error):
+def test_engine_is_closed_after_an_error_and_the_first_error_is_raised(use, error):
     engine = Watched(error("the first"), RuntimeError("the second"))
     engine.config, engine.seed, engine.max_model_len = GenerationConfig(), 1, 64
     with pytest.raises(error, match="the first") as caught:
@@ -161,12 +161,12 @@ def test_an_error_leaves_no_engine_open_and_is_the_one_that_is_told(use, error):
     assert (engine.open, engine.finished) == (0, 1) and "RuntimeError: the second" in caught.value.__notes__[0]
 
 
-def test_a_failure_to_give_back_is_told_where_nothing_else_failed():
+def test_error_while_closing_the_engine_is_raised_if_nothing_else_failed():
     with pytest.raises(RuntimeError, match="alone"):
         validator(Watched(second=RuntimeError("alone"))).run(step=0)
 
 
-def test_ctrl_c_does_not_wait_for_an_engine_that_does_not_come_back(monkeypatch):
+def test_ctrl_c_does_not_wait_for_an_engine_that_hangs_while_closing(monkeypatch):
     monkeypatch.setattr(interfaces, "_AT_ONCE_SECONDS", 0.01)
     engine, free = Watched(KeyboardInterrupt()), threading.Event()
     engine.finish_generation = free.wait

@@ -62,14 +62,14 @@ def train(folder, callbacks, **more):
         ("checkpoint 2 saved", "validation 0, step 1, step 2, checkpoint 2 saved, end 2 finished"),
     ],
 )
-def test_a_run_tells_and_may_be_stopped(tmp_path, stop_at, said, capsys):
+def test_callbacks_receive_run_events_and_can_stop_the_run(tmp_path, stop_at, said, capsys):
     heard = Heard(stop_at)
     train(tmp_path, heard, checkpointing__save_period=2)
     assert ", ".join(heard.said) == said
     assert not stop_at or "enough" in capsys.readouterr().out
 
 
-def test_a_stopped_run_goes_on_when_it_is_called_again(tmp_path, monkeypatch):
+def test_stopped_run_continues_with_resume(tmp_path, monkeypatch):
     train(tmp_path, Heard("step 1"))
     heard = Heard()
     result = train(tmp_path, heard, resume=True)
@@ -106,7 +106,7 @@ def test_every_on_end_is_called(tmp_path, capsys):
     assert heard.said[-1] == "end 3 finished" and capsys.readouterr().err.count("warning: callback Broken.on_end") == 1
 
 
-def test_ctrl_c_in_the_upload_gives_only_that_up(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_during_the_upload_cancels_only_the_upload(tmp_path, monkeypatch, capsys):
     def interrupted(*folder, **options):
         raise KeyboardInterrupt
 
@@ -118,7 +118,7 @@ def test_ctrl_c_in_the_upload_gives_only_that_up(tmp_path, monkeypatch, capsys):
     assert heard.said[-1] == "end 3 finished" and "hub not uploaded: the upload to org/x was interrupted" in said
 
 
-def test_resume_says_whether_a_run_is_there(tmp_path):
+def test_resume_true_requires_a_checkpoint_and_resume_false_rejects_one(tmp_path):
     with pytest.raises(ValueError, match="checkpointing.resume=must, but .* holds no checkpoint"):
         train(tmp_path, None, resume=True)
     train(tmp_path, None, resume=False)
@@ -170,7 +170,7 @@ def test_a_push_needs_a_token_and_checkpoints(tmp_path, monkeypatch):
         )
 
 
-def test_a_run_without_its_optimizer_says_what_it_lacks(tmp_path):
+def test_resume_without_optimizer_state_warns_that_the_optimizer_starts_fresh(tmp_path):
     train(tmp_path, Heard("step 1"), checkpointing__save_optimizer=False)
     with pytest.warns(
         UserWarning,

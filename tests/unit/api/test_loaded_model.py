@@ -31,7 +31,7 @@ def model(result):
     return nemo_rl_cpp.load(result.config.checkpointing.checkpoint_dir)
 
 
-def test_a_runs_folder_writes_what_the_training_would(result, model):
+def test_loaded_model_generates_the_texts_of_the_training_result(result, model):
     assert model.generate(EIGHT[:1] + ["3="], max_new_tokens=3) == result.generate(EIGHT[:1] + ["3="])
     assert model.precision == "float32" and repr(model).endswith("', float32, up to 512 tokens)")
     assert model.chat("12=", max_new_tokens=3) == result.chat("12=") == result.generate("12=")[0]
@@ -90,7 +90,7 @@ def test_an_evaluation_keeps_the_trainings_stop_strings(result, monkeypatch):
     assert all(len(sample["response"]) <= 1 for sample in found.samples)
 
 
-def test_an_evaluation_is_what_the_functions_say(result, model):
+def test_evaluation_scores_match_the_reward_functions(result, model):
     texts = model.generate([row["prompt"] for row in ROWS], max_new_tokens=3)
     parts = share_right(texts, [row["answer"] for row in ROWS]), starts_with(texts, [row["answer"] for row in ROWS])
     for given, options in ((model, {"max_new_tokens": 3}), (result, {})):

@@ -51,7 +51,7 @@ def test_lines_of_a_text_file_are_prompts(files):
     assert rows_of("lines.txt", "prompts") == [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
 
-def test_a_line_of_a_text_file_ends_at_a_line_end_alone(tmp_path):
+def test_text_file_rows_are_split_only_at_newlines(tmp_path):
     (tmp_path / "lines.txt").write_bytes("a\u2028b\x85c\x0cd\r\ne".encode())
     assert [row["prompt"] for row in rows_of(tmp_path / "lines.txt", "prompts")] == ["a\u2028b\x85c\x0cd", "e"]
 
@@ -98,7 +98,7 @@ def function(*args):
         ([{"prompt": "a", "completions": "x"}], "has the key 'completions', under which reward functions"),
     ],
 )  # fmt: skip
-def test_what_is_no_prompt_is_refused(files, given, message):
+def test_invalid_prompts_are_rejected_with_a_one_line_error(files, given, message):
     with pytest.raises(ValueError, match=message) as caught:
         rows_of(given, "prompts")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

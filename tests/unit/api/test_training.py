@@ -104,7 +104,7 @@ def test_a_checkpoint_folder_resumes(tmp_path):
         ({"log_dir": 3}, "log_dir is 3; it must be the path of a folder"), ({"checkpoint_dir": ""}, "checkpoint_dir is ''; it must be the path of a folder"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(tmp_path, arguments, words):
+def test_invalid_arguments_are_rejected_with_the_reason(tmp_path, arguments, words):
     with pytest.raises(ValueError, match=words):
         run(tmp_path, **arguments)
 
@@ -122,7 +122,7 @@ CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
         ({"prompts": [{"prompt": CHAT, "tools": 3}]}, r"^prompt 0: 'tools' must be a list of JSON schemas"),
     ],
 )  # fmt: skip
-def test_every_prompt_is_looked_at_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
+def test_every_prompt_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
     monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=words):
         run(tmp_path, reward=lambda completions, **_: [0.0] * len(completions), **arguments)
@@ -134,7 +134,7 @@ def test_a_model_is_a_name_or_a_folder(model):
         nemo_rl_cpp.train_grpo(model, ROWS, share_right)
 
 
-def test_what_preflight_finds_is_said_before_the_model(tmp_path, monkeypatch, capsys):
+def test_preflight_findings_are_reported_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
     from nemo_rl_cpp.api import training
     from nemo_rl_cpp.checks import Finding
 
@@ -186,7 +186,7 @@ def test_answers_by_temperature(tmp_path):
     assert result.generate([]) == []
 
 
-def test_a_reward_function_that_fails_says_so(tmp_path):
+def test_exception_of_a_reward_function_reaches_the_caller(tmp_path):
     def broken(completions):
         raise ZeroDivisionError("mine")
 
@@ -270,7 +270,7 @@ def test_a_run_with_objects_writes_their_names(tmp_path):
     assert "own_estimator (given from Python)" in (result.log_dir / "report.html").read_text()
 
 
-def test_checkpoints_may_be_switched_on_by_their_own_keys(tmp_path, monkeypatch):
+def test_checkpointing_can_be_enabled_by_its_configuration_keys(tmp_path, monkeypatch):
     options = {"checkpointing__enabled": True, "checkpointing__checkpoint_dir": "b", "checkpointing__save_period": 5}
     checkpointing = captured(monkeypatch, nemo_rl_cpp.train_grpo, **options)[0].checkpointing
     assert (checkpointing.enabled, checkpointing.checkpoint_dir, checkpointing.save_period) == (True, "b", 5)

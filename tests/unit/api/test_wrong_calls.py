@@ -111,7 +111,7 @@ def one_thread():
 
 
 @pytest.mark.parametrize(("given", "words"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_call_is_one_sentence(tmp_path, monkeypatch, given, words):
+def test_invalid_train_grpo_call_is_a_one_line_error_before_training(tmp_path, monkeypatch, given, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "_train", lambda *parts: pytest.fail("training began"))
     with pytest.raises(ValueError) as caught:
@@ -151,7 +151,7 @@ async def late(text):
         (lambda n: torch.zeros(n, 2), "a list of 4, but returned a Tensor of shape (4, 2)"),
     ],
 )  # fmt: skip
-def test_a_wrong_reward_is_one_sentence(tmp_path, returned, words):
+def test_invalid_reward_is_a_one_line_error_that_names_the_function(tmp_path, returned, words):
     def mine(completions):
         return returned(len(completions))
 
@@ -160,7 +160,7 @@ def test_a_wrong_reward_is_one_sentence(tmp_path, returned, words):
     one_sentence(caught, f"reward function mine .*{words}")
 
 
-def test_no_say_at_all_is_said_once(tmp_path, capsys):
+def test_completions_without_any_reward_are_reported_once(tmp_path, capsys):
     nemo_rl_cpp.train_grpo(
         "tiny-random", ROWS, lambda completions: [None] * len(completions), **SMALL, log_dir=tmp_path
     )

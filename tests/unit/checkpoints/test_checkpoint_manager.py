@@ -59,7 +59,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     assert sorted(p.name for p in manager.checkpoint_dir.iterdir() if p.is_dir()) == ["step_2"]
 
 
-def test_an_exception_in_the_block_leaves_nothing(tmp_path):
+def test_exception_while_saving_leaves_no_partial_checkpoint(tmp_path):
     manager = make(tmp_path)
     save(manager, 1)
     for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
@@ -90,7 +90,7 @@ def test_latest_passes_over_damaged_and_incomplete_folders(tmp_path):
     assert (root / "step_4").is_dir() and not (root / "tmp_step_5").exists() and (root / "step_x").is_dir()
 
 
-def test_another_program_s_checkpoints_are_neither_renamed_nor_overwritten(tmp_path):
+def test_checkpoints_of_other_programs_are_ignored_and_never_overwritten(tmp_path):
     """NeMo RL writes folders of the same names, by default into the same place."""
     manager = make(tmp_path)
     for name in ("step_1", "corrupt_step_1"):
@@ -152,7 +152,7 @@ def test_keep_top_k_without_a_metric_keeps_the_newest(tmp_path):
     assert steps(manager) == [4, 5]
 
 
-def test_off_period_checkpoints_go_once_they_are_not_the_latest(tmp_path):
+def test_off_period_checkpoints_are_deleted_once_they_are_not_the_latest(tmp_path):
     manager = make(tmp_path, keep_top_k=5, save_period=10)
     for step in (10, 13, 20, 27):
         save(manager, step)

@@ -84,7 +84,7 @@ DAMAGE = [flip_first_byte, other_digit, make_gone, make_binary, make_escape, mak
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["training_info.json", "manifest.json", "config.yaml", "policy/w.bin"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_old_checkpoint_costs_that_one_alone(three, name, damage):
+def test_damaged_old_checkpoint_does_not_affect_resuming_or_later_saves(three, name, damage):
     """Both resuming and a running run's next saves, which thin out the old ones, go on."""
     damage(three / "ck" / "step_1" / name)
     with warnings.catch_warnings():
@@ -107,7 +107,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(three, damage):
         assert find_resume(manager_at(three)).path.name == "step_2"
 
 
-def test_when_all_are_damaged_the_run_does_not_begin_again(three):
+def test_resume_fails_if_every_checkpoint_is_damaged(three):
     for step in (1, 2, 3):
         flip_first_byte(three / "ck" / f"step_{step}" / "policy" / "w.bin")
     (three / "ck" / "step_3" / "manifest.json").write_text("{")
@@ -118,7 +118,7 @@ def test_when_all_are_damaged_the_run_does_not_begin_again(three):
                 find_resume(manager_at(three))
 
 
-def test_a_folder_of_another_program_s_checkpoints_is_not_begun_in(tmp_path):
+def test_run_does_not_start_in_a_folder_with_checkpoints_of_other_programs(tmp_path):
     (tmp_path / "ck" / "step_5").mkdir(parents=True)
     (tmp_path / "ck" / "step_5" / "training_info.json").write_text("{}")
     with warnings.catch_warnings():
@@ -127,7 +127,7 @@ def test_a_folder_of_another_program_s_checkpoints_is_not_begun_in(tmp_path):
             find_resume(manager_at(tmp_path))
 
 
-def test_what_a_kill_in_the_first_save_leaves_is_no_checkpoint(tmp_path):
+def test_leftover_of_a_killed_first_save_is_removed_and_not_resumed(tmp_path):
     (tmp_path / "ck" / "tmp_step_2").mkdir(parents=True)
     with pytest.warns(UserWarning, match="removed the left-over tmp_step_2"):
         assert find_resume(manager_at(tmp_path)).path is None
@@ -146,7 +146,7 @@ def test_resume_modes(three, mode, saved, error):
             find_resume(manager_at(root, resume=mode))
 
 
-def test_links_are_removed_never_what_they_point_to(three, tmp_path):
+def test_pruning_removes_symlinks_but_not_their_targets(three, tmp_path):
     """`step_1` and `tmp_step_9` may be links that a user made."""
     elsewhere = tmp_path / "elsewhere"
     os.rename(three / "ck" / "step_1", elsewhere)
@@ -159,7 +159,7 @@ def test_links_are_removed_never_what_they_point_to(three, tmp_path):
     assert folder_problem(elsewhere, contents=True) is None
 
 
-def test_names_that_only_look_like_ours_are_left_alone(three):
+def test_folders_with_similar_names_are_not_treated_as_checkpoints(three):
     for name in ("step_01", "step_٣", "step_-1", "tmp_step_02", "step_1_backup"):
         (three / "ck" / name).mkdir()
     with warnings.catch_warnings():

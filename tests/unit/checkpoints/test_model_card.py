@@ -46,7 +46,7 @@ def test_data_sets_and_models_of_the_hub():
     assert "| algorithm | PPO, advantage estimator gae, loss clipped_pg |" in card.text
 
 
-def test_folders_are_named_by_their_last_part(tmp_path):
+def test_model_card_names_local_folders_without_their_path(tmp_path):
     (tmp_path / "base").mkdir()
     given = [f"policy.model_name={tmp_path}/base", f"data.train.data_path={tmp_path}/rows.jsonl"]
     text = card_text(load_grpo_config("grpo_jsonl.yaml", [*given, "env.reward_functions.functions=[math.pi]"]), FACTS)
@@ -65,7 +65,7 @@ def test_components_of_the_users(tmp_path):
 
 
 @pytest.mark.parametrize("there", [None, "ours", "# My model\n"])
-def test_somebody_elses_card_stays(tmp_path, there):
+def test_user_written_model_card_is_not_overwritten(tmp_path, there):
     config = load_grpo_config("grpo_tiny.yaml")
     if there is not None:
         (tmp_path / "README.md").write_text(card_text(config, FACTS._replace(step=1)) if there == "ours" else there)
@@ -80,7 +80,7 @@ def test_a_name_cannot_break_the_table():
     assert r"| rewards | a\|b, \<lambda>, one two |" in text
 
 
-def test_a_card_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_model_card(tmp_path, monkeypatch):
     config = load_grpo_config("grpo_tiny.yaml")
     write_card(tmp_path, config, FACTS)
     before = (tmp_path / "README.md").read_text()

@@ -113,7 +113,7 @@ def test_code_that_json_files_name_is_not_run(root, weights, tmp_path):
         "{{ lipsum.__globals__['os'].popen('true').read() }}",
     ],
 )
-def test_a_template_reaches_nothing_of_python(weights, template):
+def test_chat_template_cannot_reach_python_objects(weights, template):
     tokenizer = Tokenizer.from_pretrained(weights)
     try:
         tokenizer.chat_template = template

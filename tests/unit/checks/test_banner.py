@@ -15,7 +15,7 @@ def lines_of(config):
     return title, {row[2:12].strip(): row[12:] for row in rows}
 
 
-def test_the_first_run_says_what_it_is(tmp_path, monkeypatch):
+def test_banner_lists_model_steps_device_memory_and_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(banner, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     logs, saved = tmp_path / "logs", tmp_path / "results"
@@ -36,7 +36,7 @@ def test_the_first_run_says_what_it_is(tmp_path, monkeypatch):
     assert rows["data"].startswith("arithmetic, ") and rows["data"].endswith("; validation: arithmetic, 256 rows")
 
 
-def test_lora_has_a_line_and_takes_a_fifth_of_the_memory():
+def test_banner_has_a_lora_line_and_lora_reduces_the_memory_estimate():
     full, lora = (
         load_grpo_config(f"configs/grpo_arithmetic_smollm2{name}.yaml", ["policy.generation.packed_weights=off"])
         for name in ("", "_lora")
@@ -49,7 +49,7 @@ def test_lora_has_a_line_and_takes_a_fifth_of_the_memory():
     assert needs[1] == pytest.approx(134_515_008 * 2 + 106_168_320 * 2 + 30 * 10_176 * 8 * 18, rel=1e-3)
 
 
-def test_what_does_not_fit_and_what_is_not_saved_is_said(monkeypatch):
+def test_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 1e9)
     config = load_grpo_config(
         "configs/grpo_arithmetic_smollm2.yaml",
@@ -75,11 +75,11 @@ def test_an_evaluation_has_fewer_lines():
 @pytest.mark.parametrize(
     ("number", "text"), [(134_515_008, "135 million"), (1_543_714_304, "1.54 billion"), (9_800, "9,800")]
 )
-def test_counts_of_parameters(number, text):
+def test_parameter_counts_are_formatted(number, text):
     assert count_text(number) == text
 
 
-def test_rows_are_counted_only_where_a_line_is_a_row(tmp_path):
+def test_data_rows_are_counted_only_in_existing_jsonl_files(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "1"}\n\n{"input": "2"}\n{"input": "3"}')
     assert rows_of({"dataset_name": "ResponseDataset", "data_path": str(file)}) == 3

@@ -40,7 +40,7 @@ def save(folder, step):
         pass
 
 
-def test_folders_that_are_fine_have_no_findings_and_are_left_as_they_were(tmp_path):
+def test_usable_folders_give_no_finding_and_are_not_modified(tmp_path):
     assert list(folders.check(config_of(tmp_path))) == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "ck").mkdir()
@@ -49,7 +49,7 @@ def test_folders_that_are_fine_have_no_findings_and_are_left_as_they_were(tmp_pa
 
 @pytest.mark.parametrize("key, path", [("checkpointing.checkpoint_dir", "checkpoints"), ("logger.log_dir", "logs")])
 @pytest.mark.parametrize("name", ["file", "file/below", "dangling", "dangling/below"])
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, key, path, name):
+def test_folder_that_cannot_be_created_is_an_error(tmp_path, key, path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (found,) = errors(config_of(tmp_path, **{path: tmp_path / name}))
@@ -71,7 +71,7 @@ def test_a_name_that_is_too_long_is_an_error(tmp_path, key, path):
     assert found.startswith(f"{key} is {tmp_path}") and "File name too long" in found
 
 
-def test_no_folder_is_asked_for_checkpoints_when_they_are_off(tmp_path):
+def test_checkpoint_folder_is_not_checked_if_checkpointing_is_disabled(tmp_path):
     assert errors(config_of(tmp_path, "checkpointing.enabled=false", checkpoints="/proc/self/below")) == []
 
 

@@ -66,7 +66,7 @@ def test_good_data_gives_no_finding_and_needs_no_torch(found):
     assert found(rows(("1+1=", "2"), ("2+2=", "4"))) == []
 
 
-def test_all_prompts_cut_is_an_error_that_counts_and_names(found):
+def test_error_for_cut_prompts_names_their_number_and_the_longest_row(found):
     [(level, key, message)] = found(
         rows(*[("1" * n, "2") for n in (40, 41, 45)]),
         "data.max_input_seq_length=40",
@@ -101,7 +101,7 @@ def test_prompts_that_fill_the_context(found):
     assert level == "warning"
 
 
-def test_truths_that_nothing_can_match_are_counted(found):
+def test_unparsable_ground_truths_are_counted_and_the_first_is_named(found):
     hashes = [(f"{i}=", f"so it is\n#### {i}") for i in range(2)]
     [(level, key, message)] = found(rows(("1=", "1"), ("2=", "\\frac{1}{2}"), *hashes))
     assert (level, key) == ("warning", "data.train")
@@ -125,7 +125,7 @@ def test_truths_that_nothing_can_match_are_counted(found):
         ("He has 3 + 4 = 7 apples.", "warning"),
     ],
 )
-def test_kinds_of_truths_that_cannot_be_parsed(found, truth, level):
+def test_each_kind_of_unparsable_ground_truth_is_reported(found, truth, level):
     [(given, _, message)] = found(rows(("1=", truth)))
     assert given == level and message.startswith("1 of 1 truths cannot be parsed (env.math): the first is row 1")
 
@@ -154,7 +154,7 @@ def test_truths_that_can_be_matched_are_not_mentioned(found, truth):
     assert found(rows(("1=", truth))) == []
 
 
-def test_columns_that_hold_a_part_of_the_prompt_are_said_where_nobody_reads_them(found):
+def test_unread_columns_that_look_like_prompt_parts_give_a_warning(found):
     row = {"input": "1=", "output": "1", "choices": ["1", "2"], "id": 3}
     [(level, _, message)] = found([row])
     assert level == "warning" and message.startswith("has the columns choices, which are not part of the prompts")
@@ -216,7 +216,7 @@ def test_rewards_of_the_users_may_have_any_truths(found):
 
 
 @pytest.mark.parametrize("template", ["chatml", "Question: {question}", "{{ bos_token }}", "gone.j2"])
-def test_a_template_that_is_none_is_an_error(found, template):
+def test_invalid_chat_template_is_an_error(found, template):
     findings = found(rows(("1=", "1")), f"policy.tokenizer.chat_template={json.dumps(template)}")
     assert [(level, key) for level, key, _ in findings] == [("error", "policy.tokenizer.chat_template")]
 
@@ -230,7 +230,7 @@ def test_the_model_of_random_weights_obeys_its_template_too():
     assert make_tokenizer(config.policy).apply_chat_template([{"role": "user", "content": "1"}], tokenize=False) == "01"
 
 
-def test_a_model_that_is_not_here_still_has_its_template_checked(found):
+def test_chat_template_is_checked_even_if_the_model_is_not_available(found):
     for template, errors in (
         ("gone.j2", 1),
         ("Question: {question}", 1),
@@ -246,7 +246,7 @@ def test_a_model_that_is_not_here_still_has_its_template_checked(found):
         assert len(findings) == errors
 
 
-def test_the_folders_own_template_must_keep_the_question(found, tokenizer_folder):
+def test_chat_template_of_the_model_folder_must_keep_the_question(found, tokenizer_folder):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ bos_token }}"
     tokenizer.save_pretrained(tokenizer_folder)
@@ -257,7 +257,7 @@ def test_the_folders_own_template_must_keep_the_question(found, tokenizer_folder
     ) and "row 1: the chat template leaves out message 0 (user, '1=')" in message
 
 
-def test_mistakes_in_files_and_prompts_are_errors(found, tmp_path):
+def test_missing_columns_data_files_and_prompt_placeholders_are_errors(found, tmp_path):
     [(level, key, message)] = found([{"input": "1=", "output": "1"}, {"input": "2="}])
     assert (level, key) == ("error", "data.train") and "row 2: the key 'output' is missing" in message
     [(level, _, message)] = found(rows(("1=", "1")), f"data.train.data_path={tmp_path}/none.jsonl")
@@ -318,7 +318,7 @@ def section_of(tmp_path, pairs):
     }
 
 
-def test_a_run_says_it_once_and_refuses_when_all_prompts_are_cut(tmp_path, tiny, capsys):
+def test_run_warns_once_about_cut_prompts_and_fails_if_all_are_cut(tmp_path, tiny, capsys):
     config = {"max_input_seq_length": 10, "train": section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])}
     for _ in range(2):
         train = load_response_data(tiny, config).train
@@ -333,7 +333,7 @@ def test_a_run_says_it_once_and_refuses_when_all_prompts_are_cut(tmp_path, tiny,
         load_response_data(tiny, config, max_total_sequence_length=8)
 
 
-def test_what_the_check_has_said_the_run_does_not_repeat(tmp_path, tiny, capsys):
+def test_run_does_not_repeat_warnings_of_the_preflight_check(tmp_path, tiny, capsys):
     from nemo_rl_cpp.data.datasets import load_response_dataset
 
     section = section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])
@@ -344,7 +344,7 @@ def test_what_the_check_has_said_the_run_does_not_repeat(tmp_path, tiny, capsys)
     assert capsys.readouterr().err == ""
 
 
-def test_of_many_rows_a_thousand_are_looked_at(tmp_path, tiny):
+def test_at_most_a_thousand_of_many_rows_are_checked(tmp_path, tiny):
     from nemo_rl_cpp.data.datasets import ListDataset, load_response_dataset
 
     raw = load_response_dataset(section_of(tmp_path, [("1" * 10, "1")]))
@@ -368,7 +368,7 @@ def test_processors_of_the_users_are_not_run_ahead(tmp_path, tiny):
     assert list(inspect_rows(raw, raw.dataset, tiny, Limits(1), "data.train")) == []
 
 
-def test_options_that_no_prompt_shows_are_said(tiny):
+def test_multiple_choice_options_missing_from_the_prompt_give_a_warning(tiny):
     from types import SimpleNamespace
 
     from nemo_rl_cpp.data.interfaces import TaskDataSpec

@@ -51,12 +51,12 @@ def test_shipped_configurations_pass(config, load):
     assert found(config=config, load=load) == []
 
 
-def test_what_is_right_passes():
+def test_valid_reward_functions_and_environments_give_no_finding():
     assert found(*rewards("preflight_module.right, preflight_module.Holder.Inner.right, os.path.join")) == []
     assert found("data.default.env_name=preflight_module.Actor", "+env={preflight_module.Actor: {}}") == []
 
 
-def test_gdpo_takes_the_parts_of_several_functions_and_their_weights_once():
+def test_gdpo_requires_several_functions_as_parts_with_weights_given_once():
     def of(section, *more):
         names = "functions: [preflight_module.right, preflight_module.Holder.Inner.right], "
         given = f"+env={{reward_functions: {{{names if 'functions' not in section else ''}{section}}}}}"
@@ -73,7 +73,7 @@ def test_gdpo_takes_the_parts_of_several_functions_and_their_weights_once():
     assert told.startswith("env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing")
 
 
-def test_each_environment_of_each_data_set_is_looked_at():
+def test_environments_of_all_data_sets_are_checked():
     given = ["data.train.env_name=preflight_module.Odd", "data.validation.env_name=nowhere.Env"]
     first, second = found(*given, "+env={preflight_module.Odd: {}, nowhere.Env: {}}")
     assert first.startswith("env.preflight_module.Odd cannot be used: ") and "EnvironmentInterface" in first
@@ -98,7 +98,7 @@ def test_known_names_need_no_import():
         environment_class("arithmetik")
 
 
-def test_a_module_with_a_mistake_is_named_by_its_line():
+def test_failing_import_is_reported_with_file_and_line():
     Path("broken_module.py").write_text("x = 1\nimport os.nothing_here\n")
     with pytest.raises(LoadingError, match=r"there is no module os.nothing_here, which broken_module.py:2 imports"):
         import_object("broken_module.f", "reward function")

@@ -82,7 +82,7 @@ def only(config, level="error"):
     return text
 
 
-def test_nothing_is_said_about_what_fits(model):
+def test_fitting_model_and_configuration_give_no_finding(model):
     assert said(grpo(model)) == [] == said(grpo("model"))
     assert said(load_grpo_config("grpo_tiny.yaml")) == [] == said(load_ppo_config("ppo_tiny.yaml"))
 
@@ -132,7 +132,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"model_max_length": 600}, 600),
     ],
 )
-def test_sequences_may_be_as_long_as_the_model_has_positions(keys, positions, tmp_path, model):
+def test_sequence_length_beyond_the_models_positions_is_an_error(keys, positions, tmp_path, model):
     folder = model_folder(tmp_path / "other", **keys)
     assert said(grpo(folder, f"policy.max_total_sequence_length={positions}")) == []
     text = only(grpo(folder, f"policy.max_total_sequence_length={positions + 1}"))
@@ -180,7 +180,7 @@ def evaluation(name, *overrides):
     )
 
 
-def test_an_evaluations_length_is_compared_where_it_is_given(model):
+def test_evaluation_length_is_checked_only_if_it_is_given(model):
     without = ["~generation.vllm_cfg.max_model_len", "generation.max_new_tokens=16", "data.max_input_seq_length=32"]
     assert said(evaluation(model, *without)) == []
     text = only(evaluation(model, "generation.vllm_cfg.max_model_len=1024", "generation.max_new_tokens=16"))
@@ -188,7 +188,7 @@ def test_an_evaluations_length_is_compared_where_it_is_given(model):
     assert text.endswith("lower generation.vllm_cfg.max_model_len")
 
 
-def test_a_response_longer_than_a_sequence_is_said(model):
+def test_max_new_tokens_beyond_the_sequence_length_gives_a_warning(model):
     text = only(grpo(model, "policy.generation.max_new_tokens=1000", "policy.max_total_sequence_length=128"), "warning")
     assert text.startswith("policy.generation.max_new_tokens is 1000, but") and "max_total_sequence_length=128" in text
     assert said(grpo(model, "policy.generation.max_new_tokens=128", "policy.max_total_sequence_length=128")) == []
@@ -207,14 +207,14 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_an_error(model):
     assert said(grpo(model)) == []
 
 
-def test_a_tokenizer_much_smaller_than_the_model_is_said(model):
+def test_tokenizer_much_smaller_than_the_model_gives_a_warning(model):
     write_tokenizer(model, 36)
     assert said(grpo(model)) == []  # vocabularies are padded to round sizes
     write_tokenizer(model, 35)
     assert "has 35 tokens, while policy.model_name" in only(grpo(model), "warning")
 
 
-def test_a_tokenizer_of_another_folder(model, tmp_path):
+def test_tokenizer_folder_with_ids_beyond_the_models_vocabulary_is_an_error(model, tmp_path):
     other = model_folder(tmp_path / "large", vocab_size=64)
     write_tokenizer(other, 64)
     text = only(grpo(model, f"policy.tokenizer.name={other}"))
@@ -252,7 +252,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(content, sentence, model):
         ("./modle", "error", "model"),
     ],
 )
-def test_a_name_that_is_nearly_one_that_is_here(name, level, near, model):
+def test_misspelt_model_name_suggests_an_available_model(name, level, near, model):
     text = only(grpo(name), level)
     assert f"did you mean {near}?" in text and "policy.model_name is" in text
 
@@ -265,7 +265,7 @@ def test_a_path_that_is_not_there(model):
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen2.5-1.5B", "gpt2", "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"]
 )
-def test_a_model_that_has_to_come_first_is_no_error(name, model):
+def test_model_that_must_be_downloaded_first_is_no_error(name, model):
     assert said(grpo(name)) == []
 
 
@@ -283,7 +283,7 @@ def cached(model, tmp_path, *names):
 
 
 @pytest.mark.slow
-def test_a_model_in_the_hubs_cache_is_checked_where_it_lies(model, tmp_path):
+def test_model_in_the_hub_cache_is_checked_in_place(model, tmp_path):
     code = """
 import sys
 from nemo_rl_cpp.config import load_grpo_config
@@ -343,13 +343,13 @@ def resumed(model, tmp_path, saved_keys, *overrides):
     return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
 
 
-def test_a_run_goes_on_with_the_head_that_it_untied(model, tmp_path):
+def test_resume_accepts_a_head_that_the_run_untied(model, tmp_path):
     tied_with_a_head_of_its_own(model)
     assert "tie_word_embeddings" in only(grpo(model), "warning")
     assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []
 
 
-def test_a_run_does_not_go_on_with_another_rope(model, tmp_path):
+def test_resume_with_a_changed_rope_theta_is_an_error(model, tmp_path):
     assert [
         "rope_theta" in text for text in resumed(model, tmp_path, {}, "++policy.hf_config_overrides.rope_theta=500.0")
     ] == [True]
@@ -381,7 +381,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("damage", BROKEN)
-def test_check_and_dry_run_find_what_a_run_would(damage, model, capsys):
+def test_check_dry_run_and_run_report_the_same_broken_model_folder(damage, model, capsys):
     from nemo_rl_cpp.run_grpo_math import main as run
 
     BROKEN[damage](model)
@@ -394,12 +394,12 @@ def test_check_and_dry_run_find_what_a_run_would(damage, model, capsys):
         assert text in capsys.readouterr().err
 
 
-def test_preflight_asks_these_checks(model):
+def test_preflight_includes_the_model_checks(model):
     (model / "config.json").unlink()
     assert ["policy.model_name"] == [f.key for f in preflight(grpo(model)) if f.key.endswith("model_name")]
 
 
-def test_the_critics_own_folder_is_checked(model, tmp_path):
+def test_model_folder_of_the_critic_is_checked(model, tmp_path):
     (tmp_path / "critic").mkdir()
     overrides = [f"policy.model_name={model}", "policy.tokenizer.name=null", f"value.model_name={tmp_path / 'critic'}", "~policy.hf_config_overrides",
                  "value.hf_config_overrides=null"]  # fmt: skip
@@ -431,7 +431,7 @@ def test_the_critics_own_folder_is_checked(model, tmp_path):
         ),
     ],
 )
-def test_what_experts_cannot_do_is_said_before_a_run(model, tmp_path, override, sentence):
+def test_settings_unsupported_for_experts_are_reported_before_a_run(model, tmp_path, override, sentence):
     folder = model_folder(tmp_path / "experts", model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
     found = [
         finding.message

@@ -45,7 +45,7 @@ def asked(monkeypatch):
     return run
 
 
-def test_the_history_goes_along_until_it_is_reset(asked, capsys):
+def test_chat_sends_the_history_until_it_is_reset(asked, capsys):
     messages, seeds = asked("ab", KeyboardInterrupt(), "", "cd", "/reset", "ef", system="s")
     assert messages[1] == ["system: s", "user: ab", "assistant: ab", "user: cd"]
     assert messages[2] == ["system: s", "user: ef"] and len(messages) == 3 and seeds == [7, 8, 9]
@@ -58,7 +58,7 @@ def test_a_stopped_answer_stays_as_far_as_it_came(asked, capsys):
     assert "ab [stopped]" in capsys.readouterr().out
 
 
-def test_a_message_that_cannot_be_answered_is_forgotten(asked, capsys):
+def test_chat_drops_a_message_that_cannot_be_answered(asked, capsys):
     messages, _ = asked("ab", "too long", "cd")
     assert messages[2] == ["user: ab", "assistant: ab", "user: cd"]
     assert "(the prompt is too long; /reset begins a new conversation)" in capsys.readouterr().out

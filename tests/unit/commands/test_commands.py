@@ -7,7 +7,7 @@ from nemo_rl_cpp.commands import runs
 from nemo_rl_cpp.config.locate import shipped_configs
 
 
-def test_an_unknown_command_is_told_with_the_nearest(capsys):
+def test_unknown_command_error_suggests_the_nearest_command(capsys):
     assert cli.main(["trian"]) == 2 and "unknown command trian; did you mean train?" in capsys.readouterr().err
     assert cli.main(["--verbose"]) == 2 and "unknown option --verbose" in capsys.readouterr().err
 
@@ -20,7 +20,7 @@ def test_every_command_has_a_help_with_examples(name, capsys):
     assert ended.value.code == 0 and "examples:" in shown and f"nemo-rl-cpp {name}" in shown
 
 
-def test_every_shipped_configuration_says_what_it_is(capsys):
+def test_every_shipped_configuration_has_a_description(capsys):
     texts = runs.descriptions()
     assert list(texts) == shipped_configs() and not [name for name, text in texts.items() if len(text) < 20]
     assert cli.main(["configs", "vapo_tiny"]) == 0
@@ -37,7 +37,7 @@ def test_commands_that_need_no_torch_do_not_load_it(tmp_path):
         assert done.returncode == 0, (words, done.stderr)
 
 
-def test_check_prints_the_command_of_a_vllm_server(capsys):
+def test_check_prints_the_command_that_starts_a_vllm_server(capsys):
     words = ["--config", "grpo_tiny.yaml", "policy.generation.backend=vllm"]
     assert cli.main(["check", *words, "policy.generation.vllm_cfg.server_url=http://127.0.0.1:8123"]) == 0
     shown = capsys.readouterr().out

@@ -16,7 +16,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
-def test_the_sizes_are_those_of_the_models(model):
+def test_parameter_counts_of_popular_models_are_right(model):
     sizes = model_sizes(model.name, model.sizes.as_config())
     assert sizes.parameters / 1e9 == pytest.approx(PARAMETERS[model.name.rpartition("/")[2]], rel=0.003)
     assert model.model_type in SUPPORTED_ARCHITECTURES
@@ -48,7 +48,7 @@ def test_the_table_agrees_with_the_forecast(capsys):
         models.main(["--tokens", "-3"])
 
 
-def test_a_dry_run_knows_popular_models_before_they_are_downloaded():
+def test_dry_run_knows_the_sizes_of_popular_models_before_download():
     from nemo_rl_cpp.config import load_grpo_config
 
     config = load_grpo_config("grpo_math_1B.yaml")

@@ -41,7 +41,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_names_that_the_guides_print_are_where_they_print_them(module):
+def test_names_printed_in_the_guides_exist_in_the_compat_modules(module):
     found = importlib.import_module(f"nemo_rl_cpp.compat.{module}")
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
 

@@ -1,1 +1,1 @@
-"""Environments: they answer the model's messages with observations and rewards."""
+"""Environments: they respond to the model's messages with observations and rewards."""

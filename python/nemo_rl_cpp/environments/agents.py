@@ -1,4 +1,5 @@
-"""Environments whose rollouts an agent makes: it asks the policy behind HTTP as often as it likes, and says what came of it."""
+"""Environments driven by an external agent: it queries the policy over HTTP as often as it likes and returns a
+result."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Address(Protocol):
-    """Where the policy is found: see `serving.generation.ServerAddress`."""
+    """The policy's address: see `serving.generation.ServerAddress`."""
 
     base_url: str
     api_key: str
@@ -37,10 +38,10 @@ class AgentTask:
     """One rollout to make.
 
     Attributes:
-        key: of the rollout. Every request must carry it, as a header or as the field `rollout_key`.
+        key: of the rollout. Every request must send it, as a header or as the field `rollout_key`.
         messages: the prompt of the data's row, {"role", "content"} each.
-        info: what the row holds for its environment, `ground_truth` for instance.
-        address: where the policy is.
+        info: the row's data for the environment, `ground_truth` for instance.
+        address: the policy's address.
     """
 
     key: str
@@ -50,12 +51,12 @@ class AgentTask:
 
     @property
     def base_url(self) -> str:
-        """For an OpenAI client."""
+        """The base URL for an OpenAI client."""
         return self.address.base_url
 
     @property
     def api_key(self) -> str:
-        """For an OpenAI client."""
+        """The API key for an OpenAI client."""
         return self.address.api_key
 
     @property
@@ -65,7 +66,7 @@ class AgentTask:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Which every request of this rollout carries."""
+        """The headers that every request of this rollout must send."""
         return {self.address.header: self.key}
 
 
@@ -74,7 +75,7 @@ class AgentResult:
     """The result of a rollout.
 
     Attributes:
-        reward: of the whole rollout, or named parts of it.
+        reward: of the whole rollout, or a dictionary of reward components.
         error: why it failed, in a sentence; its samples are then not trained.
         metrics: numbers, averaged over the rollouts of a step.
     """
@@ -85,9 +86,9 @@ class AgentResult:
 
 
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
-    """The base of these environments. A rollout that fails or exceeds its time scores 0, is not trained, and is counted.
+    """The base of agent environments. A rollout that fails or times out scores 0, is not trained, and is counted.
 
-    Metrics: `agent_errors` and `agent_timeouts`, numbers of rollouts; and the means of what the agents measure.
+    Metrics: `agent_errors` and `agent_timeouts`, numbers of rollouts; and the means of the agents' metrics.
     """
 
     runs_rollouts = True
@@ -103,7 +104,7 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
         """Make one rollout."""
 
     def run_rollouts(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
-        """Make all rollouts, `max_concurrency` at a time."""
+        """Make all rollouts, at most `max_concurrency` concurrently."""
         results = call_user(self._all, tasks)
         for result in results:
             for name, value in result.metrics.items():
@@ -122,7 +123,7 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
                     result = await self.roll_out(task)
                 result = result if result.error is not None else _checked(result)
             except Exception as error:  # noqa: BLE001 - one rollout must not end the run
-                late = isinstance(error, TimeoutError) and limit.expired()  # an agent has TimeoutErrors of its own
+                late = isinstance(error, TimeoutError) and limit.expired()  # an agent may raise TimeoutErrors itself
                 said = f"it was not over within {self._timeout_s:g} s (timeout_s)" if late else one_sentence(error)
                 result = AgentResult(error=said)
         if result.error is not None:
@@ -150,11 +151,11 @@ AgentFunction = Callable[[AgentTask], "Awaitable[float | AgentResult] | float | 
 
 
 class AgentFunctionEnvironment(AgentEnvironment):
-    """Make rollouts by the user's function `env.agent.function`: it takes an `AgentTask`, asks the policy with a client, and
-    returns the reward.
+    """Makes rollouts with the user's function `env.agent.function`, which takes an `AgentTask`, queries the policy with
+    a client, and returns the reward.
 
-    Async functions run together on the run's event loop (`user_code.py`). A plain function blocks its thread, so each call has
-    a thread; with `max_concurrency` 1 it runs where the user's code runs, and may use signals.
+    Async functions run concurrently on the run's event loop (`user_code.py`). A plain function blocks its thread, so
+    each call gets a thread; with `max_concurrency` 1 it runs in the thread of user code, where it may use signals.
     """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
@@ -176,14 +177,14 @@ class AgentFunctionEnvironment(AgentEnvironment):
                 given = call_user(self._function, task) if alone else await _in_thread(self._function, task)
                 if inspect.isawaitable(given):
                     given = await given
-        except Exception:  # not the end of the rollout's time, which is no error of the user's code
+        except Exception:  # excludes the rollout's time limit, which is no error of user code
             with user_code(f"the agent {getattr(self._function, '__name__', 'function')}"):
                 raise
         return given if isinstance(given, AgentResult) else AgentResult(given)
 
 
 def _checked(result: AgentResult) -> AgentResult:
-    """Return the result with its numbers as floats. Raise ValueError for a number that is not finite."""
+    """Return the result with floats as numbers. Raise ValueError for a number that is not finite."""
     reward = result.reward
     if isinstance(reward, Mapping):
         parts: float | dict[str, float] = {
@@ -196,7 +197,7 @@ def _checked(result: AgentResult) -> AgentResult:
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
-    """Call the function in a daemon thread: if it never returns, only its rollout waits."""
+    """Call the function in a daemon thread, so that a function that never returns blocks only its rollout."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

@@ -11,17 +11,17 @@ from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironm
 
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _BARE_INTEGER = re.compile(r"\s*-?[0-9]+\s*")
-_LONGEST_ANSWER = 4096  # characters that are looked at: a number on one line needs no more
+_LONGEST_ANSWER = 4096  # characters that are parsed: a number on one line is never longer
 
 
 def first_number(text: str) -> Decimal | None:
-    """Return the first number in the text, thousands commas allowed; None if there is none."""
+    """Return the first number in the text, which may have thousands separators (commas); None if there is none."""
     found = _NUMBER.search(text[:_LONGEST_ANSWER])
     return Decimal(found.group().replace(",", "")) if found else None
 
 
 def is_well_formed(text: str) -> bool:
-    """Whether the response is a line that ended (the stop string is in it) or nothing but an integer."""
+    """Return whether the response is a finished line (it has the stop string) or nothing but an integer."""
     return "\n" in text[:_LONGEST_ANSWER] or _BARE_INTEGER.fullmatch(text[:_LONGEST_ANSWER]) is not None
 
 
@@ -35,9 +35,9 @@ def _expected(info: GroundTruth) -> Decimal:
 
 
 class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
-    """Reward 1 when the response's first number equals `metadata["ground_truth"]` and the response is well-formed.
+    """Reward 1 if the response's first number equals `metadata["ground_truth"]` and the response is well-formed.
 
-    Metrics: `well_formed`, the share of well-formed responses, and `accuracy_of_well_formed`.
+    Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`.
     """
 
     can_be_asked_again = True
@@ -73,14 +73,14 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
 
 
 def fraction_right(text: str, expected: str) -> float:
-    """Return the share of the expected characters that the response has at their place (spaces around it aside)."""
+    """Return the fraction of expected characters that the stripped response has at the same position."""
     if not expected:
         raise ValueError("ground_truth is empty: reverse_digits needs the expected digits")
     return sum(a == b for a, b in zip(text.strip(), expected)) / len(expected)
 
 
 class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
-    """Reward: the fraction of `metadata["ground_truth"]` that the response has right. Metric: `exactly_right`."""
+    """Reward: the fraction of correct characters of `metadata["ground_truth"]`. Metric: `exactly_right`."""
 
     can_be_asked_again = True
 

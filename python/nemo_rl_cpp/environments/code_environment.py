@@ -1,4 +1,4 @@
-"""Programs as responses: they run in a sandbox, against tests."""
+"""Programs as responses: they run against tests in a sandbox."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ class CodeEnvMetadata(TypedDict):
 
     ground_truth: the tests, see `code_verifier.parse_tests`.
     code_prefix: the beginning of the program, which the response continues; without it the response holds the whole
-        program, in a fenced block or alone.
+        program, with or without a fenced block.
     """
 
     ground_truth: object
@@ -30,12 +30,12 @@ class CodeEnvMetadata(TypedDict):
 
 
 class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
-    """Reward by the tests that a program passes, each run contained as `docs/guides/environments.md` says.
+    """Rewards a program by the tests that it passes; each run is sandboxed as `docs/guides/environments.md` describes.
 
-    Refuses to start where a protection is missing (SandboxUnavailableError). Metrics: `num_<reason>` for every reason that a
-    program did not pass (see `CodeVerifyWorker`), and those of `VerifyingEnvironment`. `answers` holds the reasons.
+    Raises SandboxUnavailableError at start if a protection is missing. Metrics: `num_<reason>` for every reason that a
+    program failed (see `CodeVerifyWorker`), and those of `VerifyingEnvironment`. `answers` holds the reasons.
 
-    Programs wait until generation has ended: their time limits would count the processor time that it takes from them.
+    Programs run only after generation has ended, because generation would take processor time from their time limits.
     """
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
@@ -50,7 +50,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
         self._total_time_s, self._reward = cfg.total_time_limit_s, cfg.reward
         require_sandbox()
         self._reasons: Counter[str] = Counter()
-        # the worker stops by itself; its deadline is for the case that it does not
+        # the worker enforces its time limit; the deadline is a fallback
         deadline = self._total_time_s + self._limits.time_s + 30
         super().__init__(CodeVerifyWorker, PoolOptions(cfg.num_workers, deadline, None, cfg.max_answer_chars))
 
@@ -58,7 +58,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
         self, message_log_batch: list[LLMMessageLogType], metadata: list[CodeEnvMetadata]
     ) -> EnvironmentReturn[CodeEnvMetadata]:
         for info in metadata:
-            parse_tests(info["ground_truth"])  # mistakes of the data surface here, in the caller's process
+            parse_tests(info["ground_truth"])  # raises errors of the data in the caller's process
         verdicts = self._verify(
             [_program(assistant_text(log), info) for log, info in zip(message_log_batch, metadata)],
             [info["ground_truth"] for info in metadata],
@@ -82,6 +82,6 @@ def _program(response: str, info: CodeEnvMetadata) -> str:
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block of a response; the whole response where there is none."""
+    """Return the last fenced block of a response, or the whole response if it has none."""
     blocks = _FENCED.findall(response)
     return blocks[-1] if blocks else response

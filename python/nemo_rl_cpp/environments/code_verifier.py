@@ -1,4 +1,4 @@
-"""Tests of code: how data sets write them, and the verifier that runs a response against them in the sandbox."""
+"""Tests of code: the forms in which data sets specify them, and the verifier that runs them in the sandbox."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ from nemo_rl_cpp.environments.verifiers import Verdict, VerifierBase, VerifierUs
 _LONGEST_VALUE = 100_000  # characters of a result that are parsed, which takes 0.2 s and 50 MB at worst
 _UNCOMPILED = ("SyntaxError: ", "IndentationError: ", "TabError: ", "RecursionError: ", "OverflowError: ")
 
-# Runs the solution, then the checks, and writes what came of them to where nothing that the solution prints goes.
+# Runs the solution, then the checks, and writes the results to a descriptor that the solution does not print to.
 HARNESS = """
 import json, os, sys
 with open("/box/checks.json") as file:
@@ -67,7 +67,7 @@ class Check(TypedDict, total=False):
 
 
 class CheckResult(TypedDict, total=False):
-    """What `HARNESS` says of a test: the value as text, the token of a statement that passed, or what was raised."""
+    """The result of a test in `HARNESS`: the value as text, the token of a statement that passed, or the exception."""
 
     value: str
     passed: str
@@ -80,7 +80,7 @@ Runner = Callable[..., Outcome]
 
 @dataclass(frozen=True)
 class TestResult:
-    """How many of `count` tests a program passed. `outcome` and `detail` describe the first test that failed."""
+    """The number of tests, of `count`, that a program passed. `outcome` and `detail` describe the first failure."""
 
     __test__ = False  # not a class for pytest
 
@@ -92,14 +92,14 @@ class TestResult:
 
 @dataclass(frozen=True)
 class CodeTests:
-    """The tests of one problem; exactly one of the two kinds.
+    """The tests of one problem; exactly one of the two kinds is set.
 
     Attributes:
-        pairs: (standard input, expected standard output). Each is a separate run. Spaces at the ends of lines and empty
-            lines at the end do not count.
+        pairs: (standard input, expected standard output). Each is a separate run. Trailing spaces of lines and trailing
+            empty lines are ignored.
         checks: for `HARNESS`, all in one run.
-        expected: for each check the value, compared here, outside: the program never sees it; None for statements.
-    """
+        expected: per check the value, compared outside the sandbox so that the program never sees it; None for
+            statements."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
@@ -120,7 +120,7 @@ class CodeTests:
                 passed += 1
             elif failure is None:
                 failure = outcome
-            if outcome.stopped is not None or uncompiled(outcome):  # a program at a limit is not tried again
+            if outcome.stopped is not None or uncompiled(outcome):  # a program that hit a limit is not run again
                 break
         return TestResult(passed, len(self), failure)
 
@@ -138,9 +138,9 @@ class CodeTests:
 
 
 def uncompiled(outcome: Outcome) -> bool:
-    """Whether the program is not valid Python. The interpreter then reports an error without a traceback line."""
+    """Return whether the program is not valid Python: Python then reports an error without a traceback line."""
     errors = outcome.stderr.decode(errors="replace")
-    last = errors.rstrip().rpartition("\n")[2]  # no pattern: a program may write a megabyte that takes one for ever
+    last = errors.rstrip().rpartition("\n")[2]  # no regex: a program may write a megabyte on which it never ends
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
 
 
@@ -149,7 +149,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """Return what the harness wrote; empty dictionaries when it was stopped or has written something else."""
+    """Return the harness's results; empty dictionaries if it was stopped or its output is invalid."""
     found = None
     if outcome.exit_code == 0 and outcome.stopped is None:
         with suppress(ValueError, RecursionError):
@@ -172,15 +172,15 @@ def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> b
 
 
 def parse_tests(ground_truth: object) -> CodeTests:
-    """Read the tests of a sample's `ground_truth`, a value or its JSON text:
+    """Parse the tests of a sample's `ground_truth`, a value or its JSON text:
 
     - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and output;
-    - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method of
-      class Solution);
-    - {"asserts": [statement, ...]} or just the list. `assert EXPRESSION == LITERAL` is compared outside the program; any other
-      statement runs inside, where a program that means to could forge its success.
+    - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method
+      of class Solution);
+    - {"asserts": [statement, ...]} or just the list. `assert EXPRESSION == LITERAL` is compared outside the program; any
+      other statement runs inside the program, where a malicious program could fake its success.
 
-    Raise ValueError that names the mistake.
+    Raise ValueError that names the error.
     """
     truth = ground_truth
     if isinstance(truth, str):
@@ -230,18 +230,18 @@ def _assert(statement: str) -> tuple[Check, object]:
 
 
 _FILE_ERROR = re.compile(r"^\w+Error: \[Errno (1|2|13|30)\] [^:\n]*: '([^'\n]*)'")
-_READ_ONLY = "30"  # everything but the program's folder is
+_READ_ONLY = "30"  # every folder but the program's is
 _NO_PROCESS = re.compile(r"^(?:BlockingIOError: \[Errno 11\]|RuntimeError: can't start new thread)", re.MULTILINE)
 
 
 class CodeVerifyWorker(VerifierBase):
-    """Runs the tests of `ground_truth` (see `parse_tests`) on a program, which is the response as it stands.
+    """Runs the tests of `ground_truth` (see `parse_tests`) on a program, which is the unmodified response.
 
-    Nothing here compiles the program: a few lines can make a compiler take gigabytes, so that, too, happens in the sandbox.
+    This process never compiles the program, because a few lines can make a compiler use gigabytes; the sandbox does.
 
-    The score is 1 when all pass, else 0 (with `reward="fraction"`: the share that passes). The answer tells
-    how the tests ended, with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error, no_code, time_limit,
-    memory_limit, process_limit, output_limit, forbidden_call, or file_access, which is a failure at a file outside its folder.
+    The score is 1 if all tests pass, otherwise 0 (with `reward="fraction"`: the fraction that passes). The answer is
+    the result, with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error, no_code, time_limit,
+    memory_limit, process_limit, output_limit, forbidden_call, or file_access, an error at a file outside its folder.
     """
 
     caught = ()  # what goes wrong inside the sandbox never comes up here; what does is a mistake in the use
@@ -272,7 +272,7 @@ class CodeVerifyWorker(VerifierBase):
 
 
 def reason_of(result: TestResult, limits: Limits) -> str:
-    """Tell why tests failed, by how the run ended and what it wrote to standard error."""
+    """Return why tests failed, derived from how the run ended and its standard error."""
     outcome = result.outcome
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")
@@ -288,7 +288,7 @@ def reason_of(result: TestResult, limits: Limits) -> str:
         return f"file_access: {found[2][:100]}"
     if uncompiled(outcome):
         return "syntax_error"
-    if outcome.exit_code in (-9, -24):  # SIGKILL, SIGXCPU: of the kernel's limit, or of the program itself
+    if outcome.exit_code in (-9, -24):  # SIGKILL, SIGXCPU: from the kernel's limit, or from the program
         return f"time_limit: ended by signal {-outcome.exit_code}"
     if outcome.exit_code != 0 or result.detail:
         return f"runtime_error: {last[:200]}" if last else f"runtime_error: exit code {outcome.exit_code}"

@@ -1,7 +1,7 @@
-"""Guess a number: the model guesses, the environment says higher or lower, until the guess is right or the turns are up.
+"""Guess a number: the model guesses and the environment answers higher or lower, until the guess is right or no turns
+are left.
 
-It is the smallest task of several turns that is worth learning. A player who halves the range each time always wins.
-"""
+It is the smallest useful multi-turn task. A player who halves the range each time always wins."""
 
 import re
 from typing import NamedTuple, NotRequired, TypedDict
@@ -17,7 +17,7 @@ _GUESS = re.compile(r"[0-9]{1,9}")
 
 
 class GuessNumberMetadata(TypedDict):
-    """A game: the number to find, and the guesses made so far."""
+    """A game: the number to find, and the number of guesses so far."""
 
     secret: int
     guesses: NotRequired[int]
@@ -31,10 +31,10 @@ class _Turn(NamedTuple):
 
 
 class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
-    """Reward 1 for the right number within `max_guesses` guesses, else 0. A turn without a number ends the game.
+    """Reward 1 for the right number within `max_guesses` guesses, otherwise 0. A turn without a number ends the game.
 
-    A guess is the first number of the model's last message. Metrics: `solved` and `invalid_guess`, shares of the games
-    that ended, and `guesses_per_game`.
+    A guess is the first number of the model's last message. Metrics: `solved` and `invalid_guess`, fractions of the
+    games that ended, and `guesses_per_game`.
     """
 
     def __init__(self, cfg: GuessNumberConfig | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Look at prompts and truths before a run: how many are cut, have no room to be answered, or can never be matched.
+"""Inspection of prompts and ground truths before a run: how many are cut, leave no room for a response, or cannot be
+matched.
 
-This needs no torch, so `nemo-rl-cpp check` calls it as well as the run itself.
-"""
+This needs no torch, so both `nemo-rl-cpp check` and the run call it."""
 
 import logging
 import re
@@ -38,10 +38,10 @@ def inspect_rows(
     raw: "RawDataset", rows: Indexed[Row], tokenizer: TokenizerType, limits: Limits, where: str,
     environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
 ) -> Iterator[Finding]:  # fmt: skip
-    """Yield findings about one data set: its prompts against the limits, its truths against the environment.
+    """Yield findings about one data set: its prompts against the limits, its ground truths against the environment.
 
-    `raw` holds processor, task_spec and perhaps preprocessor; `environment` is its name and its section. Of many rows 1,000 are
-    looked at, evenly spread. Rows of the user's own processors are not looked at: they may have effects.
+    `raw` holds processor, task_spec and perhaps preprocessor; `environment` is its name and its section. At most 1,000
+    evenly spaced rows are inspected. Rows of custom processors are skipped, because these may have side effects.
     """
     make = PROMPT_MAKERS.get(raw.processor)
     if make is None or not len(rows):
@@ -82,7 +82,7 @@ def inspect_rows(
 
 
 def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, rows: int) -> Iterator[Finding]:
-    """Count the prompts, as (tokens, row), that reach a limit."""
+    """Yield findings about prompts, given as (tokens, row), that reach a limit."""
     longest, row = max(lengths, key=lambda each: each[0])
     looked_at = "" if len(lengths) == rows else f" looked at (of {rows:,})"
     cut = None if limits.cut == limits.context else limits.cut
@@ -101,9 +101,9 @@ def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, r
 
 # -- truths -----------------------------------------------------------------------------------------------------------
 
-# math-verify reads something out of these
+# math-verify parses these as values
 _CERTAIN = re.compile(r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII)
-# of three words it makes a product of letters, which only the same text equals
+# it parses three words as a product of letters, which only the same text equals
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
 _COMPARING = ("math", "math_default", "math_multi_reward", "arithmetic", "reverse_digits", "code")
 """Environments of this package that compare responses with a row's truth."""
@@ -133,10 +133,10 @@ def _about_truths(
 
 
 def _judge(name: str, section: Mapping[str, object]) -> tuple[str, _Judge]:
-    """Return what the truths of an environment must be, and a function of a truth.
+    """Return which ground truths an environment needs, and a function that classifies a ground truth.
 
-    The function returns None where the truth can be compared, "as text" where only the same text matches, "never" where no
-    response does, and "wrong" for a value that the environment refuses or does not compare.
+    The function returns None if the truth can be compared, "as text" if only the same text matches, "never" if no
+    response matches, and "wrong" for a value that the environment rejects or does not compare.
     """
     if name == "code":
         return "tests: inputs and outputs, or asserts", _of_code
@@ -193,7 +193,7 @@ def _read_by_math_verify(text: str) -> str | None:
     try:
         from math_verify import parse
         from math_verify.parser import LatexExtractionConfig
-    except ImportError:  # the environment itself says that it is missing
+    except ImportError:  # the environment reports that it is missing
         return None
     logger = logging.getLogger("math_verify")
     level = logger.level
@@ -216,13 +216,13 @@ _SAID: set[str] = set()
 
 
 def note_as_said(finding: Finding) -> Finding:
-    """Remember a finding that goes to the user by another way, so that the run does not repeat it."""
+    """Record a finding that is reported elsewhere to the user, so that the run does not repeat it."""
     _SAID.add(str(finding))
     return finding
 
 
 def say(findings: Iterable[Finding]) -> None:
-    """Print warnings to stderr, each once in a process. Raise ValueError for the first error."""
+    """Print warnings to stderr, each once per process. Raise ValueError for the first error."""
     for finding in findings:
         if finding.level == "error":
             raise ValueError(str(finding))

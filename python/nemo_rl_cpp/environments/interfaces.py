@@ -16,8 +16,8 @@ MetadataT = TypeVar("MetadataT")
 
 
 class WeightedParts(dict[str, "Tensor"]):
-    """Parts of a reward, name -> [B], before weighing; `weights` are their weights in the total. The estimator gdpo weighs the parts
-    itself, after it has brought each to the same scale."""
+    """Unweighted components of a reward, name -> [B]; `weights` are their weights in the total. The estimator gdpo
+    weighs the components itself, after it has normalized each."""
 
     def __init__(self, parts: "Mapping[str, Tensor]", weights: Mapping[str, float]) -> None:
         super().__init__(parts)
@@ -25,23 +25,22 @@ class WeightedParts(dict[str, "Tensor"]):
 
     @staticmethod
     def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Return other values of the parts `given`, with its weights if it has any."""
+        """Return `parts` with the weights of `given`, if it has any."""
         return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """The answer of an environment to a batch of conversations.
+    """The result of an environment for a batch of conversations.
 
     Attributes:
-        observations: [B] the message that follows: {"role", "content"}. Empty content adds no token.
-        metadata: [B] the state of each conversation, handed back at the next step. `mask_sample: True` in a mapping leaves the
-            conversation out of training, as where its verifier failed; the last step's word counts.
+        observations: [B] the next message: {"role", "content"}. Empty content adds no token.
+        metadata: [B] the state of each conversation, passed to the next step. `mask_sample: True` in a mapping excludes
+            the conversation from training, for instance if its verifier failed; the last step's value counts.
         next_stop_strings: [B] stop strings of the next turn, None for those of the generation configuration.
-        rewards: [B] reward of this turn (turns add up), or a dictionary of named components [B], which add up; of `WeightedParts`
-            times their weights.
-        terminateds: [B] true where the conversation has ended.
-        answers: [B] the answers found in the responses, or None when they were not asked for.
-    """
+        rewards: [B] reward of this turn (summed over turns), or a dictionary of components [B], which are summed,
+            with `WeightedParts` by their weights.
+        terminateds: [B] true if the conversation has ended.
+        answers: [B] the answers extracted from the responses, or None if they were not requested."""
 
     observations: list[dict[str, str]]
     metadata: list[MetadataT]
@@ -52,8 +51,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
-    """Check the answer of an environment's `step` to `size` conversations: an EnvironmentReturn, or a plain sequence
-    of the same six things. Raise ValueError, which names the task, for anything else."""
+    """Validate the result of an environment's `step` for `size` conversations: an EnvironmentReturn, or a plain
+    sequence of the same six fields. Raise ValueError, which names the task, for anything else."""
     fields = EnvironmentReturn._fields
     if not isinstance(answer, (tuple, list)) or len(answer) != len(fields):
         given = f"{len(answer)} things" if isinstance(answer, (tuple, list)) else type(answer).__name__
@@ -78,11 +77,11 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
 
 
 class Environment(Protocol):
-    """An environment as a run uses it: by these five names and no others.
+    """The interface of environments: a run uses only these five names.
 
-    A method may have `.remote(...)`, as those of `EnvironmentInterface.remote(...)` do. Then the run starts the call, works on,
-    and waits for the result later; the calls of one environment never overlap. What a method raises ends the run, with the
-    environment's name in the message.
+    A method may have `.remote(...)`, as those of `EnvironmentInterface.remote(...)` do. The run then starts the call,
+    continues, and waits for the result later; calls of one environment never overlap. An exception in a method ends the
+    run; the message names the environment.
     """
 
     scores_rows_alone: bool
@@ -94,12 +93,12 @@ class Environment(Protocol):
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """Do one turn of B conversations, each of which ends with a message of the model.
 
-        `metadata` holds for each conversation what the data set gave, or what the last `step` returned. Every field
-        of the answer has one entry a conversation, in their order; a plain sequence of the same six things will do.
+        `metadata` holds per conversation the data set's metadata, or what the last `step` returned. Every field of the
+        result has one entry per conversation, in order; a plain sequence of the same six fields is also accepted.
         """
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return numbers gathered since the last call, for the logs of the step. A run calls it once after the
+        """Return metrics gathered since the last call, for the logs of the step. A run calls the method once after the
         rollouts of a step."""
 
     def shutdown(self) -> None:
@@ -107,11 +106,11 @@ class Environment(Protocol):
 
 
 class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
-    """The base class of environments: an `Environment` with NeMo RL's further method. Receives conversations, returns
+    """The base class of environments: an `Environment` with one more method of NeMo RL. Receives conversations, returns
     observations and rewards.
 
-    `Environment.remote(...)` gives a handle whose methods can run while the caller works on:
-    `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. An object made directly works in its place.
+    `Environment.remote(...)` returns a handle whose methods can run concurrently with the caller:
+    `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. A directly constructed object also works.
     """
 
     scores_rows_alone: bool = False
@@ -126,7 +125,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
         """Do one turn of conversations that end with the model's message (role "assistant")."""
 
     def global_post_process_and_metrics(self, batch: "BatchedDataDict") -> "tuple[BatchedDataDict, dict]":
-        """Finish a whole batch of rollouts and return its metrics. NeMo RL's validation calls this method; a run here does not."""
+        """Finish a whole batch of rollouts and return its metrics. NeMo RL's validation calls this; our runs do not."""
         return batch, {}
 
     def pop_metrics(self) -> dict[str, float]:
@@ -134,4 +133,4 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
         return {}
 
     def shutdown(self) -> None:
-        """End the environment's processes. It may be called twice."""
+        """End the environment's processes. Idempotent."""

@@ -1,4 +1,4 @@
-"""Find environments and reward functions by name, and hold the environments of a run."""
+"""Finds environments and reward functions by name, and holds the environments of a run."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV
 
 
 def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> type[EnvironmentInterface]:
-    """Import the class of a registered or dotted name. Raise LoadingError for a class without the interface of
-    environments."""
+    """Import the class of a registered or dotted name. Raise LoadingError for a class without the environment
+    interface."""
     found = import_object(environment_target(name, registry), "environment")
     check_environment_class(found, name)
     return found
 
 
 def check_environment_class(found: object, name: str) -> None:
-    """Raise LoadingError for a class without `remote`, or without a method that the interface asks for."""
+    """Raise LoadingError for a class without `remote`, or without a method of the interface."""
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         raise LoadingError(
@@ -52,7 +52,7 @@ def check_environment_class(found: object, name: str) -> None:
 
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
-    """Return the reward function of a dotted name, or the function itself. Raise LoadingError for what cannot be
+    """Return the reward function of a dotted name, or the function itself. Raise LoadingError if it cannot be
     called."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
@@ -63,9 +63,9 @@ def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
 
 
 def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:
-    """Make a class known to `create_env` and to configurations by its dotted name.
+    """Register a class by its dotted name for `create_env` and for configurations.
 
-    `section` lists the keys of `env.<env_name>`; without it the environment takes any. Raise ValueError when the name
+    `section` lists the keys of `env.<env_name>`; without it any key is accepted. Raise ValueError if the name
     is taken.
     """
     if env_name in ENV_REGISTRY:
@@ -78,9 +78,9 @@ def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | N
 def create_env(
     env_name: str, env_config: Mapping[str, object] | None = None, actors: ActorSettings | None = None
 ) -> EnvironmentInterface:
-    """Make an environment of a registered or dotted name from its section, and return a handle on it (see
-    `Environment.remote`). With `actors` it lives in a Ray actor; Ray is started if needed. Raise ValueError for
-    an unknown name, and for a class without the interface of environments."""
+    """Make an environment of a registered or dotted name from its section, and return a handle to it (see
+    `Environment.remote`). With `actors` it runs in a Ray actor; Ray is started if needed. Raise ValueError for
+    an unknown name, or a class without the environment interface."""
     environment = environment_class(env_name, ENV_REGISTRY)
     try:
         settings = dict(env_config or {})
@@ -99,9 +99,9 @@ class Environments:
     """Environments by task name.
 
     Attributes:
-        train: score the answers that are trained on.
-        validation: score those of validations.
-        owned: whether `close` ends them; environments that a caller brought stay alive.
+        train: score the responses of training.
+        validation: score the responses of validations.
+        owned: whether `close` ends them; environments passed in by a caller stay alive.
     """
 
     train: Mapping[str, Environment]
@@ -110,7 +110,7 @@ class Environments:
 
     def close(self, patience: float | None = None) -> None:
         """End the processes of every environment once. An environment that does not answer for `patience` seconds is
-        left behind."""
+        abandoned."""
         if not self.owned:
             return
         self.owned = False
@@ -118,7 +118,7 @@ class Environments:
         for environment in different.values():
             end = partial(shut_down, environment, patience)
             try:
-                # where the run's calls were made, if there is time: a client belongs to the event loop that has used it
+                # in the thread of the run's calls, if there is time: a client belongs to the event loop that used it
                 serve(end) if patience is None else end()
             except TimeoutError:
                 print("an environment hangs and is left behind", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Mathematics: right or wrong, and with three rewards for GDPO."""
+"""Mathematics: right or wrong, or with three rewards for GDPO."""
 
 import re
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ _VERIFIERS: dict[str, type] = {
 
 
 class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
-    """Scores the model's messages, joined, against `metadata["ground_truth"]`: 1 or 0, and the conversation ends."""
+    """Scores the model's joined messages against `metadata["ground_truth"]` with 1 or 0, and ends the conversation."""
 
     scores_rows_alone = True
 
@@ -58,7 +58,7 @@ class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
         """Score the responses. Observations are "Environment: correct" or "Environment: incorrect"; `answers` are
-        given on request."""
+        returned on request."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
@@ -72,14 +72,14 @@ _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
 
 
 class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata]):
-    """Scores a response of the form `<think>...</think>`, a line feed, `<answer>...</answer>`, each part 1 or 0:
+    """Scores a response of the form `<think>...</think>`, a line feed, `<answer>...</answer>`. Each component is 1 or
+    0:
 
-    - `reward/correctness`: the text between the answer's tags is the truth, letter for letter;
-    - `reward/integer`: it consists of digits;
-    - `reward/format`: the whole response has that form, with one pair of answer tags.
+    - `reward/correctness`: the text between the answer's tags equals the ground truth exactly;
+    - `reward/integer`: that text consists of digits;
+    - `reward/format`: the whole response has the form, with one pair of answer tags.
 
-    A response without tags counts as a whole as the answer. `total_reward` of a rollout is the sum of the three.
-    """
+    A response without tags is treated as the answer. `total_reward` of a rollout is the sum of the three."""
 
     scores_rows_alone = can_be_asked_again = True
 
@@ -90,7 +90,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
-        """Score the responses and end the conversations; observations are those of `MathEnvironment`."""
+        """Score the responses and end the conversations; observations are as in `MathEnvironment`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [extract_answer(response) for response in responses]
         scores = [

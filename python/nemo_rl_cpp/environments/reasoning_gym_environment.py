@@ -1,4 +1,4 @@
-"""Tasks of the reasoning_gym package, scored by its own scorers."""
+"""Tasks of the reasoning_gym package, scored by the package's scorers."""
 
 import importlib.util
 import re
@@ -12,14 +12,14 @@ from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import GymEntry, ReasoningGymVerifyWorker
 
-_NEXT_QUESTION = "\n\nQuestion:"  # follows an answer of several lines in the data set `reasoning_gym`
+_NEXT_QUESTION = "\n\nQuestion:"  # follows a multi-line answer in the data set `reasoning_gym`
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(text: str, answer_format: str = "auto", several_lines: bool = False) -> str:
-    """Return the answer in a response: the last `<answer>...</answer>` ("tag"), the first line that is not empty
-    ("line"), or the tag if there is one and else the line ("auto"). For a task whose answers have `several_lines`
-    "auto" takes, without a tag, the whole response up to the next question of a few-shot prompt."""
+    """Return the answer in a response: the last `<answer>...</answer>` ("tag"), the first nonempty line ("line"), or
+    the tag if there is one and otherwise the line ("auto"). For a task whose answers have `several_lines`, "auto"
+    without a tag returns the whole response up to the next question of a few-shot prompt."""
     tagged = _TAGGED.findall(text) if answer_format in ("auto", "tag") else []
     if tagged:
         return tagged[-1].strip()
@@ -38,10 +38,10 @@ class ReasoningGymMetadata(TypedDict):
 
 
 class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
-    """Reward: the score in [0, 1] that reasoning_gym gives the answer.
+    """Reward: reasoning_gym's score of the answer, in [0, 1].
 
     `metadata["reasoning_gym_entry"]` is the entry of the task's data set ({"question", "answer", "metadata"}),
-    `metadata["reasoning_gym_task"]` the task's name (the entry's own `source_dataset` if missing).
+    `metadata["reasoning_gym_task"]` the task's name (the entry's `source_dataset` if missing).
 
     cfg: answer_format "auto" (default), "tag" or "line" (see `extract_answer`), and the keys of `PoolOptions`.
     """
@@ -63,7 +63,9 @@ class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
         for row, info in enumerate(metadata):
             if "reasoning_gym_entry" not in info:
                 raise ValueError(f"extra_env_info needs 'reasoning_gym_entry' to score by, but has only {sorted(info)}")
-            answer = info["reasoning_gym_entry"].get("answer")  # None for tasks that check a response by other means
+            answer = info["reasoning_gym_entry"].get(
+                "answer"
+            )  # None for tasks that check a response without a reference answer
             several_lines = answer is None or "\n" in str(answer).strip()
             texts.append(extract_answer(assistant_text(message_log_batch[row]), self._format, several_lines))
             name = info.get("reasoning_gym_task") or info["reasoning_gym_entry"]["metadata"]["source_dataset"]

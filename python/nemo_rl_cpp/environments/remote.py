@@ -1,13 +1,13 @@
-"""`Class.remote(...)`: an object whose methods can also be called as `method.remote(...)`.
+"""`Class.remote(...)`: creates an object whose methods can also be called as `method.remote(...)`.
 
-Where this program has started or joined Ray, the object lives in a Ray actor (`RayEnvironment`), and `ray.get` waits for a
-result. Else it lives in this process: the calls of one object run one after another, as an actor's do. Those of the user's class
-run where the user's code runs (`user_code.py`). An environment of this package has a thread, so that several work at the same
-time. `nemo_rl_cpp.distributed.get` waits for either.
+If this program has started or joined Ray, the object lives in a Ray actor (`RayEnvironment`), and `ray.get` waits for a
+result. Otherwise it lives in this process, and the calls of one object run one after another, as in an actor. Calls of
+a custom class run in the thread of user code (`user_code.py`); an environment of this package has its own thread, so
+that several run concurrently. `nemo_rl_cpp.distributed.get` waits for results of both kinds.
 
-An actor runs its calls in the main thread of its process, one after another, since a user's code may set signals there. So it has
-neither concurrency groups nor async methods, with which Ray would run them in other threads. Where an answer follows from the
-conversation alone (`can_be_asked_again`), Ray starts a lost actor again and asks it again.
+An actor runs its calls in the main thread of its process, one after another, because user code may set signal handlers
+there. It has neither concurrency groups nor async methods, with which Ray would use other threads. If results depend
+only on the conversation (`can_be_asked_again`), Ray restarts a lost actor and repeats the call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nemo_rl_cpp.errors import in_user_code
 from nemo_rl_cpp.user_code import call_any, call_user, is_users, runs_here
 
 START_SECONDS = 300.0  # until an actor has made its environment
-DEADLINE_S = 1800.0  # of an answer of an actor that was not made here
+DEADLINE_S = 1800.0  # per call of an actor that a different process made
 _END_SECONDS = 10.0  # for an environment to end its own processes
 
 
@@ -40,12 +40,12 @@ _END_SECONDS = 10.0  # for an environment to end its own processes
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """How the actors of environments are kept.
+    """Settings of the environments' actors.
 
     Attributes:
-        deadline: seconds that one answer may take.
-        restarts: how often an actor is started again.
-        cpus: of a Ray that is started here.
+        deadline: the maximum seconds per call.
+        restarts: how often an actor is restarted.
+        cpus: of a Ray cluster that this process starts.
     """
 
     deadline: float
@@ -60,38 +60,38 @@ class ActorSettings:
 
 
 class EnvironmentActor:
-    """Runs in an actor: one environment, made at the first call, so that what its constructor raises is an answer."""
+    """Runs in an actor: one environment, made at the first call, so that errors of its constructor reach the caller."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
-        """Take `make` pickled, since unpickling it imports the modules of the environment."""
+        """Take `make` pickled, because unpickling it imports the modules of the environment."""
         enter(folder, variables)
         self._make, self._environment = make, None
 
     def start(self) -> None:
-        """Make the environment, if it has not been made; raise what its constructor raises."""
+        """Make the environment, unless it exists; raise the error of its constructor."""
         if self._environment is None:
             self._environment = _told(lambda: pickle.loads(self._make)())
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, object]) -> object:
-        """Call any method of the environment."""
+        """Call a method of the environment by name."""
         self.start()
         return _told(lambda: getattr(self._environment, method)(*args, **kwargs))
 
     def end(self) -> None:
-        """End the environment's own processes."""
+        """End the processes that the environment started."""
         environment, self._environment = self._environment, None
         if environment is not None and hasattr(environment, "shutdown"):
             _told(environment.shutdown)
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """Return the result of a call of the user's code. An exception leaves the process with the sentence about that code, whose
-    place is known here alone, and its traceback."""
+    """Return the result of a call of user code. Attach to an exception its traceback and the sentence about the user
+    code, whose location is known only in this process."""
     try:
         return call_user(call)
     except BaseException as error:
         sentence = in_user_code(error)
-        # an actor that SystemExit leaves would end
+        # SystemExit would end the actor
         sent = picklable(error) if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
         sent.told = None if sentence is None else str(sentence)
         sent.trace = "".join(traceback.format_exception(error))
@@ -105,7 +105,7 @@ class RayMethod:
         self._environment, self._name = environment, name
 
     def remote(self, *args: object, **kwargs: object) -> object:
-        """Return a reference of Ray's to the result."""
+        """Return a Ray ObjectRef of the result."""
         actor = self._environment._actor
         return actor.end.remote() if self._name == "shutdown" else actor.call.remote(self._name, args, kwargs)
 
@@ -116,7 +116,7 @@ class RayMethod:
 
 
 class RayEnvironment:
-    """A handle on an environment in an actor. It can be sent to other actors; the one who made it ends the actor by `close`."""
+    """A handle to an environment in an actor. Other actors may receive it; its creator ends the actor with `close`."""
 
     def __init__(self, cls: type, actor: Any, deadline: float, held: bool = False) -> None:
         self._cls, self._actor, self.deadline, self._held = cls, actor, deadline, held
@@ -134,7 +134,7 @@ class RayEnvironment:
         return RayMethod(self, name) if callable(value) else value
 
     def close(self, patience: float | None = None) -> None:
-        """End the environment's processes and its actor, and Ray if nothing else uses it. May be called again."""
+        """End the environment's processes and its actor, and Ray if nothing else uses it. Idempotent."""
         if not self._held:
             return
         self._held = False
@@ -151,7 +151,7 @@ class RayEnvironment:
 def ray_environment(
     cls: type, args: tuple, kwargs: dict[str, object], settings: ActorSettings | None = None, options: dict[str, Any] | None = None
 ) -> RayEnvironment:  # fmt: skip
-    """Make an environment of this class in an actor; `options` are Ray's own for it. Raise what the constructor raises."""
+    """Make an environment of this class in an actor; `options` are its Ray options. Raise the constructor's error."""
     settings = ActorSettings.of(ClusterConfig()) if settings is None else settings
     ray = hold_ray(settings.cpus)
     actor = None
@@ -161,7 +161,7 @@ def ray_environment(
         made = {
             "num_cpus": 0,
             "max_restarts": settings.restarts if cls.can_be_asked_again else 0,
-            # restarts are counted, not retries: of a node that dies, Ray tries a call several times before it starts the actor elsewhere
+            # restarts are limited, not retries: if a node dies, Ray retries a call several times before it restarts the actor
             "max_task_retries": -1 if cls.can_be_asked_again else 0,
             **(options or {}),
             "runtime_env": {**given, "env_vars": variables},
@@ -202,9 +202,9 @@ class RemoteMethod:
 
 
 class LocalActor:
-    """A handle on an object of this process that looks like a Ray actor's.
+    """A handle to an object of this process, with the interface of a Ray actor.
 
-    Its thread starts with the first `.remote` call and is a daemon: it never keeps the program from ending.
+    Its thread starts with the first `.remote` call and is a daemon, so it never keeps the program from ending.
     """
 
     def __init__(self, instance: object) -> None:
@@ -227,7 +227,7 @@ class LocalActor:
         future = Future()
         if is_users(type(self._instance)):
             call = partial(call_user, call)
-        # an object that calls itself must not wait for itself, nor a thread for the calls that it makes itself
+        # an object that calls itself must not wait for itself, nor a thread for its own calls
         if threading.current_thread() is self._thread or runs_here():
             future.run(call)
             return future
@@ -248,11 +248,11 @@ def _work(calls: queue.SimpleQueue) -> None:
 
 
 class Remotable:
-    """Gives a class `Class.remote(...)` and `Class.options(...).remote(...)`, as Ray's decorator does."""
+    """Adds `Class.remote(...)` and `Class.options(...).remote(...)` to a class, as Ray's decorator does."""
 
     @classmethod
     def remote(cls, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
-        """Make an object behind a handle whose methods have `.remote(...)`: in a Ray actor where Ray is in use, else here."""
+        """Make an object and return a handle: in a Ray actor if Ray is in use, otherwise in this process."""
         return _Options(cls, {}).remote(*args, **kwargs)
 
     @classmethod
@@ -278,15 +278,15 @@ class _Options:
         return ray_environment(self._cls, args, kwargs, options=self._options)
 
 
-# ---- calls of either
+# ---- calls of both kinds
 
 
 class EnvironmentLostError(WorkerLostError):
-    """The actor of an environment has ended for good, or gives no answer; the message names the environment."""
+    """Raised if an environment's actor has ended for good or does not answer; the message names the environment."""
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
-    """Start `handle.method(...)`, and return a future or a reference of Ray's where the method has `.remote`, else the value."""
+    """Call `handle.method(...)`. If it has `.remote`, return a future or Ray ObjectRef; otherwise return the result."""
     function = getattr(handle, method)
     if hasattr(function, "remote"):
         return function.remote(*args, **kwargs)
@@ -294,10 +294,10 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
 
 
 def answer_of(handle: object, result: object, name: str) -> Any:
-    """Wait for what `call_remote` returned. Messages name the environment by `name`.
+    """Wait for the result of `call_remote`. Error messages name the environment by `name`.
 
-    Raise what the method raised, and EnvironmentLostError where an actor is gone or does not answer within its deadline
-    (`cluster.communication_timeout_s`). A call in this process has no deadline: it is the user's own code, at work.
+    Raise the method's exception, or EnvironmentLostError if an actor is gone or misses its deadline
+    (`cluster.communication_timeout_s`). A call in this process has no deadline, because it runs user code.
     """
     ray = ray_in_use()
     if ray is None or not isinstance(result, ray.ObjectRef):
@@ -322,8 +322,8 @@ def _why_for_good(handle: object) -> str:
 
 
 def shut_down(handle: object, patience: float | None = None) -> None:
-    """End an environment's processes and its actor. Raise TimeoutError if it does not answer for `patience` seconds; None waits
-    for an environment in this process for as long as it takes."""
+    """End an environment's processes and its actor. Raise TimeoutError if it does not answer for `patience` seconds;
+    None waits indefinitely for an environment in this process."""
     if isinstance(handle, RayEnvironment):
         handle.close(patience)
         return

@@ -1,4 +1,4 @@
-"""Make the data sets of a run and the environments that score them, from the sections `data` and `env`."""
+"""Makes the data sets of a run and the environments that score them, from the sections `data` and `env`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Tasks:
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return the sections of both sides with the defaults filled in. Raise ValueError for mistakes that need no loading."""
+    """Return the sections of both sides with defaults filled in. Raise ValueError for errors found without loading."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "
@@ -83,9 +83,9 @@ class ResponseData:
     """The data sets of a run and their environments.
 
     Attributes:
-        train: one data set, or with `data.use_multiple_dataloader` one for each task name.
+        train: one data set, or with `data.use_multiple_dataloader` one per task name.
         validation: everything held out by split_validation_size and everything in `data.validation`, as one data set.
-        environments: by task name, those that score training; empty without `env_configs`.
+        environments: for training, by task name; empty without `env_configs`.
         val_environments: the same for validation.
     """
 
@@ -102,11 +102,11 @@ def load_response_data(
     max_total_sequence_length: int | None = None,
     actors: ActorSettings | None = None,
 ) -> ResponseData:
-    """Load the data sets of a run, and with `env_configs` make each environment that a section names, in Ray actors with `actors`.
+    """Load the data sets of a run, and with `env_configs` make each environment that a section names, in Ray actors
+    with `actors`.
 
-    Warn of prompts that are cut (`data.max_input_seq_length`) or fill `max_total_sequence_length`, and of truths that nothing
-    can match. Raise ValueError where these are all the rows of a section.
-    """
+    Warn of prompts that are cut (`data.max_input_seq_length`) or fill `max_total_sequence_length`, and of ground truths
+    that cannot be matched. Raise ValueError if this affects all rows of a section."""
     config = as_written(data_config)
     sides = _filled_sections(config, env_configs)
     max_length = as_model(config, DataConfig, "data").max_input_seq_length

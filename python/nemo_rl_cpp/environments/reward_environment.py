@@ -19,14 +19,14 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return the name of a function or of a partial's function; for another object the name of its class."""
+    """Return the name of a function or of a partial's function; for any other object the name of its class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
-    """Return a name for each; names that several share are numbered (`<lambda>_1`, `<lambda>_2`)."""
+    """Return a distinct name per function; repeated names are numbered (`<lambda>_1`, `<lambda>_2`)."""
     names = [function_name(function) for function in functions]
     taken = {name for name in names if names.count(name) == 1}
     distinct = []
@@ -42,7 +42,7 @@ def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
-    """Return a reward function's result as finite numbers (None: no say). Raise ValueError unless it is one a completion."""
+    """Return a reward function's result as finite numbers or None. Raise ValueError unless it is one per completion."""
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
@@ -63,7 +63,7 @@ def _number(name: str, value: object, row: int) -> float | None:
         return None
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
-            value.close()  # else Python warns that it was never awaited
+            value.close()  # prevents Python's warning that it was never awaited
         raise ValueError(
             f"reward function {name} returned a coroutine for completion {row}: make the function async and await each of them"
         )
@@ -84,7 +84,7 @@ def finite_number(value: object, what: str) -> float:
 
 
 def _as_number(value: object) -> float:
-    """Return NaN for anything that is no number."""
+    """Return the value as a float; NaN if it is no number."""
     try:
         return math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -110,23 +110,23 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
 
     A function is called with keywords: `prompts` and `completions` (lists of texts, [B]) and every column of the
     samples' `extra_env_info` as a list, `ground_truth` for instance; it returns B numbers. A function without
-    `**kwargs` gets only the columns that it names. None for a sample means that this function has no say in it. An async
-    function is awaited.
+    `**kwargs` gets only the columns that it names. If it returns None for a sample, it is ignored for that sample. An
+    async function is awaited.
 
     Args:
         reward_funcs: a function, several, dotted names of them, or the environment's section of a configuration:
             {"functions": [dotted names], "weights": [numbers], "names": [names]}.
-        weights: one factor a function; 1 if not given.
-        names: what each is called in logs; by default the function's own name.
+        weights: one factor per function; 1 if not given.
+        names: the functions' names in logs; by default those in the code.
 
-    With `as_parts` each function's own reward is a part, `reward/<function name>`, for `adv_estimator.name: gdpo`; None counts 0
-    there. The parts are as the functions gave them, and the weights count in their total: gdpo brings the parts to one scale
-    first and weighs them then.
+    With `as_parts` each function's reward is a component, `reward/<function name>`, for `adv_estimator.name: gdpo`;
+    None becomes 0. The components are unweighted, and the weights apply to their total, because gdpo normalizes the
+    components before it weighs them.
 
-    Raises ValueError when a function returns anything but one finite number (or None) a completion, or asks for a column that
-    the samples do not have; whatever a function raises reaches the caller, with a message that names the function and its
-    line. Metric with several functions: `rewards/<function name>`, its mean; functions of one name are numbered.
-    """
+    Raises ValueError if a function returns anything but one finite number (or None) per completion, or requires a
+    column that the samples do not have. An exception in a function reaches the caller, with a message that names the
+    function and its line. Metric with several functions: `rewards/<function name>`, its mean; repeated names are
+    numbered."""
 
     can_be_asked_again = True
 
@@ -193,15 +193,15 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         return result._replace(rewards=WeightedParts(parts, self.weight_of_name))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise ValueError where a function asks for a column that none of the samples has; `names` are those that
-        some have."""
+        """Raise ValueError if a function requires a column that no sample has; `names` are the columns that some
+        samples have."""
         columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
         for function, name in zip(self._functions, self._names):
             _asked_for(function, name, columns)
 
     @property
     def described(self) -> list[str]:
-        """The functions as a model card lists them."""
+        """The functions' names and weights for the model card."""
         return [
             name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in zip(self._names, self._weights)
         ]
@@ -256,7 +256,7 @@ def _call(function: RewardFunction, name: str, columns: Columns, rows: int) -> l
 
 
 def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:
-    """Return the columns that a function takes. Raise ValueError where it asks for one that is not there."""
+    """Return the columns that a function takes. Raise ValueError if it requires a missing column."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
@@ -279,7 +279,7 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
 
 
 def _missing_column(columns: Columns, error: BaseException) -> str:
-    """Return what to add to a KeyError for a column that the samples do not have."""
+    """Return a hint for a KeyError about a column that the samples do not have."""
     if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
         return ""
     return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

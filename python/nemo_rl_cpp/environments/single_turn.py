@@ -1,4 +1,4 @@
-"""Environments of one turn, also those whose verifiers work in processes."""
+"""Single-turn environments, including those whose verifiers run in processes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
@@ -13,23 +13,23 @@ NO_OBSERVATION = {"role": "environment", "content": ""}
 
 
 class GroundTruth(TypedDict):
-    """The part of a sample that an environment reads: the right answer."""
+    """The part of a sample that an environment reads: the ground truth."""
 
     ground_truth: str
 
 
 def truth_text(truth: object) -> str:
-    """Return the text of a right answer; "" for null, lists, mappings and truth values, which have none."""
+    """Return the text of a ground truth; "" for null, lists, mappings and booleans, which have no text."""
     return str(truth) if isinstance(truth, (str, int, float)) and not isinstance(truth, bool) else ""
 
 
 def assistant_text(message_log: LLMMessageLogType) -> str:
-    """Join the model's messages of a conversation."""
+    """Return the joined messages of the model in a conversation."""
     return "".join(str(message["content"]) for message in message_log if message["role"] == "assistant")
 
 
 def prompt_text(message_log: LLMMessageLogType) -> str:
-    """Join the messages before the model's first one."""
+    """Return the joined messages before the model's first message."""
     texts = []
     for message in message_log:
         if message["role"] == "assistant":
@@ -39,12 +39,12 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
 
 
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
-    """Make the observations "Environment: correct" or, for a score of 0, "Environment: incorrect"."""
+    """Return the observations "Environment: correct" or, for a score of 0, "Environment: incorrect"."""
     return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
 
 
 class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
-    """Scores one response a conversation, which ends with it."""
+    """Scores one response per conversation and ends the conversation."""
 
     def _finish(
         self,
@@ -65,12 +65,12 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
 
 
 class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
-    """Owns a `VerifierPool` and counts what its verifiers gave up on.
+    """Owns a `VerifierPool` and counts its failures.
 
-    Metrics: `verifier_timeouts`, responses scored 0 because the verifier gave up on them (deadline missed, worker
-    ended, or longer than `max_answer_chars`); of these `verifier_crashes` and `verifier_oversized`, when there are any.
-    `verifier_unmatchable_truths`, when there are any: responses scored 0 because no response could match their truth.
-    """
+    Metrics: `verifier_timeouts`, responses scored 0 because the verifier failed on them (deadline missed, worker ended,
+    or longer than `max_answer_chars`); of these `verifier_crashes` and `verifier_oversized`, if there are any.
+    `verifier_unmatchable_truths`, if there are any: responses scored 0 because no response could match their ground
+    truth."""
 
     can_be_asked_again = True
 

@@ -1,4 +1,4 @@
-"""Verifiers in processes that can be killed: a response that hangs or crashes its verifier scores 0, and work continues."""
+"""Verifiers in processes that can be killed: a response that hangs or crashes its verifier scores 0."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ class WorkerProcess:
     """A process of `verifier_process`, and the socket to it.
 
     The process is started by exec, not by fork, in a new session: it shares no thread, lock or file with this process,
-    and it is killed together with whatever it has started.
+    and it is killed together with all of its children.
     """
 
     def __init__(self, target: str, options: Mapping[str, object]) -> None:
@@ -46,7 +46,7 @@ class WorkerProcess:
         self._ready = False
 
     def wait_until_ready(self) -> None:
-        """Raise RuntimeError with what the process has written if it cannot start."""
+        """Raise RuntimeError with the process's error output if it cannot start."""
         if self._ready:
             return
         try:
@@ -90,9 +90,9 @@ class WorkerProcess:
         """Kill the process with all its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go ends later
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process blocked in the kernel ends later
             self._process.wait(timeout=_END_SECONDS)
-        with contextlib.suppress(OSError):  # a thread that waits for an answer is woken
+        with contextlib.suppress(OSError):  # wakes a thread that waits for a reply
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._errors.close()
@@ -103,12 +103,12 @@ class Verdicts:
     """Results of one call, in the order of the responses.
 
     Attributes:
-        scores: [B], 0 where the verifier gave up.
-        answers: [B] the answers found, None where there is none.
-        timed_out: responses whose worker missed its deadline and was killed.
+        scores: [B], 0 if the verifier failed.
+        answers: [B] the extracted answers, None if there is none.
+        timed_out: the number of responses whose worker missed its deadline and was killed.
         crashed: responses whose worker ended by itself (out of memory, for instance).
-        oversized: responses longer than the limit, which no worker looks at.
-        unmatchable: responses whose truth no response can match.
+        oversized: responses longer than the limit, which no worker reads.
+        unmatchable: responses whose ground truth no response can match.
     """
 
     scores: list[float]
@@ -124,9 +124,9 @@ class PoolOptions:
     """How a pool runs its workers.
 
     Attributes:
-        num_workers: processes at most; there are no more than the machine has cores, but two.
-        deadline_s: seconds for one response, after which its worker is killed.
-        memory_mb: address space a worker may take beyond what it starts with; None for no limit.
+        num_workers: the maximum number of processes, limited to the machine's cores but at least two.
+        deadline_s: seconds per response, after which its worker is killed.
+        memory_mb: address space that a worker may use beyond its size at start; None for no limit.
         max_answer_chars: longer responses score 0 unread.
     """
 
@@ -141,10 +141,10 @@ class PoolOptions:
 
 
 class VerifierPool:
-    """Judges responses with a verifier class in worker processes.
+    """Scores responses with a verifier class in worker processes.
 
-    The processes start at once and are ready when the first call needs them. A worker that misses its deadline or
-    ends is replaced. `shutdown`, the end of the program and the pool's own end kill them all.
+    The processes start in the background; the first call waits until they are ready. A worker that misses its deadline
+    or ends is replaced. `shutdown`, the end of the program and the pool's garbage collection kill them all.
     """
 
     def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
@@ -167,9 +167,9 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
-        """Judge every response against its truth; `kwargs` go to the verifier.
+        """Score every response against its ground truth; `kwargs` are passed to the verifier.
 
-        Raise RuntimeError when workers cannot start, with what they wrote, and after `shutdown`.
+        Raise RuntimeError if workers cannot start, with their error output, and after `shutdown`.
         """
         verdicts = Verdicts([0.0] * len(responses), [None] * len(responses))
         waiting: deque[int] = deque()
@@ -204,7 +204,7 @@ class VerifierPool:
         return verdicts
 
     def _in_threads(self, work: Callable[[int], None], count: int, waiting: deque[int]) -> None:
-        """Run `work` for `count` workers, each in a thread. Raise what one of them raises."""
+        """Run `work` for `count` workers, each in a thread. Raise the first exception."""
         results = [Future() for _ in range(count)]
         threads = [
             threading.Thread(target=result.run, args=(partial(work, place),), daemon=True)
@@ -217,7 +217,9 @@ class VerifierPool:
                 result.result()
         except BaseException as error:
             waiting.clear()
-            if not isinstance(error, Exception):  # Ctrl-C: a busy worker would answer to the wrong question later
+            if not isinstance(
+                error, Exception
+            ):  # Ctrl-C: a busy worker's reply would be taken for that of a later request
                 for place in range(count):
                     self._replace(place)
             raise
@@ -226,13 +228,13 @@ class VerifierPool:
                 thread.join()
 
     def _judge(self, place: int, request: Request) -> Reply | str:
-        """Return the reply, or "timed_out" or "crashed", when the worker has been replaced."""
+        """Return the reply; "timed_out" or "crashed" if the worker had to be replaced."""
         worker = self._workers[place]
         worker.wait_until_ready()
         try:
             reply = worker.ask(request, self.options.deadline_s)
         except (TimeoutError, EOFError) as error:
-            if self._workers[place] is worker:  # else the call was interrupted
+            if self._workers[place] is worker:  # otherwise the call was interrupted
                 self._replace(place)
             return "timed_out" if isinstance(error, TimeoutError) else "crashed"
         if "error" in reply:
@@ -240,7 +242,7 @@ class VerifierPool:
         return reply
 
     def shutdown(self) -> None:
-        """Kill all workers. Safe to call twice."""
+        """Kill all workers. Idempotent."""
         with self._lock:
             self._closed = True
             self._finalizer()

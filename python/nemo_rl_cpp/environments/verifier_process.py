@@ -1,7 +1,7 @@
-"""The worker process behind `verifier_pool`: `python -m nemo_rl_cpp.environments.verifier_process module:Class options`.
+"""The worker process of `verifier_pool`: `python -m nemo_rl_cpp.environments.verifier_process module:Class options`.
 
-Standard input and output are one socket. Requests come pickled; answers go as JSON, a line each. The texts that are judged
-come from a model: whatever they make this process do, its answers cannot make the other side run anything.
+Standard input and output are one socket. Requests arrive pickled; replies are sent as JSON, one per line. The scored
+texts come from a model: whatever they make this process do, its replies cannot make the parent run code.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ Request = tuple[str, object, dict[str, object]]
 
 
 class Reply(TypedDict, total=False):
-    """A line from the process: it is ready (its process id), or the score and answer of a response, or an error."""
+    """A line from the process: its process id once it is ready, or the score and answer of a response, or an error."""
 
     ready: int
     score: float
@@ -31,11 +31,11 @@ class Reply(TypedDict, total=False):
 
 
 class _Lifeline:
-    """Ends this process at once when the other side has gone, also in the middle of a computation that never returns.
+    """Ends this process immediately when the parent has ended, even during a computation that never returns.
 
-    The kernel sends SIGIO, which ends a process, when the other end of the socket closes: when the trainer was killed, too. It
-    sends the same when a request comes in, so the signal is ignored then. (PR_SET_PDEATHSIG would send a signal when the
-    thread ends that has started this process.)
+    The kernel sends SIGIO, which ends a process, when the other end of the socket closes, also because the trainer was
+    killed. The kernel sends the same signal when a request arrives, so the signal is ignored while the process waits
+    for one. (PR_SET_PDEATHSIG would send a signal when the thread that started this process ends.)
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -44,7 +44,7 @@ class _Lifeline:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
 
     def hold(self) -> None:
-        """Expect that nothing comes in from here on."""
+        """Let the signal end the process from now on, when no request is expected."""
         signal.signal(signal.SIGIO, signal.SIG_DFL)
         closed = select.poll()
         closed.register(self._descriptor, 0)
@@ -56,7 +56,7 @@ class _Lifeline:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limit the address space beyond what the process has now; allocations above fail with MemoryError."""
+    """Limit the address space beyond the process's current size; larger allocations fail with MemoryError."""
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
@@ -65,13 +65,13 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def main(target: str, options_json: str) -> None:
-    """Construct the verifier, say that it is ready, and judge one response a request until the socket closes."""
+    """Build the verifier, signal readiness, then score one response per request until the socket closes."""
     options = json.loads(options_json)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     lifeline = _Lifeline(requests.fileno())
     lifeline.hold()
-    os.dup2(2, 1)  # a verifier that prints must not write into the answers
+    os.dup2(2, 1)  # a verifier that prints must not write into the replies
 
     def say(reply: Reply) -> None:
         lifeline.let_go()
@@ -94,7 +94,7 @@ def main(target: str, options_json: str) -> None:
         except (EOFError, OSError):
             os._exit(0)
         lifeline.hold()
-        # The kernel ends a process that computes long past its deadline, if no process is left to kill it.
+        # The kernel ends a process long past its deadline, in case no process is left to kill it.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, 2 * options["deadline_s"] + 1)
         before = getattr(verifier, "unmatchable", 0)
@@ -102,7 +102,7 @@ def main(target: str, options_json: str) -> None:
             scores, found = verifier.verify([response], [truth], return_extracted_answer=True, **kwargs)
             reply: Reply = {"score": float(scores[0]), "answer": None if found[0] is None else str(found[0])}
             reply["unmatchable"] = getattr(verifier, "unmatchable", 0) > before
-        except Exception as error:  # a verifier scores what goes wrong with a response 0; this is a mistake in its use
+        except Exception as error:  # a verifier scores a faulty response 0; this is a usage error
             reply = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         say(reply)

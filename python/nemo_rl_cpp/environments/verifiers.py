@@ -1,4 +1,4 @@
-"""Verifiers: what judges one response against its truth, in a process of the verifier pool or in this one."""
+"""Verifiers: they score a response against its ground truth, in a process of the verifier pool or in this process."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from typing import TypedDict
 
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 INVALID = "[INVALID]"
-LOOKED_AT = 300  # characters at the end of a response; an answer further up does not count
+LOOKED_AT = 300  # characters at the end of a response; an earlier answer is ignored
 
 SUBSTITUTIONS = [
     ("an ", ""),
@@ -49,7 +49,7 @@ REMOVED_EXPRESSIONS = _REMOVED_WORDS + [
 ]
 
 _REWRITES = [
-    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # what stands between dollar signs
+    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # text between dollar signs
     (re.compile(r"(\\text\{)(.*?)(\})"), r"\2"),
     (re.compile(r"(\\textbf\{)(.*?)(\})"), r"\2"),
     (re.compile(r"(\\overline\{)(.*?)(\})"), r"\2"),
@@ -76,29 +76,29 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def judge(response: str, ground_truth: str) -> tuple[bool, str]:
-    """Return whether the last answer among the last 300 characters of a response equals the truth, and the
-    normalised answer ("[INVALID]" without one)."""
+    """Return whether the last answer in the last 300 characters of a response equals the ground truth, and the
+    normalised answer ("[INVALID]" if there is none)."""
     found = re.findall(ANSWER_PATTERN, response[-LOOKED_AT:])
     answer = normalize_final_answer(found[-1] if found else INVALID)
     return answer == normalize_final_answer(ground_truth), answer
 
 
 Verdict = tuple[float, str | None]
-_LONGEST_EXTRACTED = 1000  # characters of an extracted answer that are handed on
+_LONGEST_EXTRACTED = 1000  # characters of an extracted answer that are returned
 
 
 class VerifierUseError(ValueError):
-    """The verifier was asked for something it does not have: a mistake of the caller, not of the response."""
+    """Raised if the verifier is used incorrectly: an error of the caller, not of the response."""
 
 
 class UnmatchableTruthError(ValueError):
-    """No response can be right: the truth says nothing that the verifier could compare with."""
+    """Raised if no response can be right, because the ground truth has nothing to compare with."""
 
 
 class VerifierBase:
-    """Scores responses one by one; whatever goes wrong with one of them scores it 0.
+    """Scores responses one by one; a response that raises an error scores 0.
 
-    `unmatchable` counts the responses so far whose truth no response can match; they score 0 as well.
+    `unmatchable` counts the responses so far whose ground truth no response can match; they also score 0.
     """
 
     unmatchable = 0
@@ -107,14 +107,14 @@ class VerifierBase:
     caught: tuple[type[BaseException], ...] = (Exception,)
 
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
-        """Return (score, answer found or None) of one response."""
+        """Return (score, extracted answer or None) of one response."""
         raise NotImplementedError
 
     def verify(
         self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
     ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
-        """Return scores [B], and with `return_extracted_answer` also the answers found [B], None where there is
-        none."""
+        """Return scores [B], and with `return_extracted_answer` also the extracted answers [B], None for a response
+        without an answer."""
         verdicts = []
         for response, truth in zip(pred_responses, ground_truths):
             try:
@@ -133,9 +133,9 @@ class VerifierBase:
 class HFVerifyWorker(VerifierBase):
     r"""Mathematics: `math_verify_impl` is "hf_math_verify" (default) or "dapo_math_verify".
 
-    hf_math_verify is the math-verify package: the truth, wrapped in `\boxed{}`, is read as LaTeX; the response as
-    LaTeX or plain expression; equal values are right. With several boxes in the response all of them count as a set.
-    Its own time limits need the main thread: elsewhere use MathEnvironment, which judges in processes.
+    hf_math_verify is the math-verify package: the ground truth, wrapped in `\boxed{}`, is parsed as LaTeX; the response
+    as LaTeX or plain expression; equal values are right. Several boxes in the response are compared as a set. The
+    package's time limits need the main thread. On other threads use MathEnvironment, which scores in processes.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class HFVerifyWorker(VerifierBase):
         return self._hf_verdict(response, ground_truth)
 
     def warm_up(self, math_verify_impl: str = "hf_math_verify") -> None:
-        """Load what the first verdict would otherwise wait for."""
+        """Load what would otherwise delay the first verdict."""
         if math_verify_impl == "hf_math_verify":
             self._hf_verdict("\\boxed{1}", "1")
 
@@ -189,8 +189,8 @@ class HFVerifyWorker(VerifierBase):
 
     @staticmethod
     def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
-        r"""Return the verdict without a worker where it is certain: an integer as truth, and a response whose only
-        LaTeX is one `\boxed{integer}`. Return None where it is not."""
+        r"""Return the verdict without a worker if it is certain: for an integer ground truth and a response whose only
+        LaTeX is one `\boxed{integer}`. Otherwise return None."""
         if math_verify_impl != "hf_math_verify" or not _PLAIN_INTEGER.fullmatch(ground_truth):
             return None
         if len(response) > 100_000 or response.count("\\") != 1 or response.count("{") != 1 or response.count("}") != 1:
@@ -203,7 +203,7 @@ class HFVerifyWorker(VerifierBase):
 
 _PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,8}")
 _BOXED_INTEGER = re.compile(r"\\boxed\{(0|-?[1-9][0-9]{0,8})\}")
-# What math-verify may read before or instead of a box: other LaTeX, and a number after "final answer".
+# What math-verify may parse before or instead of a box: other LaTeX, and a number after "final answer".
 _OTHER_EXTRACTIONS = re.compile(r"[$\[\]]|final\s+answer", re.IGNORECASE)
 
 
@@ -214,7 +214,7 @@ def _muted() -> Iterator[None]:
 
 
 class EnglishMultichoiceVerifyWorker(VerifierBase):
-    """Multiple choice: the letter after the first "Answer:" equals the truth."""
+    """Multiple choice: the letter after the first "Answer:" must equal the ground truth."""
 
     _PATTERN = re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)
 
@@ -241,7 +241,7 @@ _DRESS = [
 _LETTERS = {"A": "أاঅＡ", "B": "بবＢ", "C": "جসＣ", "D": "دডＤ"}
 _TO_LATIN = {foreign: latin for latin, others in _LETTERS.items() for foreign in others}
 
-# "answer" with its colon; the first one that is found decides, so longer forms stand before their parts
+# "answer" with its colon; the first match is used, so longer forms come before their parts
 _ANSWER_WORDS = (
     r"Answer\s*:|উত্তর\s*:|উত্তরঃ|उत्तर\s*:|Antwort\s*:|답변\s*:|정답\s*:|답\s*:|答案\s*[：:]|"
     r"答复\s*[：:]|答曰\s*[：:]|回答\s*[：:]|答え\s*[：:]|答\s*[：:]|الإجابة النهائية\s*:|"
@@ -255,20 +255,20 @@ _MULTILINGUAL_PATTERNS = [
 
 
 def normalize_response(response: str) -> str:
-    """Remove Markdown stars and the LaTeX that models wrap letters in."""
+    """Remove Markdown stars and LaTeX around letters."""
     for dress in _DRESS:
         response = response.replace(dress, "")
     return response
 
 
 def normalize_extracted_answer(answer: str) -> str:
-    """Return an answer letter in Latin script, without spaces around."""
+    """Return an answer letter in Latin script, without surrounding spaces."""
     return _TO_LATIN.get(answer.strip(), answer.strip())
 
 
 def _letter(ground_truth: str) -> str:
-    """Return the truth of multiple choice. Raise UnmatchableTruthError when it is not one character, as every answer
-    found is."""
+    """Return the ground truth of multiple choice. Raise UnmatchableTruthError unless it is one character, as every
+    extracted answer is."""
     truth = normalize_response(ground_truth)
     if len(truth) != 1:
         raise UnmatchableTruthError(f"the truth {ground_truth!r} is no letter of an option")
@@ -276,7 +276,7 @@ def _letter(ground_truth: str) -> str:
 
 
 class GymEntry(TypedDict):
-    """A question of a reasoning_gym task. `answer` is None where a task checks responses by other means."""
+    """A question of a reasoning_gym task. `answer` is None if a task checks responses without a reference."""
 
     question: str
     answer: str | None
@@ -284,7 +284,7 @@ class GymEntry(TypedDict):
 
 
 class ReasoningGymVerifyWorker(VerifierBase):
-    """reasoning_gym's own scorer: `ground_truth` is the entry of the data set."""
+    """reasoning_gym's scorer: `ground_truth` is the entry of the data set."""
 
     def __init__(self) -> None:
         self._scorers: dict[str, Callable[..., float]] = {}

@@ -1,8 +1,8 @@
-"""An agent for verifiers that talks and uses the task's tools, in this process: `env.verifiers.harness: {id: nemo_rl_cpp_chat}`.
+"""An in-process agent for verifiers that chats and uses the task's tools: `env.verifiers.harness: {id:
+nemo_rl_cpp_chat}`.
 
-Verifiers' own harness `null` starts a program for each answer of a conversation with a user, which takes a second of a processor. This
-one sends the same messages to the same endpoint, and calls the same tools.
-"""
+Verifiers' own harness `null` starts a program for each response in a conversation with a user, which takes a second of
+processor time. This agent sends the same messages to the same endpoint, and calls the same tools."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Json = dict[str, object]
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
-    """Only verifiers' own settings."""
+    """The configuration: only verifiers' own settings."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
-    """Asks until an answer calls no tool; verifiers comes again with the user's next message."""
+    """Queries the policy until a response calls no tool; verifiers calls again with the user's next message."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -49,7 +49,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
             messages += [message_to_wire(message) for message in prompt or ()]
         async with AsyncExitStack() as open_ones:
             client = httpx.AsyncClient(timeout=None, headers={"Authorization": f"Bearer {secret}"})
-            await open_ones.enter_async_context(client)  # without a limit: verifiers' own of the rollout ends it
+            await open_ones.enter_async_context(client)  # no limit: verifiers' limit for the rollout applies
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             schemas, places, connections = await connect_mcp({"mcpServers": servers}, open_ones)
             tools = _Tools(client, places, connections, tool_interception_url)
@@ -67,7 +67,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
 
 
 class _Tools:
-    """The tools of a rollout, and the gate that a task may have before them."""
+    """The tools of a rollout, and the gate that a task may put before them."""
 
     def __init__(
         self, client: httpx.AsyncClient, places: dict[str, tuple[str, str]], connections: dict[str, MCPConnection], gate: str | None
@@ -75,8 +75,8 @@ class _Tools:
         self._client, self._places, self._connections, self._gate = client, places, connections, gate
 
     async def result_of(self, call: Json) -> Json:
-        """Return the message that answers a call. It tells the model what is wrong with the call, so that it may try
-        again."""
+        """Return the message with the result of a call. For an invalid call it describes the error, so that the model
+        can retry."""
         function = call["function"]
         name, text = function["name"], function["arguments"] or "{}"
         try:

@@ -1,8 +1,8 @@
-"""Rollouts of the package verifiers: its task sets, environments, agents, tools and scores, unchanged, with this run's policy as
-their model.
+"""Rollouts of the package verifiers: its task sets, environments, agents, tools and scores, unchanged, with this run's
+policy as their model.
 
-Verifiers' training client makes token ids of conversations itself and asks the policy by token ids (`/inference/v1/generate`).
-The policy's server samples the tokens that are trained.
+Verifiers' training client tokenizes conversations itself and queries the policy by token ids
+(`/inference/v1/generate`). The policy's server samples the tokens that are trained.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 CHAT = "nemo_rl_cpp_chat"
 """The id of `verifiers_chat.ChatHarness`: verifiers looks a harness up as a module of this name, which may have no dots."""
-_NO_KEY = "NEMO_RL_CPP_NO_KEY"  # a variable that is not set: the key goes by a header
+_NO_KEY = "NEMO_RL_CPP_NO_KEY"  # an unset variable: the key is sent in a header
 
 
 class VerifiersEnvironment(AgentEnvironment):
-    """One episode of verifiers a rollout, as `env.verifiers` describes it. The reward is the trace's: the weighted sum of the
-    task's rewards.
+    """Runs one episode of verifiers per rollout, as configured by `env.verifiers`. The reward is the trace's: the
+    weighted sum of the task's rewards.
 
     Metrics: those of verifiers (each reward and metric of the task by its name), and `agent_errors`, `agent_timeouts`.
     """
@@ -46,7 +46,7 @@ class VerifiersEnvironment(AgentEnvironment):
         super().__init__(self._config.max_concurrency, self._config.timeout_s)
 
     async def _all(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
-        async with AsyncExitStack() as open_ones:  # their servers of tools, and of what their programs ask
+        async with AsyncExitStack() as open_ones:  # servers for tools, and for requests of their programs
             for taskset in dict.fromkeys(str(task.info["taskset"]) for task in tasks):
                 await open_ones.enter_async_context(self._env(taskset).serving())
             return await super()._all(tasks)

@@ -1,1 +1,1 @@
-"""Checkpoints: published whole or not at all, found again after any crash."""
+"""Checkpoints: published atomically, and found after any crash."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written aside, sealed, renamed into place, thinned out, and found again after any crash.
+"""Checkpoints of a run: written to a temporary folder, sealed, renamed into place, pruned, and found after any crash.
 
     checkpoint_dir/
       step_20/
@@ -8,12 +8,12 @@
         policy/optimizer/         absent with checkpointing.save_optimizer=false
         value/weights/ ...        PPO
         train_dataloader.json     position in the data
-        trainer_state/            what else the loop keeps, see `algorithms/checkpointing.py`
+        trainer_state/            further state of the loop, see `algorithms/checkpointing.py`
         manifest.json             size and SHA-256 of every file; written last
       latest_checkpoint_status.json
 
 A save fills `tmp_step_N`, syncs every file, writes the manifest and renames the folder to `step_N`. At any instant the
-newest `step_N` with a valid manifest is whole; `recover` finishes or removes what a crash left in between.
+newest `step_N` with a valid manifest is complete; `recover` finishes or removes what a crash left.
 """
 
 import json
@@ -35,11 +35,11 @@ from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 
 
 class ResumeError(FolderError):
-    """A run must not resume from its checkpoint folder, or must not begin there."""
+    """A run must not resume from its checkpoint folder, or must not start in it."""
 
 
 class CheckpointManager:
-    """Saves, keeps and finds checkpoints by `checkpointing.*`.
+    """Saves, keeps and finds checkpoints as `checkpointing.*` configures.
 
     One save, from the loop:
 
@@ -50,14 +50,14 @@ class CheckpointManager:
 
     Attributes:
         metric_seen: whether `metric_name` was found among the metrics of this run.
-        metric_missed: whether the user was told that a checkpoint goes without it.
-        owed: whether a checkpoint that was due could not be saved for want of space.
-        facts: part of the manifest of every checkpoint, with the step and the time.
+        metric_missed: whether the user was told that a checkpoint lacks the metric.
+        owed: whether a due checkpoint could not be saved for lack of space.
+        facts: entries of every checkpoint's manifest, in addition to the step and the time.
     """
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
-        """Take the section `checkpointing`. In a mapping a missing `metric_name` or `keep_top_k` is null, and a
-        missing `save_period` 1."""
+        """Read the section `checkpointing`. In a mapping, `metric_name` and `keep_top_k` default to null, and
+        `save_period` to 1."""
         if isinstance(config, Mapping):
             config = {"checkpoint_dir": "", "metric_name": None, "save_period": 1, "keep_top_k": None} | config
         config = as_model(config, CheckpointingConfig, "checkpointing")
@@ -80,7 +80,7 @@ class CheckpointManager:
         timeout: bool = False,
         interrupted: bool = False,
     ) -> str | None:
-        """Return why a checkpoint is due after `step` (1-based), or None. Nothing is due when checkpointing is off."""
+        """Return why a checkpoint is due after `step` (1-based), or None. None is returned if checkpointing is off."""
         reasons = {
             "interrupted": interrupted,
             "timeout": timeout,
@@ -97,11 +97,11 @@ class CheckpointManager:
     def saving(
         self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Iterator[Path]:
-        """Yield `tmp_step_N` with training_info.json and config.yaml, to be filled; seal and publish it when the block
-        ends without an
-        exception (an older `step_N` makes way through `old_step_N`), and remove checkpoints that no rule keeps.
+        """Yield `tmp_step_N`, which holds training_info.json and config.yaml, to be filled by the block. If the block
+        ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove checkpoints that
+        no rule keeps.
 
-        Raise FolderInUseError (a RuntimeError) if another process is at work in the same checkpoint_dir.
+        Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir.
         """
         make_folder(self.checkpoint_dir, "checkpointing.checkpoint_dir")
         self._store.acquire()
@@ -128,7 +128,7 @@ class CheckpointManager:
             self._store.release()
 
     def _tidy_up(self, step: int, saved: Path) -> None:
-        """Write the status file and thin out. The checkpoint is safe, so an OSError is a warning and does not end the run."""
+        """Write the status file and prune. The checkpoint is safe, so an OSError is only a warning."""
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
         for work in (lambda: durable.write_atomic(self.checkpoint_dir / STATUS, status), self._thin_out):
             try:
@@ -138,16 +138,16 @@ class CheckpointManager:
                 warnings.warn(text, stacklevel=4)
 
     def claim(self) -> None:
-        """Keep every other run out of the folder until `shutdown`, or until this process ends.
+        """Lock the folder against other runs until `shutdown`, or until this process ends.
 
-        Raise FolderInUseError (a ValueError) with the process, host and time of a run in it, and FolderError if the
-        folder cannot be made or written. Do nothing when checkpointing is off.
+        Raise FolderInUseError (a ValueError) with the process, host and time of a run that uses the folder, and
+        FolderError if the folder cannot be created or written. Do nothing if checkpointing is off.
         """
         if self.enabled:
             self._store.claim()
 
     def shutdown(self) -> None:
-        """Unlock the folder; may be called again."""
+        """Unlock the folder. Idempotent."""
         self._store.close()
 
     def __enter__(self) -> "CheckpointManager":
@@ -159,10 +159,10 @@ class CheckpointManager:
     # ---------------------------------------------------------------- finding
 
     def get_latest_checkpoint_path(self) -> str | None:
-        """Return the folder of the newest whole checkpoint, every SHA-256 verified; None if there is none.
+        """Return the folder of the newest complete checkpoint, with every SHA-256 verified; None if there is none.
 
-        Whatever a crash left behind is finished or removed first (see `recover`); a damaged checkpoint is passed over
-        with a warning.
+        Remains of a crash are finished or removed first (see `recover`). A damaged checkpoint is skipped with a
+        warning.
         """
         self.recover()
         for record in reversed(self._store.history()):
@@ -173,8 +173,8 @@ class CheckpointManager:
         return None
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
-        """Raise ResumeError if `checkpointing.resume` does not go with `latest`, the newest whole checkpoint, or if
-        there are checkpoints but none is whole."""
+        """Raise ResumeError if `checkpointing.resume` does not allow `latest`, the newest complete checkpoint, or if
+        all existing checkpoints are damaged."""
         if latest is not None and self.config.resume == "never":
             raise ResumeError(
                 f"checkpointing.resume=never, but {self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name}): give the run "
@@ -192,15 +192,15 @@ class CheckpointManager:
             )
 
     def load_training_info(self, checkpoint_path: Path | str) -> dict[str, Plain]:
-        """Load training_info.json of a checkpoint."""
+        """Return the content of a checkpoint's training_info.json."""
         return json.loads((Path(checkpoint_path) / TRAINING_INFO).read_text(encoding="utf-8"))
 
     @staticmethod
     def get_resume_paths(
         last_checkpoint_path: Path | str | None, *, model_component: Literal["policy", "value"] = "policy"
     ) -> tuple[Path | None, Path | None]:
-        """Return (weights folder, optimizer folder) of a checkpoint: both None for None; the second None, with a warning, if the
-        optimizer was not saved."""
+        """Return (weights folder, optimizer folder) of a checkpoint. Both are None without a checkpoint; the optimizer
+        folder is None, with a warning, if the optimizer was not saved."""
         if not last_checkpoint_path:
             return None, None
         component = Path(last_checkpoint_path) / model_component
@@ -218,12 +218,12 @@ class CheckpointManager:
     # ---------------------------------------------------------------- keeping order
 
     def recover(self) -> list[str]:
-        """Finish or remove what a crash in mid-save left behind; return what was done, in words.
+        """Finish or remove what a crash during a save left; return a description of each action.
 
-        A sealed `tmp_step_N` is published; an unsealed one is removed. An `old_step_N` whose `step_N` is missing goes
-        back in its place. A `step_N` that is not whole by manifest and sizes is set aside as `corrupt_step_N`; one without
-        a manifest is another program's and stays, until a save needs its name. Does nothing while a save is going on
-        there, or where the folder cannot be written.
+        A sealed `tmp_step_N` is published; an unsealed one is removed. An `old_step_N` without a `step_N` is renamed
+        back to `step_N`. A `step_N` that does not match its manifest's files and sizes is renamed to `corrupt_step_N`.
+        A `step_N` without a manifest belongs to another program and stays until a save needs its name. Do nothing
+        during a save, or if the folder is locked or cannot be written.
         """
         if not self.checkpoint_dir.is_dir() or self._store.saving:
             return []
@@ -237,11 +237,11 @@ class CheckpointManager:
             self._store.release()
 
     def _thin_out(self) -> None:
-        """Remove what no rule keeps.
+        """Remove the checkpoints that no rule keeps.
 
-        Kept are: the latest; the `keep_top_k` best among the steps that are multiples of
-        `save_period` (all of them with null), by metric, or the newest without one; the newest `ft_keep_latest_k` of
-        any step. With both limits null nothing is removed. A missing metric counts as the worst, ties go to the newer.
+        Kept are: the latest; among the steps that are multiples of `save_period`, the `keep_top_k` best by metric, or
+        the newest without a metric (null: all); the newest `ft_keep_latest_k` of any step. If both limits are null,
+        nothing is removed. A missing metric ranks last; in a tie the newer checkpoint ranks first.
         """
         records = self._store.history()
         if self.config.keep_top_k is None and self.config.ft_keep_latest_k is None:

@@ -1,4 +1,4 @@
-"""README.md of a model folder: what the model is, how it was trained, and how it is loaded; with the hub's front matter."""
+"""README.md of a model folder: what the model is, how it was trained and is loaded; with front matter for the Hub."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _GIVEN = "nemo_rl_cpp.api.Rows"  # stands for rows that came from Python
 
 
 class CardFacts(NamedTuple):
-    """What a card tells in addition to the configuration.
+    """Facts of a card that the configuration does not hold.
 
     Attributes:
         step: finished steps.
-        rewards: what scored the responses, one name each.
+        rewards: the names of the reward sources.
         results: metric -> value of the last step or validation.
-        components: loss and estimator that were given as objects, by what they replace.
+        components: names of the loss and estimator passed as objects, by the key that they replace.
     """
 
     step: int
@@ -40,7 +40,7 @@ class CardFacts(NamedTuple):
 
 
 def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> None:
-    """Write README.md into a model folder, unless another program wrote one there."""
+    """Write README.md into a model folder, unless it holds a README.md of another program."""
     path = folder / CARD
     if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
@@ -48,7 +48,7 @@ def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> Non
 
 
 def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
-    """Return the whole file. It names no folder of this machine, only the last part of a path."""
+    """Return the text of README.md. Local folders are reduced to the last part of their path."""
     base = _PACKAGED.get(config.policy.model_name.lower(), config.policy.model_name)
     sets = [
         (each.dataset_name, getattr(each, "data_path", None))
@@ -73,7 +73,7 @@ def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
 
 
 def _cell(value: object) -> str:
-    """Escape a text for a table's cell, so that nothing in it ends the cell or is markup."""
+    """Escape a text for a cell of a Markdown table."""
     return re.sub(r"([\\|<`*])", r"\\\1", " ".join(str(value).split()))
 
 

@@ -1,7 +1,7 @@
-"""The folder that holds checkpoints: publishing a finished one, repairing after a crash, listing the whole ones.
+"""The folder of checkpoints: publishes finished ones, repairs the folder after a crash, lists complete ones.
 
-Names: `tmp_step_N` is being written, `step_N` is published, `old_step_N` makes way for a new `step_N`, `del_step_N` is
-being removed, `corrupt_step_N` was set aside.
+Names: `tmp_step_N` is being written, `step_N` is published, `old_step_N` is being replaced by a new `step_N`,
+`del_step_N` is being removed, `corrupt_step_N` is damaged and kept aside.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _ASIDE = re.compile(r"corrupt_step_\d+(_\d+)?", re.ASCII)
 
 
 class CheckpointRecord(NamedTuple):
-    """A whole checkpoint: its step, folder and training_info."""
+    """A complete checkpoint: its step, folder and training_info."""
 
     step: int
     path: Path
@@ -33,11 +33,11 @@ class CheckpointRecord(NamedTuple):
 
 
 class CheckpointStore:
-    """File operations on `root`. Everything that changes it needs the lock, so that two processes cannot mix: for one save
-    (`acquire` to `release`), or for a whole run (`claim` to `close`).
+    """File operations on `root`. All changes need the lock, so that two processes cannot interfere. The lock is held
+    for one save (`acquire` to `release`) or for a whole run (`claim` to `close`).
 
     Attributes:
-        saving: whether this object saves now.
+        saving: whether this object is saving now.
     """
 
     def __init__(self, root: Path) -> None:
@@ -47,7 +47,7 @@ class CheckpointStore:
         self._verified: dict[tuple[Path, int], str | None] = {}
 
     def claim(self) -> None:
-        """Take the lock until `close`, and make the folder. Raise FolderError with who has it, or why it cannot be had."""
+        """Create the folder and lock it until `close`. Raise FolderError with the lock's owner or another reason."""
         if not self._claimed:
             try:
                 self._made = make_folder(self.root, _KEY)
@@ -59,7 +59,7 @@ class CheckpointStore:
             self._claimed = True
 
     def close(self) -> None:
-        """End the claim; a folder that it made and that stayed empty goes again. May be called again."""
+        """Unlock the folder; remove it if `claim` created it and it is still empty. Idempotent."""
         lock, self._lock, made = self._lock, None, self._made
         self._claimed = self._made = self.saving = False
         if lock is None:
@@ -67,16 +67,16 @@ class CheckpointStore:
         empty = made and self.root.is_dir() and [path.name for path in self.root.iterdir()] == [LOCK]
         lock.close(remove=empty)
         if empty:
-            with contextlib.suppress(OSError):  # somebody put something there
+            with contextlib.suppress(OSError):  # a file was added in the meantime
                 self.root.rmdir()
 
     def acquire(self) -> None:
-        """Take the lock for a save; raise FolderInUseError if another process has it."""
+        """Take the lock for a save; raise FolderInUseError if another process holds it."""
         self._lock = self._lock or FolderLock(self.root, _KEY)
         self.saving = True
 
     def release(self) -> None:
-        """End the save; may be called again."""
+        """End the save. Idempotent."""
         self.saving = False
         if self._lock is not None and not self._claimed:
             self._lock.close()
@@ -87,23 +87,23 @@ class CheckpointStore:
         return self.root / f"tmp_step_{step}"
 
     def make_temporary(self, step: int) -> None:
-        """Make `tmp_step_N`, empty."""
+        """Create an empty `tmp_step_N`."""
         self._make_way(self.temporary(step))
         self.temporary(step).mkdir()
 
     def _make_way(self, path: Path) -> None:
-        """Free this name: a folder of ours is removed, anything else set aside."""
+        """Free this name: remove a folder of ours, rename anything else to a `corrupt_` name."""
         if path.is_dir() and not path.is_symlink():
             delete(path)
         elif os.path.lexists(path):
             warnings.warn(f"{self.root}: set {path.name} aside as {self._set_aside(path).name}", stacklevel=4)
 
     def publish(self, folder: Path) -> Path:
-        """Rename a sealed `tmp_step_N` to `step_N` and return that. When it fails, an older `step_N` stays."""
+        """Rename a sealed `tmp_step_N` to `step_N` and return the new path. On failure an older `step_N` is kept."""
         step = step_of(folder, "tmp_")
         target, old = folder.with_name(f"step_{step}"), folder.with_name(f"old_step_{step}")
         if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():
-            self._set_aside(target)  # somebody else's
+            self._set_aside(target)  # written by another program
         if not target.exists():
             durable.rename(folder, target)
             return target
@@ -119,27 +119,27 @@ class CheckpointStore:
         return target
 
     def remove(self, folder: Path) -> None:
-        """Remove a checkpoint; the rename comes first, so that a crash cannot leave half a `step_N`."""
+        """Remove a checkpoint. It is renamed first, so that a crash cannot leave a partial `step_N`."""
         doomed = folder.with_name(f"del_step_{step_of(folder, '')}")
         self._make_way(doomed)
         durable.rename(folder, doomed)
         delete(doomed)
 
     def recover(self) -> list[str]:
-        """Finish or remove what a crash in mid-save left; return (and warn of) what was done, in words."""
+        """Finish or remove what a crash during a save left; return and warn about each action."""
         done = [text for prefix, step, path in self.folders() if (text := self._recover_one(prefix, step, path))]
         for prefix, _, path in self.folders():
             if prefix == "" and (problem := self.quick_problem(path)) is not None:
                 if os.path.lexists(path / durable.MANIFEST):
                     done.append(f"set {path.name} aside as {self._set_aside(path).name}: {problem}")
-                else:  # another program's, NeMo RL's for one: not ours to rename
+                else:  # of another program such as NeMo RL: do not rename it
                     done.append(f"left {path.name} as it is: {problem}")
         for text in done:
             warnings.warn(f"{self.root}: {text}", stacklevel=4)
         return done
 
     def _set_aside(self, path: Path) -> Path:
-        """Rename a step_N to the first free of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
+        """Rename a step_N to the first free name of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
         aside, number = path.with_name(f"corrupt_{path.name}"), 2
         while os.path.lexists(aside):
             aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1
@@ -147,8 +147,8 @@ class CheckpointStore:
         return aside
 
     def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
-        """Recover one folder. `folders` lists tmp before old, so an old_step_N goes back only when no newer one could
-        be published."""
+        """Recover one folder. `folders` lists tmp before old, so an old_step_N is renamed back only if no newer folder
+        could be published."""
         target = path.with_name(f"step_{step}")
         if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
             self.publish(path)
@@ -163,7 +163,7 @@ class CheckpointStore:
         return None
 
     def history(self) -> list[CheckpointRecord]:
-        """List every step_N that is whole by manifest and sizes and whose training_info can be read."""
+        """List every step_N whose files and sizes match its manifest and whose training_info can be read."""
         return [
             CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
             for prefix, step, path in self.folders()
@@ -171,7 +171,7 @@ class CheckpointStore:
         ]
 
     def quick_problem(self, path: Path) -> str | None:
-        """Return what is wrong with a checkpoint by its manifest, its sizes and its training_info, or None."""
+        """Return what is wrong with a checkpoint's manifest, sizes or training_info, or None."""
         problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
         if problem is not None:
             return problem
@@ -182,7 +182,7 @@ class CheckpointStore:
         return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"
 
     def unusable(self) -> list[str]:
-        """List the checkpoint folders that cannot be resumed from: damaged, set aside, or another program's."""
+        """List the folders that a run cannot resume from: damaged, renamed to `corrupt_`, or another program's."""
         found = [
             path.name
             for prefix, _, path in self.folders()
@@ -192,7 +192,7 @@ class CheckpointStore:
         return found + sorted(aside)
 
     def problem(self, folder: Path) -> str | None:
-        """Return what is wrong with a checkpoint's contents, or None; each sealed folder is read once."""
+        """Return what is wrong with a checkpoint's contents, or None. Each sealed folder is read only once."""
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -202,7 +202,7 @@ class CheckpointStore:
         return self._verified[key]
 
     def folders(self) -> list[tuple[str, int, Path]]:
-        """List (prefix, step, path) of every folder with one of our names: del, then tmp, then old, then published."""
+        """List (prefix, step, path) of every checkpoint folder: del, then tmp, then old, then published."""
         if not self.root.is_dir():
             return []
         order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
@@ -212,7 +212,7 @@ class CheckpointStore:
 
 
 def step_of(folder: Path, prefix: str) -> int:
-    """Return N of a folder named `<prefix>step_N`. Raise ValueError for another name."""
+    """Return N of a folder named `<prefix>step_N`. Raise ValueError for a different name."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None or match[1] != prefix:
         raise ValueError(f"{folder}: a checkpoint folder named {prefix}step_N is expected here")
@@ -220,7 +220,7 @@ def step_of(folder: Path, prefix: str) -> int:
 
 
 def delete(path: Path) -> None:
-    """Remove a folder with its contents, or a file; of a link only the link."""
+    """Remove a folder with its contents, a file, or a link but not its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

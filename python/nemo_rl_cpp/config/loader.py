@@ -246,8 +246,7 @@ KINDS = {
 
 
 def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:
-    """Return (section, message) if a file's sections make it a kind of configuration other than `own` (a key of KINDS),
-    else None."""
+    """Return (section, message) if the sections of a file belong to a kind other than `own` (a key of KINDS)."""
     there = set(sections)
     other = next((name for name in KINDS if name in there), None) if own not in there else None
     if other is None:

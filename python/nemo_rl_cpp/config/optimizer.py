@@ -272,8 +272,7 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 
 
 class LoraConfig(Section):
-    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained; all weights are
-    frozen."""
+    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained, and no weights."""
 
     is_switched = True
     enabled: bool = key(
@@ -312,8 +311,7 @@ def module_of(layer: int, name: str) -> str:
 
 
 def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
-    """Yield every module that may have an adapter, in the order of a model's parameters; `fused`: with fused
-    tensors."""
+    """Yield every module that may have an adapter, in the order of a model's parameters, or of its `fused` tensors."""
     without = [name for parts in _FUSED.values() for name in parts] if fused else _FUSED
     for layer in range(layers):
         yield from (module_of(layer, name) for name in MATRICES if name not in without)

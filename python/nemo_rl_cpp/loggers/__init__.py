@@ -1,1 +1,1 @@
-"""Where the numbers and texts of a run go: files, TensorBoard, trackers."""
+"""Logging of a run's numbers and texts: files, TensorBoard, trackers."""

@@ -22,7 +22,7 @@ _LONGEST_NAME = 250
 
 
 def import_tracker(package: str) -> ModuleType:
-    """Import a tracker's package. Raise ValueError, which names the key and the command, when it is not installed."""
+    """Import a tracker's package. Raise ValueError with the key and the install command if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -33,7 +33,7 @@ def import_tracker(package: str) -> ModuleType:
 
 
 class _RunFile:
-    """Remembers, in the backend's log folder, which run of the tracker a resumed run continues."""
+    """A file in the backend's log folder with the id of the tracker's run that a resumed run continues."""
 
     def __init__(self, log_dir: str | None) -> None:
         self._path = Path(log_dir) / "run_id.txt" if log_dir and Path(log_dir).is_dir() else None
@@ -47,10 +47,10 @@ class _RunFile:
 
 
 class TrackerLogger(LoggerInterface):
-    """A backend that hands everything to the package of a tracker. One that logs numbers alone overrides `send`.
+    """A backend that passes everything to a tracker's package. A backend that logs numbers alone overrides `send`.
 
-    `refused` matches the characters that the tracker takes in no name. `variables` names the environment variables that its
-    package reads itself: a key that the user has set wins over its variable, and the variable over the default of `section`.
+    `refused` matches the characters that the tracker allows in no name. `variables` maps keys to environment variables
+    that the package reads: a key set by the user overrides its variable, which overrides the default of `section`.
     """
 
     package = staticmethod(import_tracker)
@@ -60,7 +60,7 @@ class TrackerLogger(LoggerInterface):
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
-        """Return the keys that have a value, without defaults for which an environment variable of the tracker is set."""
+        """Return the keys with a value, except defaults whose environment variable is set."""
         defaults = {key: field.default for key, field in cls.section.model_fields.items()}
         return {
             key: value
@@ -69,7 +69,7 @@ class TrackerLogger(LoggerInterface):
         }
 
     def accepted(self, name: str) -> str:
-        """Return the name with `_` for each character that the tracker refuses, cut where it is too long."""
+        """Return the name with `_` for each character that the tracker refuses, cut to the longest allowed length."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     def send(self, row: dict[str, float], step: int) -> None:
@@ -86,23 +86,23 @@ class TrackerLogger(LoggerInterface):
         self.send(self.numbers(metrics, prefix, step_metric), step)
 
     def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
-        """Return every number by the name that it is logged under."""
+        """Return every number under its logged name."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {self.accepted(name): scalar_of(value) for name, value in flat.items()}
         return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log the summary of the values: the package has no histograms."""
+        """Log a summary of the values, because the package has no histograms."""
         self.send(self.summary(name, to_plain(histogram)), step)
 
     def summary(self, name: str, values: object) -> dict[str, float]:
-        """Return the `summarize_list` of a list by the names that it is logged under."""
+        """Return the `summarize_list` of a list under its logged names."""
         numbers = summarize_list(values) if isinstance(values, list) else {}
         return {self.accepted(f"{name}/{key}"): number for key, number in numbers.items()}
 
 
 class WandbLogger(TrackerLogger):
-    """Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
+    """Logs to Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
 
     section = WandbConfig
     variables = {
@@ -120,7 +120,7 @@ class WandbLogger(TrackerLogger):
             options |= {"id": known, "resume": "allow"}
         try:
             self.run = self._wandb.init(**options, dir=log_dir)
-        except Exception as error:  # its kinds of errors differ by version
+        except Exception as error:  # the error classes differ between versions
             raise ValueError(
                 f"logger.wandb_enabled=true, but wandb does not start ({error}): run `wandb login` or set WANDB_API_KEY; "
                 "without an account set WANDB_MODE=offline, or logger.wandb_enabled=false"
@@ -128,7 +128,7 @@ class WandbLogger(TrackerLogger):
         _RunFile(log_dir).write(self.run.id)
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        """Give the metrics that match `name` (for example `ray/*`) another x axis."""
+        """Set a different x axis for the metrics that match `name` (for example `ray/*`)."""
         self.run.define_metric(name, step_metric=step_metric)
 
     def log_metrics(
@@ -139,7 +139,7 @@ class WandbLogger(TrackerLogger):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Log into the step's row, which W&B sends when `step_finished` or when a later step begins."""
+        """Log into the step's row. W&B sends the row if `step_finished` is set, or when a later step begins."""
         row = {self.accepted(name): to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
         if step_metric and (step_metric in metrics or step_metric in row):
             self.run.log(row, commit=False)
@@ -152,7 +152,7 @@ class WandbLogger(TrackerLogger):
         self.run.config.update(to_plain(params), allow_val_change=True)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a W&B histogram, or the value itself when all are equal (no bins can be made of one value)."""
+        """Log a W&B histogram. If all values are equal, log the value itself, because it cannot be binned."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
@@ -166,7 +166,7 @@ class WandbLogger(TrackerLogger):
 
 
 class MLflowLogger(TrackerLogger):
-    """MLflow. Scalars only: lists are logged as their mean, p50, p90 and max."""
+    """Logs to MLflow. Scalars only: lists are logged as their mean, p50, p90 and max."""
 
     refused = r"[^/\w.\- :]"  # mlflow.utils.validation
     section = MLflowConfig
@@ -195,7 +195,7 @@ class MLflowLogger(TrackerLogger):
 
     @classmethod
     def options(cls, cfg: MLflowConfig | Mapping[str, object] | None) -> dict[str, str]:
-        """Return the values in use: of the keys that are given, else of MLflow's environment variables."""
+        """Return the values in use: from the given keys, otherwise from MLflow's environment variables."""
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def _choose_experiment(self, name: str | None, artifacts: str | None) -> None:
@@ -221,7 +221,8 @@ class MLflowLogger(TrackerLogger):
             self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Log the flattened configuration as parameters. MLflow never changes one: a resumed run logs new ones alone."""
+        """Log the flattened configuration as parameters. A resumed run logs new ones only, as MLflow never changes
+        any."""
         known = self._mlflow.get_run(self.run_id).data.params if self._resumes else {}
         flat = {self.accepted(name): value for name, value in flatten_dict(to_plain(params)).items()}
         if new := {name: value for name, value in flat.items() if name not in known}:
@@ -235,9 +236,9 @@ _MLFLOW_ADDRESS = "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI"
 
 
 def check_server(uri: str, what: str) -> None:
-    """Raise ValueError when nothing listens at the address of a tracker within three seconds, before a model is loaded.
+    """Raise ValueError if nothing listens at the address of a tracker within three seconds, before a model is loaded.
 
-    A folder or database is not asked, nor a server that is reached through a proxy.
+    Folders, databases and servers behind a proxy are not checked.
     """
     address = urlsplit(uri)
     if address.scheme not in ("http", "https") or address.hostname is None:
@@ -256,7 +257,7 @@ def check_server(uri: str, what: str) -> None:
 
 
 class SwanlabLogger(TrackerLogger):
-    """SwanLab."""
+    """Logs to SwanLab."""
 
     section = SwanlabConfig
     variables = {
@@ -282,7 +283,7 @@ class SwanlabLogger(TrackerLogger):
 
 
 class TrackioLogger(TrackerLogger):
-    """Trackio, which keeps its data in a local database. A run that resumes in the same folder continues there."""
+    """Logs to Trackio's local database. A run that resumes in the same folder continues the same Trackio run."""
 
     section = TrackioConfig
 
@@ -306,13 +307,13 @@ class TrackioLogger(TrackerLogger):
 
 
 def check_trackers(cfg: LoggerConfig) -> None:
-    """Raise ValueError when the server of an enabled tracker does not answer; called before a model is loaded."""
+    """Raise ValueError if the server of an enabled tracker does not answer; called before a model is loaded."""
     if cfg.is_enabled("mlflow") and (uri := MLflowLogger.options(cfg.mlflow).get("tracking_uri")):
         check_server(uri, _MLFLOW_ADDRESS)
 
 
 def summarize_list(values: Iterable[object]) -> dict[str, float]:
-    """Return `mean`, `p50`, `p90` and `max` of the numbers among the values; nothing where there are none."""
+    """Return `mean`, `p50`, `p90` and `max` of the numbers among the values; an empty mapping if there are none."""
     kinds = (int, float, np.integer, np.floating)
     numbers = np.asarray(
         [value for value in values if isinstance(value, kinds) and not isinstance(value, bool)], dtype=float

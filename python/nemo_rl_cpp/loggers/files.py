@@ -1,4 +1,4 @@
-"""Logs that are files of the run: metrics.jsonl, system.jsonl, TensorBoard events. All of them can be cut back to a step."""
+"""Log files of a run: metrics.jsonl, system.jsonl, TensorBoard events. Each can be truncated to a step."""
 
 import json
 import os
@@ -26,11 +26,12 @@ PATTERN = "events.out.tfevents.*"
 
 
 class SummaryWriter:
-    """Writes the newest event file of a folder, else a new one; with `run` only files whose names end in it are this run's.
+    """Appends to the newest event file of a folder, or creates one. With `run`, only files whose names end in it are
+    used.
 
-    tensorboardX's own writer has a queue that its `flush` does not empty: a process that was killed after `flush` had 94 of
-    100 events in its file. Here an event is one write, and a resumed run continues in the same file. A record is: length
-    u64, masked CRC-32C of it, `Event` message, masked CRC-32C of it.
+    tensorboardX's writer has a queue that its `flush` does not empty: a process that was killed after `flush` had 94 of
+    100 events in its file. This writer writes each event at once, and a resumed run continues in the same file. A
+    record is: length u64, masked CRC-32C of the length, `Event` message, masked CRC-32C of the message.
     """
 
     def __init__(self, log_dir: str | Path, run: str = "") -> None:
@@ -40,7 +41,7 @@ class SummaryWriter:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{run}"
         self.path = files[-1] if files else folder / name
         if files:
-            # a record torn by a kill would hide everything written after it
+            # readers stop at a partial record, so a record cut by a kill must be removed
             truncate_events(self.path, None)
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if os.fstat(self._descriptor).st_size == 0:
@@ -65,7 +66,7 @@ class SummaryWriter:
 
         limit = float(np.finfo(np.float32).max)
         value = float(scalar_value) if not np.isfinite(scalar_value) else min(max(float(scalar_value), -limit), limit)
-        tag = tag.encode(errors="replace").decode()  # a half of a surrogate pair becomes a question mark
+        tag = tag.encode(errors="replace").decode()  # a lone surrogate becomes a question mark
         self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
 
     def add_histogram(self, tag: str, values: Sequence[float], global_step: int) -> None:
@@ -78,7 +79,7 @@ class SummaryWriter:
         self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, histo=bars)]))
 
     def add_hparams(self, hparam_dict: Mapping[str, object], metric_dict: Mapping[str, object]) -> None:
-        """Append the settings as a text, one `name: value` a line; `metric_dict` is ignored, since metrics are logged as such."""
+        """Append the settings as text, one `name: value` per line. `metric_dict` is ignored."""
         from tensorboardX.summary import text
 
         lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
@@ -86,7 +87,7 @@ class SummaryWriter:
 
 
 def truncate_events(path: Path, step: int | None) -> None:
-    """Keep the whole records whose step is not later (None: of any step), unchanged byte for byte. Atomic."""
+    """Remove partial records and records after `step` (None: of no step). Kept bytes are unchanged. Atomic."""
     content = path.read_bytes()
     kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
     if kept != content:
@@ -97,7 +98,7 @@ def truncate_events(path: Path, step: int | None) -> None:
 
 
 def records(content: bytes) -> Iterator[tuple[bytes, "Event"]]:
-    """Yield (whole record, event) of an event file, up to the first record that is torn or damaged."""
+    """Yield (record bytes, event) of an event file, up to the first partial or damaged record."""
     from tensorboardX.proto.event_pb2 import Event
 
     position = 0
@@ -128,11 +129,12 @@ HYPERPARAMS = "hyperparams.json"
 
 
 class JsonlLogger(LoggerInterface):
-    """One line a call in metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, names sorted, non-finite values as strings.
+    """Writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, names sorted, non-finite values
+    as strings.
 
-    Metrics with an x axis of their own (`step_metric`, such as GPU samples by second) go to system.jsonl instead. A line
-    is one write, so a killed process leaves at most the last line torn; readers skip such a line. What a full disk does
-    not take waits in memory for the next line.
+    Metrics with their own x axis (`step_metric`, such as GPU samples by second) go to system.jsonl. Each line is one
+    write, so a killed process leaves at most the last line incomplete, which readers skip. If the disk is full, lines
+    are kept in memory and written with the next line.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -157,7 +159,7 @@ class JsonlLogger(LoggerInterface):
         write_atomic(self.log_dir / HYPERPARAMS, json.dumps(to_json(params), indent=1), durable=False)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Do nothing: the per-step rollout files hold every value."""
+        """Do nothing: the per-step rollout files contain every value."""
 
     def flush(self) -> None:
         for name, descriptor in self._files.items():
@@ -191,11 +193,11 @@ class JsonlLogger(LoggerInterface):
 
 
 class TensorboardLogger(LoggerInterface):
-    """TensorBoard events (see `SummaryWriter`): neither TensorBoard nor torch is needed to write them."""
+    """Writes TensorBoard events (see `SummaryWriter`). Needs neither TensorBoard nor torch."""
 
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
-        """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument. Several runs may share that folder: names of
-        this run's event files end in the name of its log folder."""
+        """`cfg`: `logger.tensorboard`; its `log_dir` takes precedence over the argument. Several runs may share that
+        folder: the names of this run's event files end in the name of its log folder."""
         given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
         self.log_dir = str(given or log_dir or "tensorboard")
         self._run = f".{Path(log_dir).absolute().parent.name}" if given and log_dir else ""
@@ -210,12 +212,12 @@ class TensorboardLogger(LoggerInterface):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Add a scalar for every number; skip other values, with one message a name."""
+        """Add a scalar for every number; skip other values with one message per name."""
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)
             if number is not None and not isinstance(number, str):
                 self.writer.add_scalar(name, number, step)
-            # texts, such as digests, are in metrics.jsonl
+            # strings, such as digests, are in metrics.jsonl only
             elif name not in self._skipped and not isinstance(value, str):
                 self._skipped.add(name)
                 print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
@@ -243,7 +245,7 @@ class TensorboardLogger(LoggerInterface):
 
 
 def _truncate_jsonl(path: Path, step: int) -> None:
-    """Keep the whole lines whose `step` is not later, unchanged byte for byte. Atomic."""
+    """Remove incomplete lines and lines of steps after `step`. Kept bytes are unchanged. Atomic."""
     if not path.is_file():
         return
 
@@ -262,7 +264,7 @@ def _truncate_jsonl(path: Path, step: int) -> None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off what follows the last newline: the rest of a write that a kill interrupted."""
+    """Remove an incomplete last line, which an interrupted write leaves."""
     content = path.read_bytes() if path.is_file() else b""
     if content and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""The log folders exp_NNN of runs, and whose logs a folder holds."""
+"""The log folders exp_NNN of runs, and which run owns a folder."""
 
 import json
 import re
@@ -13,11 +13,11 @@ _STEP_FILE = re.compile(r"(?:train|val)_data_step(\d+)\.jsonl", re.ASCII)
 
 
 class LogLedger:
-    """Says whose logs a folder holds, and which of its files are not yet synced.
+    """Records which run owns a log folder, and which of its files are not yet synced.
 
     Attributes:
-        owner: the checkpoint folder of the run that wrote here; None where no run has said so.
-        run: the random number of that run.
+        owner: the checkpoint folder of the run that wrote the logs; None if no run is recorded.
+        run: the random number of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,24 +34,24 @@ class LogLedger:
                 self.owner, self.run = row["owner"], row["run"]
 
     def own(self, checkpoint_dir: Path) -> None:
-        """Note whose logs these are."""
+        """Record the run that owns the logs, by its checkpoint folder."""
         if self.owner != str(checkpoint_dir):
             self.owner, self.run = str(checkpoint_dir), self.run or secrets.token_hex(8)
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps({"owner": self.owner, "run": self.run}) + "\n")
 
     def add(self, path: Path) -> None:
-        """Note that a file is about to be written."""
+        """Record a file that is about to be written."""
         self._unsynced[path] = None
 
     def cut(self, step: int) -> None:
-        """Remove the files of samples of later steps."""
+        """Remove the sample files of steps after `step`."""
         for path in self.folder.iterdir():
             if (match := _STEP_FILE.fullmatch(path.name)) and int(match[1]) > step:
                 path.unlink()
 
     def sync(self) -> None:
-        """Bring every file that was added since the last call to the disk, with its folder's entry."""
+        """Sync every file added since the last call, and its folder, to the disk."""
         files = [path for path in (*self._unsynced, self._path) if path.is_file()]
         for path in (*files, *{path.parent for path in files}):
             fsync_path(path)
@@ -62,7 +62,7 @@ _TRAINING_INFO = "training_info.json"
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:
-    """Make and return `<base_log_dir>/exp_NNN` with the next free number."""
+    """Create and return `<base_log_dir>/exp_NNN` with the next free number."""
     base = Path(base_log_dir)
     base.mkdir(parents=True, exist_ok=True)
     number = _next_number(base)
@@ -77,12 +77,12 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 def get_experiment_dir(
     base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
 ) -> str:
-    """Return the log folder of a run below `base_log_dir`: the one that its checkpoint names (`log_dir` of
-    training_info), if it is there and is this run's own; else a new one.
+    """Return a run's log folder below `base_log_dir`: the one that its checkpoint names (`log_dir` of training_info) if
+    it exists and belongs to the run, otherwise a new one.
 
-    Only the name counts, since a checkpoint may have been copied or moved. A folder is the run's own when its ledger
-    has the number that the manifest of `checkpoint` (a folder step_N) has, and names the folder that holds it, or one
-    that is gone. Otherwise a line says that the logs go into a new folder.
+    Only the folder's name is compared, because a checkpoint may have been copied or moved. The folder belongs to the
+    run if its ledger has the same run number as the manifest of `checkpoint` (a folder step_N), and its owner is the
+    folder that holds the checkpoint or no longer exists. If a new folder is used instead, a line is printed.
     """
     recorded = (training_info or {}).get("log_dir")
     candidate = _recorded(base_log_dir, training_info)
@@ -106,8 +106,8 @@ def get_experiment_dir(
 
 
 def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -> Path:
-    """Return what `get_experiment_dir` will return for a run that resumes from this checkpoint (None: that begins).
-    Make nothing."""
+    """Return what `get_experiment_dir` will return for a run that resumes from this checkpoint (None: a new run),
+    without creating a folder."""
     base = Path(base_log_dir)
     if checkpoint is not None:
         try:
@@ -141,6 +141,8 @@ def _recorded(base: str | Path, training_info: Mapping[str, object] | None) -> P
 def _is_own(candidate: Path, checkpoint: str | Path | None) -> bool:
     ledger = LogLedger(candidate)
     owner, run = ledger.owner, manifest_facts(Path(checkpoint)).get("run") if checkpoint is not None else None
-    home = str(Path(checkpoint or "").absolute().parent.resolve())  # of the name: step_N may be a link to another run's
+    home = str(
+        Path(checkpoint or "").absolute().parent.resolve()
+    )  # resolve only the parent: step_N may link to another run
     at_home = owner is not None and (owner == home or not Path(owner).is_dir())
     return at_home and run is not None and ledger.run == run

@@ -1,4 +1,4 @@
-"""What every logging backend offers, and how metric names and values are brought to one form."""
+"""The interface of logging backends, and the normalisation of metric names and values."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ from nemo_rl_cpp.files.yaml_text import Plain
 
 
 class LoggerBackend(Protocol):
-    """What the run's `Logger` asks of one place that metrics go to: these six methods and no others.
+    """A destination of metrics. The run's `Logger` calls these six methods only.
 
-    Steps count from 1 and do not go back, except after `truncate_after`. An exception of a back end that is no file of the run
-    is shown once as a warning, and the run goes on without it.
+    Steps count from 1 and never decrease, except after `truncate_after`. An exception of a backend that does not write
+    the run's files is shown once as a warning, and the run continues without the backend.
     """
 
     @abstractmethod
@@ -24,50 +24,50 @@ class LoggerBackend(Protocol):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Log `prefix/name` for every entry: numbers, and texts or lists that a back end may leave out. Called several
-        times a step. `step_metric` names an entry that is the x axis instead of `step`; `step_finished` says that
-        nothing more of this step follows."""
+        """Log `prefix/name` for every entry: numbers, and strings or lists, which a backend may ignore. Called several
+        times per step. `step_metric` names an entry that is the x axis instead of `step`. `step_finished` marks the
+        last call of a step."""
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Log the configuration as nested plain values, without its secrets; called once, before the first step."""
+        """Log the configuration as nested plain values, without its secrets. Called once, before the first step."""
 
     @abstractmethod
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Log a distribution of values, which need not be finite."""
 
     def flush(self) -> None:
-        """Bring everything logged so far to its file; called before a checkpoint is published."""
+        """Write everything logged so far to its file. Called before a checkpoint is published."""
 
     def truncate_after(self, step: int) -> None:
-        """Forget everything of later steps, where the back end can; called before the first step of a run that resumes."""
+        """Remove all entries of later steps if the backend can. Called before the first step of a resumed run."""
 
     def finish(self) -> None:
-        """Close the back end; called at the end, perhaps twice."""
+        """Close the backend. Called at the end, possibly twice."""
 
 
 class LoggerInterface(LoggerBackend):
-    """The base class of logger back ends, under NeMo RL's name: a `LoggerBackend` that writes nothing to files."""
+    """The base class of logger backends, under NeMo RL's name: a `LoggerBackend` that writes no files."""
 
     def flush(self) -> None:
-        """Do nothing: nothing waits to be written."""
+        """Do nothing: no data is buffered."""
 
     def truncate_after(self, step: int) -> None:
-        """Do nothing: what is logged elsewhere stays."""
+        """Do nothing: data sent to a tracker is kept."""
 
     def finish(self) -> None:
         """Do nothing: there is nothing to close."""
 
 
 def prefixed(metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, object]:
-    """Return the metrics under `prefix/name`; the entry that is the step itself keeps its name."""
+    """Return the metrics renamed to `prefix/name`; the entry named by `step_metric` keeps its name."""
     if not prefix:
         return dict(metrics)
     return {name if name == step_metric else f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def scalar_of(value: object) -> int | float | bool | str | None:
-    """Return a Python scalar for numbers, strings and one-element arrays or tensors; None for everything else."""
+    """Return a Python scalar for a number, a string, or a one-element array or tensor; None for everything else."""
     if not isinstance(value, (int, float, bool, str)):
         value = to_plain(value) if hasattr(value, "tolist") else None
         while isinstance(value, list) and len(value) == 1:
@@ -76,8 +76,8 @@ def scalar_of(value: object) -> int | float | bool | str | None:
 
 
 def flatten_dict(d: Mapping[str, object], sep: str = ".", expand_lists: bool = True) -> dict[str, object]:
-    """Return one level of keys joined by `sep`: `{"a": {"b": [1, 2]}}` gives `{"a.b.0": 1, "a.b.1": 2}`. With
-    `expand_lists=False` lists stay whole under their key."""
+    """Return a flat mapping with keys joined by `sep`: `{"a": {"b": [1, 2]}}` gives `{"a.b.0": 1, "a.b.1": 2}`. With
+    `expand_lists=False` lists stay unchanged under their key."""
     flat: dict[str, object] = {}
 
     def walk(value: object, key: str) -> None:

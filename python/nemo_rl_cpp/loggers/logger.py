@@ -1,4 +1,4 @@
-"""The logger of a run: files always, trackers when enabled, and rollouts."""
+"""The logger of a run: always to files, to trackers if enabled, and rollouts."""
 
 import json
 import os
@@ -24,12 +24,12 @@ class Logger(LoggerInterface):
     """Sends everything to metrics.jsonl, TensorBoard events, and the enabled trackers (`loggers`).
 
     `cfg` is the `logger` section, or a mapping with its keys. `tensorboard_enabled` is on unless set to false; the
-    trackers are off unless set to true. A tracker that fails while the run goes on is warned about once and does not
-    end the run; a file that cannot be written does.
+    trackers are off unless set to true. If a tracker fails or the disk is full during the run, one warning is shown and
+    the run continues. Other errors of a file end the run.
     """
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
-        """Raise ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
+        """Raise ValueError if an enabled tracker is not installed, or for an unknown key."""
         if isinstance(cfg, Mapping):
             cfg = {"log_dir": "", "monitor_gpus": False} | cfg
         section = as_model(cfg, LoggerConfig, "logger")
@@ -59,7 +59,7 @@ class Logger(LoggerInterface):
 
     @staticmethod
     def backends() -> dict[str, Callable[..., LoggerBackend]]:
-        """Return what makes the backend of each `NAME_enabled`, in the order in which they are made."""
+        """Return the factory of the backend for each `NAME_enabled`, in the order of creation."""
         return dict(LOGGER_BACKENDS)
 
     new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
@@ -67,12 +67,12 @@ class Logger(LoggerInterface):
 
     @property
     def run_id(self) -> str | None:
-        """A number that only this log folder has, for the manifests of checkpoints; None before `claim`."""
+        """The unique number of this log folder, for the manifests of checkpoints; None before `claim`."""
         return self._ledger.run
 
     def claim(self, checkpoint_dir: Path | None = None) -> None:
-        """Keep other runs out of the folder until `finish`, and note that these are the logs of the run that saves into
-        `checkpoint_dir`. Raise FolderInUseError (a ValueError) when another run is at work in it."""
+        """Lock the folder against other runs until `finish`, and record that the logs belong to the run that saves into
+        `checkpoint_dir`. Raise FolderInUseError (a ValueError) if another run uses the folder."""
         self._lock = self._lock or FolderLock(self.log_dir, "logger.log_dir")
         if checkpoint_dir is not None:
             self._ledger.own(checkpoint_dir.resolve())
@@ -100,7 +100,7 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
     def log_hyperparams(self, params: Settings) -> None:
-        """Log the configuration (a mapping or a model) once, without its secrets: see `access.written`."""
+        """Log the configuration (a mapping or a model) once, without its secrets; see `access.written`."""
         plain = written(params)
         self._each(lambda logger: logger.log_hyperparams(plain))
 
@@ -108,9 +108,9 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
-        """Write one line a sample, with its `idx`, into a file of the log folder (replacing it).
+        """Write (or overwrite) a file in the log folder with one line per sample, including its `idx`.
 
-        Every value holds one entry a sample (tensor, array or list). Raises ValueError when their lengths differ.
+        Every value is a tensor, array or list with one entry per sample. Raise ValueError if the lengths differ.
         """
         columns = {
             key: value if isinstance(value, list) else cast("list[Plain]", to_plain(value))
@@ -124,7 +124,7 @@ class Logger(LoggerInterface):
         self._write_lines(self.log_dir / filename, (_json_line(row) for row in rows))
 
     def _write_lines(self, path: Path, lines: Iterable[str]) -> None:
-        """Replace a file; a full disk leaves it out, with a warning."""
+        """Replace a file; if the disk is full, leave the file out with a warning."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ class Logger(LoggerInterface):
             self._note_full_disk("files of steps", error)
 
     def _note_full_disk(self, name: str, error: OSError) -> None:
-        """Warn once that logs are left out for want of space; raise any other error."""
+        """Warn once that the full disk prevents logging; raise any other error."""
         if (trouble := disk_trouble(error)) is None:
             raise error
         if name not in self._failed:
@@ -148,18 +148,17 @@ class Logger(LoggerInterface):
             )
 
     def flush(self) -> None:
-        """Sync the files: call it before a checkpoint is published, so that no checkpoint is newer than its logs."""
+        """Sync the files. Call this before a checkpoint is published, so that no checkpoint is newer than its logs."""
         self._each(lambda logger: logger.flush())
         self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Forget every metric, event and rollout of a step later than `step`: the run resumes there. Trackers keep
-        what they have."""
+        """Remove all metrics, events and rollouts after `step`, where the run resumes. Trackers keep their data."""
         self._each(lambda logger: logger.truncate_after(step))
         self._ledger.cut(step)
 
     def finish(self) -> None:
-        """Stop the monitor, close all backends and unlock the folder; may be called again."""
+        """Stop the monitor, close all backends and unlock the folder. Idempotent."""
         if self.gpu_monitor is not None:
             self.gpu_monitor.stop()
             self.gpu_monitor = None
@@ -192,7 +191,7 @@ class Logger(LoggerInterface):
         self.finish()
 
 
-_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for every line
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would create an encoder for every line
 
 
 def _json_line(row: Mapping[str, object]) -> str:

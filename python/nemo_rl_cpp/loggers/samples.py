@@ -1,4 +1,4 @@
-"""Prints a few conversations of a batch with their rewards, for people who watch the terminal."""
+"""Prints a few conversations of a batch with their rewards to the terminal."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ _ROLE_COLORS = {"system": "magenta", "user": "blue", "assistant": "green", "envi
 
 
 def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
-    """Return the indices of up to `num_samples` samples, half from the highest rewards, half from the lowest, an odd
-    one from the middle; all of them, in order, when there are not more."""
+    """Return the indices of up to `num_samples` samples: half with the highest rewards, half with the lowest, and for
+    an odd number one from the middle; all indices, in order, if there are not more."""
     if len(rewards) <= num_samples:
         return list(range(len(rewards)))
     ranked = sorted(range(len(rewards)), key=lambda index: rewards[index], reverse=True)
@@ -29,10 +29,10 @@ def print_message_log_samples(
     step: int = 0,
     console: "Console | None" = None,
 ) -> None:
-    """Print how the rewards are spread and `num_samples` conversations.
+    """Print the distribution of the rewards and `num_samples` conversations.
 
-    `message_logs`: one list of messages (`role`, `content`) a sample; `rewards`: one number each. Raises ValueError
-    when their numbers differ.
+    `message_logs`: one list of messages (`role`, `content`) per sample; `rewards`: one number per sample. Raise
+    ValueError if their lengths differ.
     """
     from rich.console import Console, Group
     from rich.panel import Panel

@@ -1,8 +1,8 @@
-"""What a run costs: time, memory, and how informative its batches were."""
+"""The cost of a run: time and memory; and how informative its batches were."""
 
 from collections.abc import Callable
 
 
 def extremum(name: str) -> Callable[..., float] | None:
-    """Return `min` or `max` for a metric that is an extremum by its name (`_min`, `_max` at the end), else None."""
+    """Return `min` or `max` if the metric's name ends in `_min` or `_max`, otherwise None."""
     return min if name.endswith("_min") else max if name.endswith("_max") else None

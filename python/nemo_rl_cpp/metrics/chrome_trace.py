@@ -1,4 +1,4 @@
-"""A timeline of a run for chrome://tracing and ui.perfetto.dev: which stage ran when, and how many cores it kept busy."""
+"""A timeline of a run for chrome://tracing and ui.perfetto.dev: when each stage ran, and how many cores were busy."""
 
 import json
 import os
@@ -14,15 +14,16 @@ _END = b"\n]\n"
 class ChromeTrace:
     """Writes the stages of a `Timer` to a file in Chrome's trace event format: `timer.subscribe(ChromeTrace(path))`.
 
-    Each stage is an event on the line of its thread: its begin, its length, and as arguments `busy_cores`, processor seconds of
-    this process for each second of the stage, and `rss_gb`, the memory in use at its end. The file is whole JSON after every
-    event, so a run that is killed leaves a timeline. Replaces an older file; raises OSError if it cannot be written.
+    Each stage is an event on the row of its thread, with its start, duration and two arguments: `busy_cores`, this
+    process's CPU seconds per second of the stage, and `rss_gb`, the resident memory at its end. The file is complete
+    JSON after every event, so a killed run leaves a usable timeline. Replaces an older file; raises OSError if it
+    cannot be written.
     """
 
     def __init__(self, path: str | Path, title: str = "nemo_rl_cpp") -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._epoch = time.time() - time.perf_counter()  # a monotonic clock, so that a step takes what it takes
+        self._epoch = time.time() - time.perf_counter()  # offset of the monotonic clock, which never jumps
         self._lock = threading.Lock()
         self._running: dict[tuple[int, str], tuple[float, float]] = {}
         name = {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": title}}

@@ -1,4 +1,4 @@
-"""Peak memory by phase: of the process (resident set), and of the GPU where one is in use."""
+"""Peak memory per phase: of the process (resident set), and of the GPU if one is in use."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ _CGROUP_LIMIT, _CGROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/c
 
 
 def rss_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not tell it."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     return _kib(_STATUS, "VmRSS") * 1024
 
 
@@ -35,7 +35,7 @@ def _kib(path: Path, key: str) -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that can be taken without swapping: this machine's, or less in a container with a limit."""
+    """Return the memory that can be allocated without swapping, limited by the container if it has a limit."""
     available = _kib(Path("/proc/meminfo"), "MemAvailable") * 1024
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())
@@ -45,7 +45,7 @@ def available_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Let `peak_rss_bytes` begin again from now; return whether the system allows it."""
+    """Restart the measurement of `peak_rss_bytes`; return whether the system allows this."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
@@ -55,8 +55,8 @@ def reset_peak_rss() -> bool:
 
 @contextmanager
 def startup_objects_frozen() -> Iterator[None]:
-    """Hide the objects that exist now from the garbage collector inside: modules and tables, some hundred thousand objects that
-    live as long as the run. Searching them again and again takes 1 % of a small step. A caller's own `gc.freeze` stays."""
+    """Exclude the existing objects from garbage collection in the block: some hundred thousand (modules, tables) live
+    as long as the run, and scanning them takes 1 % of a small step. A caller's own `gc.freeze` is kept."""
     mine = gc.get_freeze_count() == 0
     if mine:
         gc.freeze()
@@ -70,7 +70,7 @@ def startup_objects_frozen() -> Iterator[None]:
 class PhaseMemory:
     """Peak memory of each phase and of the whole run; `timer.subscribe(PhaseMemory())` follows the outermost stages.
 
-    Where the system does not reset the peak, a phase reports the memory in use at its end.
+    If the system cannot reset the peak, a phase reports the memory in use at its end.
     """
 
     def __init__(self) -> None:
@@ -94,8 +94,8 @@ class PhaseMemory:
             self.gpu_peak_bytes[label] = max(self.gpu_peak_bytes.get(label, 0), cuda.max_memory_allocated())
 
     def step_metrics(self) -> dict[str, float]:
-        """Return GiB: `peak_rss_gb/<phase>` since the last call, `rss_gb` now, `peak_rss_gb/run` since the start; with a GPU
-        also `peak_gpu_gb/<phase>`. Their prefix in the log is `memory`."""
+        """Return GiB: `peak_rss_gb/<phase>` since the last call, `rss_gb` now, `peak_rss_gb/run` since the start; with
+        a GPU also `peak_gpu_gb/<phase>`. They are logged under the prefix `memory`."""
         self._fold()
         metrics = {f"peak_rss_gb/{label}": value / GIB for label, value in self.peak_bytes.items()}
         metrics |= {f"peak_gpu_gb/{label}": value / GIB for label, value in self.gpu_peak_bytes.items()}
@@ -104,7 +104,7 @@ class PhaseMemory:
         return metrics
 
     def _fold(self) -> int:
-        """Return the peak since the last call, count it for the run, and reset it."""
+        """Return the peak since the last call, update the run's peak, and reset the measurement."""
         peak = peak_rss_bytes()
         self._run_peak = max(self._run_peak, peak)
         if self._can_reset:
@@ -113,7 +113,7 @@ class PhaseMemory:
 
 
 def _cuda() -> ModuleType | None:
-    """Return torch.cuda if torch is loaded and has a GPU in use; never import torch for this."""
+    """Return torch.cuda if torch is loaded and a GPU is in use. Torch is never imported for this."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None

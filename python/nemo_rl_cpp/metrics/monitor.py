@@ -1,4 +1,4 @@
-"""Samples GPU and host memory use by the second, on a thread."""
+"""Samples GPU and host memory usage periodically, on a thread."""
 
 import shutil
 import subprocess
@@ -13,13 +13,14 @@ _QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--form
 
 
 class RayGpuMonitorLogger:
-    """Logs `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and `ray/node.0.mem_total_gb`
-    against `ray/ray_step`, the seconds since the start. The names are NeMo RL's, which asks Ray; this asks driver and system."""
+    """Logs `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and
+    `ray/node.0.mem_total_gb` against `ray/ray_step`, the seconds since the start. The names are NeMo RL's; the values
+    come from driver and system."""
 
     def __init__(
         self, collection_interval: float, flush_interval: float, parent_logger: "LoggerBackend | None" = None
     ) -> None:
-        """Sample each `collection_interval` seconds, and hand the samples to `parent_logger` each `flush_interval` seconds."""
+        """Sample every `collection_interval` seconds, and log to `parent_logger` every `flush_interval` seconds."""
         if collection_interval <= 0 or flush_interval <= 0:
             raise ValueError("logger.gpu_monitoring: collection_interval and flush_interval must be positive seconds")
         self.collection_interval, self.flush_interval = float(collection_interval), float(flush_interval)
@@ -30,7 +31,7 @@ class RayGpuMonitorLogger:
 
     @property
     def available(self) -> bool:
-        """Whether this machine has GPUs that can be asked."""
+        """Whether this machine has GPUs that can be queried."""
         return shutil.which(_QUERY[0]) is not None and bool(self._gpu_metrics())
 
     def start(self) -> None:
@@ -44,7 +45,7 @@ class RayGpuMonitorLogger:
         self.flush()
 
     def flush(self) -> None:
-        """Log the samples so far."""
+        """Log the samples collected so far."""
         entries, self.metrics_buffer = self.metrics_buffer, []
         for step, metrics in entries if self.parent_logger is not None else ():
             row = metrics | {"ray/ray_step": step}
@@ -68,7 +69,7 @@ class RayGpuMonitorLogger:
 
 
 def parse_gpu_table(text: str) -> dict[str, float]:
-    """Return the metrics of lines `index, utilization in percent, used MiB`, without values that a GPU does not report."""
+    """Return the metrics of lines `index, utilization in percent, used MiB`; values not reported are left out."""
     metrics = {}
     for line in text.splitlines():
         index, utilization, used = (line.split(",") + ["", ""])[:3]

@@ -1,4 +1,4 @@
-"""Named stage times of a training step, and the wall-clock limit of a run."""
+"""Named stage times of a training step, and the time limit of a run."""
 
 import sys
 import threading
@@ -13,26 +13,26 @@ TOTAL = "total_step_time"
 class Timer:
     """Measures named stages: `with timer("generation"): ...`, or `record`.
 
-    A label may be measured many times; `sums` adds up. `with timer.step(n) as timer:` begins a training step: it forgets the last
-    step's times and measures `total_step_time`. Times are seconds of a monotonic clock. Safe to use from several threads, each
-    with its own nesting.
+    A label may be measured several times; `sums` adds the times. `with timer.step(n) as timer:` begins a training step:
+    it discards the last step's times and measures `total_step_time`. Times are seconds of a monotonic clock.
+    Thread-safe; each thread has its own nesting.
     """
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
-        self._accounted = 0.0  # seconds of the outermost stages of a step; a stage inside another one is part of it
+        self._accounted = 0.0  # seconds of the outermost stages of a step, which include nested stages
         self._lock = threading.Lock()
         self._local = threading.local()
         self._observers: list[object] = []
 
     def record(self, label: str, elapsed: float) -> None:
-        """Add a duration in seconds that the caller measured. It does not count for `accounted_share`."""
+        """Add a duration in seconds that the caller measured. It is not part of `accounted_share`."""
         with self._lock:
             self._times[label] = self._times.get(label, 0.0) + elapsed
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        """Measure the block, also if it raises."""
+        """Measure the block, even if it raises."""
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         stack = self._local.stack
@@ -56,10 +56,10 @@ class Timer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[Self]:
-        """Forget the times of the step before, measure `total_step_time`, and yield this timer.
+        """Discard the times of the previous step, measure `total_step_time`, and yield this timer.
 
-        The times stay readable until the next step begins, and stages measured after the block (checkpointing,
-        validation) still belong to it.
+        The times can be read until the next step begins. Stages measured after the block (checkpointing, validation)
+        belong to the same step.
         """
         with self._lock:
             self._times, self._accounted = {}, 0.0
@@ -67,22 +67,22 @@ class Timer:
             yield self
 
     def sums(self) -> dict[str, float]:
-        """Return the seconds of each label."""
+        """Return the total seconds of each label."""
         with self._lock:
             return dict(self._times)
 
     def step_timing_metrics(self) -> dict[str, float]:
-        """Return the `timing/train/*` values of the step: `sums`, and `accounted_share` of the outermost stages (1.0: every
-        moment of the step belongs to a named stage)."""
+        """Return the `timing/train/*` values of the step: `sums`, and `accounted_share`, the outermost stages' share of
+        the step's time (1.0: named stages cover the whole step)."""
         metrics = self.sums()
         if TOTAL in metrics:
             metrics["accounted_share"] = min(self._accounted / metrics[TOTAL], 1.0) if metrics[TOTAL] > 0 else 1.0
         return metrics
 
     def subscribe(self, observer: object) -> None:
-        """Let `observer.stage_started(label, depth)` and `stage_stopped(label, depth)` be called, where it has them.
+        """Call `observer.stage_started(label, depth)` and `stage_stopped(label, depth)`, if defined, for every stage.
 
-        `depth` counts the stages around this one without the step: 0 is an outermost stage.
+        `depth` is the number of enclosing stages without the step: 0 is an outermost stage.
         """
         self._observers.append(observer)
 
@@ -93,7 +93,7 @@ class Timer:
 
 
 def convert_to_seconds(time_string: str) -> int:
-    """Return the seconds of a duration `DD:HH:MM:SS`, for example 13500 for `00:03:45:00`. ValueError otherwise."""
+    """Return the seconds of a duration `DD:HH:MM:SS`: 13500 for `00:03:45:00`. Raise ValueError for other texts."""
     parts = str(time_string).split(":")
     if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
         raise ValueError(f"{time_string!r} is not a duration of the form DD:HH:MM:SS, for example 00:03:45:00")
@@ -102,10 +102,10 @@ def convert_to_seconds(time_string: str) -> int:
 
 
 class TimeoutChecker:
-    """Tells once when a run should save and end, because its time is up or the next step would not fit any more.
+    """Reports once that a run should save and end, because its time is up or the next step would not fit.
 
-    `timeout` is `DD:HH:MM:SS` from the moment this object is made (`checkpointing.checkpoint_must_save_by`), None for
-    no limit. With `fit_last_save_time` the slowest step so far must still fit before the limit.
+    `timeout` is `DD:HH:MM:SS` from the creation of this object (`checkpointing.checkpoint_must_save_by`); None means no
+    limit. With `fit_last_save_time`, a step as slow as the slowest so far must still fit before the limit.
     """
 
     def __init__(self, timeout: str | None = "00:03:45:00", fit_last_save_time: bool = False) -> None:
@@ -117,7 +117,8 @@ class TimeoutChecker:
         self._step_began: float | None = None
 
     def would_save(self, extra_s: float = 0.0) -> bool:
-        """Return what `check_save` would, without using up the answer. `extra_s`: seconds of the next step beyond the slowest."""
+        """Return the answer of `check_save` without using it up. `extra_s`: seconds of the next step beyond the
+        slowest."""
         elapsed = time.monotonic() - self.start_time
         if self.fit_last_save_time and self._slowest:
             elapsed += self._slowest + max(extra_s, 0.0)

@@ -1,4 +1,4 @@
-"""Print the first lines of a run, before torch or the model loads: what is trained on what, where, and where one can watch it.
+"""The first lines of a run, before torch or the model loads: what is trained, on what data and device.
 
 GRPO smollm2-135m-instruct
   model     smollm2-135m-instruct, 135 million parameters, bfloat16
@@ -29,7 +29,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:
-    """Yield the lines; those that take longest to find come last. What is not known yet is left out."""
+    """Yield the lines; lines that take longest to compute come last. Unknown values are left out."""
     training = isinstance(config, TrainMasterConfig)
     yield config.title if training else f"Evaluation of {config.generation.model_name}"
     for name, text in _training(config) if training else _evaluation(config):
@@ -83,7 +83,7 @@ def _adapters(model: TrainedModelConfig) -> str:
 
 
 def count_text(number: int) -> str:
-    """Write a number of parameters: "135 million", "1.54 billion"."""
+    """Return a number of parameters as text: "135 million", "1.54 billion"."""
     for unit, scale in (("billion", 1e9), ("million", 1e6)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
@@ -123,7 +123,7 @@ def _memory(config: TrainMasterConfig) -> str:
 def _newest(folder: Path) -> Path | None:
     try:
         return next((record.path for record in reversed(CheckpointStore(folder).history())), None)
-    except OSError:  # the checks of folders say why
+    except OSError:  # reported by the checks of folders
         return None
 
 
@@ -139,7 +139,7 @@ def _data(config: WholeConfig) -> str:
 
 
 def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | None:
-    """Count the rows of a generated data set or of a JSON Lines file. Return None where counting would take a while."""
+    """Return the number of rows of a generated data set or a JSON Lines file; None if counting would be slow."""
     path = section.get("data_path")
     try:
         if made_up_quickly(section):
@@ -151,5 +151,5 @@ def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | No
             return None
         with file.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
-    except (ValueError, OSError):  # the checks of data say why
+    except (ValueError, OSError):  # reported by the checks of data
         return None

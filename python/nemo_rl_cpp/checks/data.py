@@ -1,4 +1,4 @@
-"""Check data sets, prompts, truths and the chat template, and import what the user has named: environments, functions, classes."""
+"""Check data sets, prompts, ground truths and the chat template; import users' environments and functions."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -15,13 +15,13 @@ from nemo_rl_cpp.hub import sources
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
 _MOST_FILES = 1000
-_QUICK = ("arithmetic", "reverse_digits", "guess_number", "python_functions")  # made up in milliseconds
+_QUICK = ("arithmetic", "reverse_digits", "guess_number", "python_functions")  # generated in milliseconds
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield findings about the chat template, and about every row of local data sets.
 
-    The run itself checks data sets of the hub and classes of the user, when it loads them.
+    Hub data sets and users' classes are checked later, when the run loads them.
     """
     evaluation = not isinstance(config, TrainMasterConfig)
     tokenizer, findings = _tokenizer(config, evaluation)
@@ -31,7 +31,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
-    """Return the tokenizer with the run's template (None if it is not on this machine) and findings about the template."""
+    """Return the tokenizer with the run's template (None if not on this machine) and findings about the template."""
     from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
     from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
@@ -48,7 +48,7 @@ def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None,
             return tokenizer, []
         folder = sources.local_folder(sources.find_policy_weights(name) if evaluation else name)
         if folder is None or not (folder / "tokenizer.json").is_file():
-            # a bare word may be the name of a template of the tokenizer that is not here yet
+            # a bare word may name a template of a tokenizer that is not on this machine yet
             if value is None or "{" in value or "/" in value or "." in value or not value.strip():
                 choose_template(value, None, key)
             return None, []
@@ -61,7 +61,7 @@ def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None,
 
 
 def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the dotted key of every data set, and its section with the defaults filled in."""
+    """Yield each data set's dotted key and its section with the defaults filled in."""
     from nemo_rl_cpp.config.access import as_written
     from nemo_rl_cpp.data.datasets.utils import sections_of
 
@@ -103,12 +103,12 @@ def _check_section(
 
 
 def made_up_quickly(section: Mapping[str, object]) -> bool:
-    """Whether a data set is generated, in milliseconds."""
+    """Return whether a data set is generated within milliseconds."""
     return section.get("dataset_name") in _QUICK
 
 
 def _is_quick(section: dict[str, object]) -> bool:
-    """Whether a data set can be read here and now: it is generated quickly, or a local file that is not too large."""
+    """Return whether a data set can be read now: it is generated quickly, or is a local file of limited size."""
     from nemo_rl_cpp.data.datasets.utils import is_local
 
     name, path = section.get("dataset_name"), section.get("data_path")
@@ -122,27 +122,29 @@ def _is_quick(section: dict[str, object]) -> bool:
 
 
 def _check_prompt_file(section: dict[str, object]) -> None:
-    """Raise ValueError for the prompt file of a data set that is not read here."""
+    """Raise ValueError if the prompt file of an unread data set is invalid."""
     from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
     from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY
     from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY
 
     cls = DATASET_REGISTRY.get(section.get("dataset_name", ""))
     name = section.get("processor") or getattr(cls, "default_processor", None)
-    if cls is not None and name in PROCESSOR_REGISTRY:  # a name may be registered by the program that starts the run
+    if (
+        cls is not None and name in PROCESSOR_REGISTRY
+    ):  # other names may be registered later, by the program that starts the run
         raw = RawDataset()
         raw.task_name = ""
         raw.set_task_spec({**section, "processor": name})
         raw.set_processor()
 
 
-# -- what the user has named ------------------------------------------------------------------------------------------
+# -- names given by the user ------------------------------------------------------------------------------------------
 
 
 def check_environments(config: WholeConfig) -> Iterator[Finding]:
-    """Import the user's environments, reward functions, data set classes, estimator and loss; yield what cannot be imported.
+    """Import the user's environments, reward functions, data set classes, estimator and loss; yield failed imports.
 
-    These modules may import torch, which takes its time. Environments of this package are not imported.
+    These modules may import torch, which is slow. Environments of this package are not imported.
     """
     training = isinstance(config, TrainMasterConfig)
     named: list[tuple[str, object, str]] = []
@@ -170,7 +172,7 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
-    """Import the reward functions. The estimator gdpo takes each function's reward as a part, and its weight once."""
+    """Import the reward functions. With gdpo, check that each reward is a component and weighted only once."""
     if not {"functions"} <= set(section) <= {"functions", "weights", "names", "as_parts"}:
         raise LoadingError(
             f"it takes functions, weights, names and as_parts, but has {', '.join(sorted(section)) or 'nothing'}"

@@ -1,5 +1,4 @@
-"""Check the folders that a run writes to: can it write there, is there room, does another run use them, and are their
-checkpoints of this run?"""
+"""Check the folders that a run writes to: write access, free space, other runs, and incompatible checkpoints."""
 
 import shutil
 import tempfile
@@ -20,7 +19,7 @@ _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
-    """Yield findings about the folders that a run writes to, and about the critic with which a fresh PPO run begins."""
+    """Yield findings about the folders that a run writes to, and about the checkpoint of the initial critic in PPO."""
     if not isinstance(config, TrainMasterConfig):
         return
     yield from _warm_start(config)
@@ -38,7 +37,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of `question`; an OSError (a name too long, no right to list the folder) is a finding."""
+    """Return the findings of `question`, or a finding for its OSError (name too long, no permission)."""
     try:
         return list(question(Path(folder)))
     except OSError as error:
@@ -47,7 +46,7 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
 
 
 def _writable(folder: Path, key: str) -> Iterator[Finding]:
-    """Write a file without a name where the folder is or would be made, so that nothing stays behind."""
+    """Create an anonymous file in the folder or its closest existing parent, which leaves nothing behind."""
     place = folder.absolute()
     while not place.exists() and not place.is_symlink() and place != place.parent:
         place = place.parent
@@ -79,7 +78,7 @@ def _space(config: WholeConfig, folder: Path) -> Iterator[Finding]:
         place = place.parent
     free, kept = shutil.disk_usage(place).free, config.checkpointing.keep_top_k
     there = len(CheckpointStore(folder).history())
-    wanted = 1 if kept is None else max(1, kept + 2 - there)  # the best, the newest, and the one that is being written
+    wanted = 1 if kept is None else max(1, kept + 2 - there)  # the best, the newest, and the one being written
     if free < wanted * size:
         more = f", and up to {wanted} of them are held at once (checkpointing.keep_top_k={kept})" if wanted > 1 else ""
         yield Finding(
@@ -100,12 +99,12 @@ def _resume(config: WholeConfig, folder: Path) -> Iterator[Finding]:
         return
     saved = read_saved(newest)
     for key, why in dict.fromkeys(refusals(saved, config)):
-        why = why.removeprefix(f"{key.rpartition('.')[2]} ")  # the finding's key says it
+        why = why.removeprefix(f"{key.rpartition('.')[2]} ")  # the finding's key contains it
         yield Finding("error", key, f"{why}, so this is another run than that of {short(saved.path)}: {WHAT_TO_DO}")
 
 
 def _warm_start(config: WholeConfig) -> Iterator[Finding]:
-    """Yield an error where `ppo.warm_start_value_checkpoint` names no critic, unless the run resumes from its own checkpoint."""
+    """Yield an error if `ppo.warm_start_value_checkpoint` contains no critic, unless the run will resume."""
     checkpoint = config.ppo.warm_start_value_checkpoint if isinstance(config, PPOMasterConfig) else None
     if checkpoint is None or (Path(checkpoint).expanduser() / "value" / "weights").is_dir():
         return

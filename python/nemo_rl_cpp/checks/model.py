@@ -1,7 +1,7 @@
-"""Check the files of models and tokenizers, and whether memory is enough.
+"""Check the files of models and tokenizers, and whether the memory suffices.
 
-The checks read what the run will read (config.json, the headers of the weights, the tokenizer) as far as it is on this machine.
-The run itself checks a model that a hub has to send first.
+The checks read the same files as the run (config.json, headers of the weights, the tokenizer) if they are on this
+machine. The run itself checks models that must be downloaded first.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """One model of a run: `key` names it in the configuration, `length` (of `length_key`) is its longest sequence."""
+    """A model of a run: `key` is its key in the configuration, `length` (of `length_key`) is its longest sequence."""
 
     key: str
     name: str
@@ -53,7 +53,7 @@ class _Use(NamedTuple):
 
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield findings about the files of the run's models and tokenizers."""
-    said = set()  # a critic usually has the policy's model
+    said = set()  # the critic usually uses the policy's model
     for use in _uses(config):
         folder = yield from _new((_check_hf if use.backend == "hf" else _check_model)(use), said)
         if not use.value_head:  # a critic's tokenizer is never used
@@ -66,7 +66,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
-    """Yield the findings whose sentence is not in `said`, and return what the iterator returns."""
+    """Yield the findings whose message is not in `said`, and return the iterator's return value."""
     while True:
         try:
             finding = next(findings)
@@ -78,7 +78,7 @@ def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
 
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
-    """Yield the models that the run reads; the reference model is the policy's."""
+    """Yield the models that the run reads. The reference model is the same as the policy."""
     if not isinstance(config, TrainMasterConfig):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)
@@ -112,7 +112,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yield findings and return the model, None where it is not on this machine or cannot be used."""
+    """Yield findings and return the model; None if it is not on this machine or cannot be used."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     try:
         if use.name == TINY_RANDOM:
@@ -136,7 +136,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
 
 
 def _check_hf(use: _Use) -> Iterator[Finding]:
-    """Yield what the files tell of a model for transformers: damage, and how long its sequences may be."""
+    """Yield findings about the files of a transformers model: damage, and sequences that are too long."""
     path = None if use.name == TINY_RANDOM else (yield from _whole_folder(use))
     if path is None:
         return
@@ -153,7 +153,7 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
-    """Return the model's folder; None where a hub has to send it or the rest of it. Yield what is wrong with its name."""
+    """Return the model's folder; None if files must be downloaded first. Yield what is wrong with its name."""
     path = local_folder(use.name)
     if path is None:
         yield from _check_name(use)
@@ -168,7 +168,7 @@ def _whole_folder(use: _Use) -> Iterator[Finding]:
 
 
 def _check_name(use: _Use) -> Iterator[Finding]:
-    """Yield a finding for a name that no hub can have, or that is nearly the name of a model on this machine."""
+    """Yield a finding for a name that the Hub cannot have, or that resembles the name of a model on this machine."""
     try:
         check_is_no_file(use.name, use.key)
     except SourceError as error:
@@ -176,12 +176,12 @@ def _check_name(use: _Use) -> Iterator[Finding]:
         return
     near = nearest_model(use.name)
     if near is not None and near.lower() != use.name.lower():
-        level = "warning" if "/" in use.name else "error"  # models of a hub have an organisation
+        level = "warning" if "/" in use.name else "error"  # Hub models have an organisation
         yield Finding(level, use.key, f"is {use.name!r}, of which there is no folder here; did you mean {near}?")
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Check that the model has the layers that `lora_cfg` names, and that PEFT will find the base of the saved adapter."""
+    """Check that the model has the layers that `lora_cfg` names, and that PEFT will find the adapter's base."""
     key = f"{section}.dtensor_cfg.lora_cfg"
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(
@@ -201,7 +201,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
 
 
 def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield a finding where a native mixture of experts is to be balanced."""
+    """Yield a finding if balancing is requested for the experts of a native model."""
     sizes = memory.model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
         yield from (Finding("error", f"{section}.{key}", why) for key, why in balance_wanted(model))
@@ -248,7 +248,7 @@ def _vocabulary(folder: Path) -> tuple[int, int]:
 
 
 def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
-    """Warn where `max_new_tokens` is more than a sequence may have."""
+    """Warn if `max_new_tokens` is more than the longest sequence."""
     training = isinstance(config, TrainMasterConfig)
     generation, key = (config.policy.generation, "policy.generation") if training else (config.generation, "generation")
     limit, limit_key = generation.vllm_cfg.max_model_len, f"{key}.vllm_cfg.max_model_len"
@@ -263,7 +263,7 @@ def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: WholeConfig) -> Iterator[Finding]:
-    """Report the sizes and engines that a file was written for, and too little memory for weights and optimizer."""
+    """Report if the file was written for other hardware or engines, and if the memory is too small."""
     text = fold_text(config, memory.forecast_summary(config))
     if text is not None:
         yield Finding("warning", "", note_as_said(text))
@@ -271,7 +271,7 @@ def check_memory(config: WholeConfig) -> Iterator[Finding]:
         return
     needed, machine = memory.certain_bytes(config), memory.machine_memory()
     if needed is not None and machine is not None and needed > (machine := machine + memory.swap_memory()):
-        native = config.policy.backend == "native"  # else the sizes are those of a native model with this configuration
+        native = config.policy.backend == "native"  # otherwise the sizes are estimates, those of a native model
         yield Finding(
             "error" if native else "warning", "policy.model_name",
             f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}, but this machine "

@@ -1,6 +1,6 @@
 """Compare a configuration with the run of its checkpoint. A resumed run reports some differences and refuses others.
 
-This needs no torch and no weights. `checks` compares before the start; the run compares again (`algorithms/checkpointing.py`).
+No torch and no weights are needed. `checks` compares before the start, `algorithms/checkpointing.py` during it.
 """
 
 import re
@@ -20,7 +20,7 @@ from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.models.hf_config import native_config, read_config, read_config_file
 from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
 
-# what `dump_yaml` writes of a configuration
+# lines that `dump_yaml` writes for a configuration
 _OWN_LINE = re.compile(r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII)
 _HF_NAMES = {
     "layers": (
@@ -40,7 +40,7 @@ WHAT_TO_DO = (
 
 
 class Saved(NamedTuple):
-    """A checkpoint: its folder, when it was saved, and its configuration (None: cannot be read)."""
+    """A checkpoint: its folder, the time it was saved, and its configuration (None: cannot be read)."""
 
     path: Path
     time: str
@@ -48,7 +48,7 @@ class Saved(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A key of the configuration with another value than before, both values in YAML."""
+    """A changed key of the configuration, with both values in YAML."""
 
     key: str
     before: str
@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
 
 def read_saved(folder: Path) -> Saved:
-    """Read what a checkpoint tells of the run that wrote it."""
+    """Return the `Saved` description of a checkpoint folder."""
     try:
         written_at = time.localtime((folder / MANIFEST).stat().st_mtime)
         when = manifest_facts(folder).get("saved") or time.strftime("%Y-%m-%d %H:%M:%S", written_at)
@@ -69,8 +69,8 @@ def read_saved(folder: Path) -> Saved:
 
 
 def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
-    """Load config.yaml of a checkpoint without resolving interpolations. Return None unless this package wrote the file, since
-    another program's file may include further files."""
+    """Load a checkpoint's config.yaml without resolving interpolations. Return None unless this package wrote the file,
+    because a file of another program may include further files."""
     try:
         if all(_OWN_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines()):
             tree = _config.load_file(str(file))
@@ -81,7 +81,7 @@ def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
 
 
 def changes(saved: Saved, config: WholeConfig) -> list[Change]:
-    """Return every key with another value than in the checkpoint. A key that the checkpoint's schema did not have yet counts
+    """Return every key whose value differs from the checkpoint's. A key that is missing in the checkpoint is included
     only if a file or the command line sets it."""
     if saved.config is None:
         return []
@@ -99,7 +99,7 @@ def changes(saved: Saved, config: WholeConfig) -> list[Change]:
 
 
 def headline(saved: Saved, changed: list[Change]) -> str:
-    """Return the first line of a resumed run."""
+    """Return the first line printed by a resumed run."""
     begin = f"Resuming {short(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
@@ -109,7 +109,7 @@ def headline(saved: Saved, changed: list[Change]) -> str:
 
 
 def environment_keys(config: WholeConfig) -> list[str]:
-    """Return the keys whose values come from environment variables: they are not written down, so they cannot be compared."""
+    """Return the keys with values from environment variables, which are not saved and cannot be compared."""
     return sorted(key for key, value in flatten_dict(written(config)).items() if "${oc.env:" in str(value))
 
 
@@ -117,7 +117,7 @@ def environment_keys(config: WholeConfig) -> list[str]:
 
 
 def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) for everything in the configuration that makes it another run than the checkpoint's."""
+    """Yield (key, why) for every setting that makes the configuration a different run from the checkpoint's."""
     before, loop = saved.config or {}, config.algorithm
     if saved.config is not None and not isinstance(before.get(loop), Mapping):
         other = next((name for name in SCRIPTS if name in before), "grpo").upper()
@@ -139,7 +139,7 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
             fixed[f"{section}.dtensor_cfg.lora_cfg.{key}"] = "adapters and optimizer state are those of it"
     now, old = flatten_dict(written(config), expand_lists=False), flatten_dict(before, expand_lists=False)
     for key, why in fixed.items():
-        # a value from an environment variable is not written down, so it cannot be compared
+        # the value of an environment variable is not saved, so it cannot be compared
         if key in old and key in now and old[key] != now[key] and "${" not in f"{old[key]}{now[key]}":
             yield key, f"{shown(old[key])} -> {shown(now[key])}: {why}"
     key = "policy.tokenizer.name"
@@ -153,7 +153,7 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
 
 
 def _is_another(before: object, now: object) -> bool:
-    """Return whether two names of a model or tokenizer differ; folders of one name are one that was moved."""
+    """Return whether two names of a model or tokenizer differ. A moved folder keeps the last part of its path."""
     known = before is not None and now is not None and "${" not in f"{before}{now}"
     return known and Path(str(before)).name != Path(str(now)).name
 
@@ -180,9 +180,9 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
             model = tiny_random(overrides, value_head=value_head)
         elif (here := local_folder(config.model_name)) is not None:
             model = read_model_folder(here, overrides, value_head=value_head)
-        else:  # nothing of the model is on this machine: the run compares when it has it
+        else:  # the model is not on this machine: the run compares after the download
             return
-    except (OSError, ValueError, RecursionError):  # no model folder: the check of the model says so
+    except (OSError, ValueError, RecursionError):  # no model folder: reported by the check of the model
         return
     yield from architecture_refusals(saved, section, config, model.config)
 
@@ -190,15 +190,15 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
 def architecture_refusals(
     saved: Saved, section: str, config: TrainedModelConfig, model_config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) where the native decoder would compute something else. `model_config` is the model's config.json under
-    the overrides."""
+    """Yield (key, why) if the native decoder would compute something different. `model_config` is the model's
+    config.json with the overrides applied."""
     value_head = section == "value"
     try:
         saved_config = read_config(saved.path / section / "weights")
         length = config.max_total_sequence_length
         before, now = (native_config(c, value_head=value_head, max_length=length) for c in (saved_config, model_config))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # the check of the model names what cannot be computed
+        return  # reported by the check of the model
     for name in (name for name in now if before.get(name) != now[name]):
         keys = [k for k in _HF_NAMES.get(name, (name,)) if saved_config.get(k) != model_config.get(k)] or [name]
         for k in keys:
@@ -208,13 +208,13 @@ def architecture_refusals(
 
 
 def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) where the overrides make another model for transformers than the checkpoint's config.json does."""
+    """Yield (key, why) if the overrides give transformers a model that differs from the checkpoint's config.json."""
     try:
         saved_config = read_config_file(saved.path / section / "weights")
     except (OSError, ValueError):
-        return  # said elsewhere
+        return  # reported by other checks
     for k, value in (config.hf_config_overrides or {}).items():
-        if isinstance(value, (dict, list)):  # transformers completes and moves these when it saves
+        if isinstance(value, (dict, list)):  # transformers completes and moves nested values when it saves
             continue
         if k in saved_config and saved_config[k] != value:
             why = f"{k} {shown(saved_config[k])} -> {shown(value)} is another architecture"
@@ -222,7 +222,7 @@ def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelCon
 
 
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
-    """Return one sentence for all that is refused, and what to do."""
+    """Return one sentence with all refusals and what to do."""
     listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
     return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 

@@ -1,4 +1,4 @@
-"""An evaluation from its configuration to its score."""
+"""Runs an evaluation from its configuration to its score."""
 
 import inspect
 import math
@@ -41,7 +41,7 @@ from nemo_rl_cpp.user_code import serve
 
 
 def main(config: MasterConfig) -> EvalResult:
-    """Evaluate the model that a configuration describes, print the table and return the result. Raises ConfigError."""
+    """Evaluate the configured model, print the table and return the result. Raise ConfigError for mistakes."""
     config = checked(config, MasterConfig)
     folder = find_policy_weights(config.generation.model_name)
     for remark in differences_from_run(Path(folder), config.tokenizer):
@@ -49,7 +49,7 @@ def main(config: MasterConfig) -> EvalResult:
     if config.tokenizer.name == config.generation.model_name:
         config.tokenizer.name = folder
     config.generation.model_name = folder
-    # environments start their processes before this one computes on several threads
+    # environments start their processes before this process starts threads
     environment = _make_environment(config)
     try:
         tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
@@ -62,9 +62,9 @@ def main(config: MasterConfig) -> EvalResult:
 def evaluate_policy(
     policy: PolicyInterface, tokenizer: TokenizerType, config: MasterConfig, longest: int
 ) -> EvalResult:
-    """Evaluate the present weights of a policy in training, without `generation.model_name`, its precision and the section
-    `tokenizer`. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` if that is less. Raises
-    ConfigError."""
+    """Evaluate the current weights of a policy in training; `generation.model_name`, its precision and the section
+    `tokenizer` are ignored. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` if that
+    is less. Raise ConfigError for an invalid configuration."""
     config = checked(config, MasterConfig)
     environment = _make_environment(config)
     try:
@@ -98,9 +98,10 @@ def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProce
 
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
-    """Return the native engine, or transformers' (`generation.backend: hf`), with its own copy of the weights.
+    """Return the engine, native or transformers' (`generation.backend: hf`), with its own copy of the weights.
 
-    Without a length in the configuration, the model's positions bound it."""
+    Without a length in the configuration, the model's number of positions is the limit.
+    """
     say_fold(config, None)
     use_threads(config.cluster)
     engine = config.generation.vllm_cfg
@@ -143,13 +144,14 @@ def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | 
 def run_env_eval(
     vllm_generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
 ) -> EvalResult:
-    """Generate `eval.num_tests_per_prompt` responses to every prompt, let the environment score them, save and print the result.
+    """Generate `eval.num_tests_per_prompt` responses per prompt, score them with the environment, save and print the
+    result.
 
-    A response is right when its reward is 1. Random draws are keyed by (eval.seed, stream "eval", the prompt's number, the
-    response's number): the score does not depend on generation.num_prompts_per_step. The first argument has NeMo RL's name and
-    takes any engine.
+    A response is correct if its reward is 1. Random draws are keyed by (eval.seed, stream "eval", prompt index,
+    response index), so the score does not depend on generation.num_prompts_per_step. The first argument accepts any
+    engine.
 
-    Raises ValueError for cons@k with an environment that extracts no answers.
+    Raise ValueError for cons@k with an environment that extracts no answers.
     """
     result, samples = measure(vllm_generation, dataloader, env, master_config)
     if master_config.eval.save_path is not None:
@@ -161,7 +163,7 @@ def run_env_eval(
 def measure(
     generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, config: MasterConfig
 ) -> tuple[EvalResult, list[dict[str, object]]]:
-    """Return the result of an evaluation and its samples, one dictionary a response; responses to a prompt are neighbours."""
+    """Return an evaluation's result and its samples, one dictionary per response, adjacent for each prompt."""
     n = config.eval.num_tests_per_prompt
     samples: list[dict[str, object]] = []
     rounds: list[tuple[int, dict[str, float]]] = []
@@ -230,14 +232,14 @@ def _score(active: BatchedDataDict, env: Environment, name: str) -> EnvironmentR
     options = {"return_extracted_answer": True} if takes_answers else {}
     logs = [visible(log) for log in active["message_log"]]
     scored = answer_of(env, call_remote(env, "step", logs, active["extra_env_info"], **options), name)
-    if isinstance(scored.rewards, dict):  # `Conversations` adds the parts up, by their weights, as in training
+    if isinstance(scored.rewards, dict):  # `Conversations` computes the weighted sum, as in training
         parts = {name: torch.as_tensor(values, dtype=torch.float32) for name, values in scored.rewards.items()}
         return scored._replace(rewards=WeightedParts.like(scored.rewards, parts))
     return scored
 
 
 def prompt_scores(rewards: list[float], answers: list[str | None], config: MasterConfig) -> list[float]:
-    """Return the metric of each prompt. ValueError for cons@k without any answer."""
+    """Return the metric of each prompt. Raise ValueError for cons@k if no response has an answer."""
     wanted, n = config.eval, config.eval.num_tests_per_prompt
     votes = wanted.metric == "cons@k"
     if votes and all(answer is None for answer in answers):

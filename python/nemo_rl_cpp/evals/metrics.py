@@ -1,4 +1,4 @@
-"""pass@k and cons@k, estimated from n responses, and intervals of shares."""
+"""pass@k and cons@k, estimated from n responses, and confidence intervals of proportions."""
 
 import math
 import statistics
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
-    """Return the chance that at least one of k responses is right, without bias, from n = `num_tests` of which c are right:
+    """Return the unbiased probability that at least one of k responses is correct, if c of n = `num_tests` are:
 
         1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n-c+1}^{n} (1 - k / i)
 
-    Whole numbers are counted exactly; the product also takes fractions, which a sum of partial rewards may give
-    (Chen et al., "Evaluating Large Language Models Trained on Code", 2021).
+    Integers are counted exactly. The product also accepts fractions, which a sum of partial rewards may give (Chen et
+    al., "Evaluating Large Language Models Trained on Code", 2021).
     """
     wrong = num_tests - num_correct
     if wrong < k:
@@ -24,12 +24,12 @@ def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
 
 
 def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
-    """Return the chance that the majority answer of k responses is right: the share of all k-subsets whose voted answer has reward 1.
+    """Return the probability that the majority answer of k responses is correct: the share of k-subsets that vote so.
 
-    Of answers with equally many votes the one that comes first in the subset wins; an answer's reward is that of its
-    first response in the subset. No answer (None) is an answer like any other. The subsets are counted, not listed: for
-    a winner whose first vote is response i and that gets v votes, every other answer has fewer than v votes, or v of
-    them that all come after i.
+    In a tie, the answer that comes first in the subset wins; an answer's reward is the reward of its first response in
+    the subset. "No answer" (None) is an answer like any other. The subsets are counted, not listed: for a winner whose
+    first vote is response i and that gets v votes, every other answer has fewer than v votes, or v votes that all come
+    after i.
     """
     places: dict[Hashable, list[int]] = {}
     for i, answer in enumerate(answers):
@@ -47,7 +47,7 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
 
 
 def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
-    """Count the ways to give `remaining` votes to answers that all lose against `votes` votes whose first is response `first`."""
+    """Count the ways to give `remaining` votes to answers that lose against `votes` votes starting at `first`."""
     ways = [1] + [0] * remaining  # ways[m]: ways so far with m votes given
     for place in others:
         after = sum(i > first for i in place)
@@ -61,17 +61,17 @@ class Interval(NamedTuple):
     high: float
 
 
-_Z = 1.959963984540054  # 95 % of a normal distribution lie within so many deviations
+_Z = 1.959963984540054  # 95 % of a normal distribution lie within this many standard deviations
 
 
 def normal_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of at least two values: mean +- 1.96 s / sqrt(n), with s their spread."""
+    """Return the 95 % interval of the mean of at least two values: mean +- 1.96 s / sqrt(n), s: standard deviation."""
     mean, half = math.fsum(values) / len(values), _Z * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 
 
 def wilson_interval(share: float, count: int, z: float = _Z) -> Interval:
-    """Return the 95 % interval of a proportion `share` seen in `count` trials (Wilson, 1927):
+    """Return the 95 % interval of a proportion `share` observed in `count` trials (Wilson, 1927):
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
     """

@@ -1,4 +1,4 @@
-"""The result of an evaluation: a table, every sample as JSON, a page, and evaluations of the same prompts side by side."""
+"""The result of an evaluation: a table, all samples as JSON, a page, and comparisons of evaluations."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from nemo_rl_cpp.report.page import PageSection, document, duration, parts
 from nemo_rl_cpp.report.samples import clip, printable, writable
 
 PAGE, DATA = "evaluation.html", "evaluation_data.json"
-_MOST = 60  # prompts of a section that the page shows; all are in evaluation_data.json
+_MOST = 60  # prompts shown per section of the page; evaluation_data.json contains all
 _EXAMPLES = 3
 
 
@@ -31,8 +31,8 @@ class EvalResult:
         score: mean of the metric over prompts.
         interval: 95 % interval of the score, for prompts drawn from the same source.
         prompts: number of prompts.
-        mean_reward: over all responses, as the environment gave it.
-        metrics: of rollouts and environment.
+        mean_reward: mean of the environment's rewards over all responses.
+        metrics: metrics of rollouts and environment.
     """
 
     score: float
@@ -44,9 +44,9 @@ class EvalResult:
 
 
 def interval_of_mean(scores: list[float]) -> Interval:
-    """Return the 95 % interval of the mean of one score a prompt.
+    """Return the 95 % interval of the mean of scores, one score per prompt.
 
-    Wilson's where all are 0 or 1; otherwise mean +- 1.96 s / sqrt(P) within [0, 1], with s the scores' spread.
+    Wilson's interval if all are 0 or 1; otherwise mean +- 1.96 s / sqrt(P), clipped to [0, 1], s: standard deviation.
     """
     if set(scores) <= {0.0, 1.0} or len(scores) < 2:
         return wilson_interval(math.fsum(scores) / len(scores), len(scores))
@@ -108,8 +108,8 @@ _ROLLOUT = {
 def save_evaluation_data(
     samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path, result: EvalResult
 ) -> None:
-    """Write `evaluation_data.json` ({"evaluation_data": [one dictionary a response]}), `config.json` (where they came from)
-    and `evaluation.html` (prompts with their answers)."""
+    """Write `evaluation_data.json` ({"evaluation_data": [one dictionary per response]}), `config.json` (the settings of
+    the evaluation) and `evaluation.html` (prompts with their answers)."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}
@@ -129,7 +129,7 @@ def save_evaluation_data(
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with its answers: an entry of `rewards`, `responses` and `cut` for each; `truth` is None where there is none."""
+    """A prompt with its answers: `rewards`, `responses` and `cut` have one entry per answer; `truth` may be None."""
 
     text: str
     truth: str | None
@@ -143,7 +143,7 @@ class Prompt:
 
 
 def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
-    """Return the prompts of an evaluation's samples, of which each `n` in a row answer one prompt."""
+    """Return the prompts of an evaluation's samples; each `n` consecutive samples answer the same prompt."""
     return [_prompt(samples[start : start + n]) for start in range(0, len(samples), n)]
 
 
@@ -161,7 +161,7 @@ def _prompt(samples: Sequence[Mapping[str, object]]) -> Prompt:
 
 
 def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt]) -> str:
-    """Return the page, wrong prompts first. `facts` are the rows of the terminal's table."""
+    """Return the page, with wrong prompts first. `facts` are the rows of the terminal's table."""
     wrong = [prompt for prompt in prompts if max(prompt.rewards) <= 0]
     right = [prompt for prompt in prompts if min(prompt.rewards) >= 1]
     part = [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1]
@@ -184,7 +184,7 @@ def _answers(prompt: Prompt) -> list[Answer]:
 
 
 def _cards(found: Sequence[tuple[Prompt, Sequence[Answer]]]) -> str:
-    """Return prompts with answers as HTML, one below the other, and how many more there are; "" without any."""
+    """Return prompts with answers as HTML, in sequence, and the number of omitted prompts; "" without prompts."""
     cards = [
         (clip(prompt.text), clip(prompt.truth or ""), [(reward, note, clip(text)) for reward, note, text in answers])
         for prompt, answers in found[:_MOST]
@@ -196,14 +196,14 @@ def _cards(found: Sequence[tuple[Prompt, Sequence[Answer]]]) -> str:
 
 
 def is_evaluation(folder: Path | str) -> bool:
-    """Return whether `eval.save_path` has named this folder."""
+    """Return whether the folder contains the samples of an evaluation (`eval.save_path`)."""
     return (Path(folder) / DATA).is_file()
 
 
 def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
-    """Compare evaluations of the same prompts, each with the first one: rewards, keys that differ, prompts that changed.
+    """Compare evaluations of the same prompts with the first one: rewards, differing keys, changed prompts.
 
-    ValueError for a folder that cannot be read, is given twice, or has other prompts.
+    Raise ValueError if a folder cannot be read, is given twice, or has different prompts.
     """
     names = different_folders(folders)
     configs, prompts = zip(*(_read(Path(folder)) for folder in folders))
@@ -237,7 +237,7 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
 
 
 def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:
-    """Say how the mean reward changed, with the 95 % interval mean +- 1.96 s / sqrt(P) of the P prompts' differences."""
+    """Return the change of the mean reward as text, with its 95 % interval mean +- 1.96 s / sqrt(P)."""
     gaps = [b.mean - a.mean for a, b in zip(first, second, strict=True)]
     text = f"mean reward {_mean(first):.4f} -> {_mean(second):.4f}, difference {statistics.fmean(gaps):+.4f}"
     if len(gaps) < 2:
@@ -251,7 +251,7 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from the first to the last evaluation, the largest change first."""
+    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from first to last, largest change first."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

@@ -1,1 +1,1 @@
-"""Files that survive a crash, folders that one run holds, and data as text."""
+"""Crash-safe files, folder locks, and plain data as text."""

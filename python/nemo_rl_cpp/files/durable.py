@@ -1,7 +1,7 @@
-"""Files that survive a crash: fsync, atomic replacement, and manifests that tell a whole folder from a torn one.
+"""Crash-safe files: fsync, atomic replacement, and manifests that distinguish complete folders from partial ones.
 
-Every change of a name goes through `rename` or `write_atomic`, which sync the folder that holds the name: after they
-return, neither a killed process nor a power cut can undo them.
+Every rename goes through `rename` or `write_atomic`, which sync the parent folder: after they return, neither a killed
+process nor a power cut can undo the rename.
 """
 
 import errno
@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 
 
 def fsync_path(path: Path | str) -> None:
-    """Flush one file or folder to the disk."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,7 +29,7 @@ def fsync_path(path: Path | str) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename, and sync the folder (both, when they differ)."""
+    """Rename, and sync the parent folder (both parent folders if they differ)."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:
@@ -37,7 +37,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def write_durable(path: Path, text: str) -> None:
-    """Write `text` and sync it. Not atomic: for a file inside a folder that is not yet visible."""
+    """Write `text` and sync it. Not atomic: intended for a file in a folder that is not published yet."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -45,9 +45,10 @@ def write_durable(path: Path, text: str) -> None:
 
 
 def write_atomic(path: Path, text: str, durable: bool = True) -> None:
-    """Replace `path` by `text` in one step: a reader sees the old content or the new, never a part.
+    """Replace the content of `path` by `text` atomically: readers never see a partial file.
 
-    With `durable=False` nothing is synced (a killed process still leaves a whole file; a power cut may not).
+    With `durable=False` nothing is synced: the file is complete after a killed process, but maybe not after a power
+    cut.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -67,11 +68,11 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
     """Sync every file and folder under `root`, then write its manifest: sizes and SHA-256 of all files.
 
-    The manifest comes last, so a folder that has a valid one is whole. `facts` are stored in it. Return the manifest.
+    The manifest is written last, so a valid one means a complete folder. `facts` are stored in it. Return the manifest.
     """
     paths = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     paths = [path for path in paths if path != root / MANIFEST]
-    with ThreadPoolExecutor(max_workers=1) as disk:  # it writes while this thread computes
+    with ThreadPoolExecutor(max_workers=1) as disk:  # syncs while this thread computes hashes
         synced = [disk.submit(fsync_path, path) for path in paths]
         files: dict[str, Plain] = {
             path.relative_to(root).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)}
@@ -88,10 +89,10 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
 
 
 def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> str | None:
-    """Return what is wrong with a sealed folder, in a few words, or None if it is whole.
+    """Return what is wrong with a sealed folder, in a few words, or None if it is complete.
 
-    With `contents=False` only the manifest and the sizes are checked, and the SHA-256 of the (small) files `verify`; with
-    True every SHA-256. Files that the manifest does not know are no problem; one of `verify` that it does not know is.
+    With `contents=False` only the manifest, the sizes and the SHA-256 of the (small) files in `verify` are checked,
+    with True every SHA-256. Files missing in the manifest are allowed, except files in `verify`.
     """
     try:
         files = _manifest_files(root)
@@ -114,8 +115,8 @@ def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> 
 
 
 def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
-    """Return name -> (size, SHA-256) by the manifest. Raise ValueError unless it is well-formed, matches its own digest and stays
-    inside its folder."""
+    """Return name -> (size, SHA-256) from the manifest. Raise ValueError unless it is well-formed, matches its own
+    digest and names only files inside its folder."""
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     files = manifest["files"]
     if manifest["digest"] != _digest(files):
@@ -127,7 +128,7 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def manifest_facts(root: Path) -> dict[str, Plain]:
-    """Return the `facts` that a folder was sealed with; nothing if its manifest cannot be read."""
+    """Return the `facts` that a folder was sealed with; an empty mapping if the manifest cannot be read."""
     try:
         manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -137,7 +138,7 @@ def manifest_facts(root: Path) -> dict[str, Plain]:
 
 
 def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
-    """Yield the objects of JSON lines, without what is torn, damaged or no object."""
+    """Yield the objects of JSON lines; skip lines that are incomplete, damaged or not an object."""
     for line in lines:
         with suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
@@ -153,8 +154,8 @@ _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def disk_trouble(error: BaseException | None) -> str | None:
-    """Return "No space left on device" and the like if an exception comes from that: no space, no quota, a failing disk. Else None.
-    Libraries that are not written in Python tell it only in their text."""
+    """Return a text such as "No space left on device" if lack of space, a quota or a failing disk caused the exception,
+    else None. Libraries not written in Python report the error number only in their text."""
     while error is not None:
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None

@@ -1,4 +1,4 @@
-"""A lock on a folder that the system releases when its process ends, however it ends, and that names its holder."""
+"""A lock on a folder that names its holder. The system releases it when the process ends, even after a crash."""
 
 import contextlib
 import errno
@@ -14,26 +14,26 @@ from nemo_rl_cpp.files.yaml_text import Plain
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _MISTAKES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST)
-_PATIENCE = 0.1  # seconds: a check may hold the lock for a moment
+_PATIENCE = 0.1  # seconds, because a check may hold the lock briefly
 
 
 class FolderError(ValueError):
-    """A folder that a run was given cannot be used; the message names the key to change."""
+    """A run cannot use the given folder; the message names the key to change."""
 
 
 class FolderInUseError(FolderError, RuntimeError):
-    """Another run holds the folder."""
+    """A different run holds the lock of the folder."""
 
 
 class FolderLock:
-    """Held from construction to `close`, or to the end of the process; forked children do not inherit it.
+    """A lock held from construction to `close`, or until the process ends; forked children do not inherit it.
 
-    Raises FolderInUseError with process, host and time if another run holds it, and FolderError if the folder cannot hold a
-    lock. `key` names the setting to change. On a file system without locks a warning tells that nothing is locked.
+    Raises FolderInUseError with process, host and time if a different run holds it, and FolderError if the folder
+    cannot be locked. `key` names the setting to change. Without locks in the file system, a warning is shown.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        from filelock import FileLock, Timeout  # 20 ms, which a run that saves nothing does not need
+        from filelock import FileLock, Timeout  # importing takes 20 ms, which a run without checkpoints saves
 
         self._path = folder / LOCK
         self._lock = FileLock(self._path, thread_local=False, fallback_to_soft=False)
@@ -50,11 +50,11 @@ class FolderLock:
                 stacklevel=3,
             )
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with contextlib.suppress(OSError):  # the lock holds without it, on a full disk too
+        with contextlib.suppress(OSError):  # the lock works without this text, for example on a full disk
             self._path.write_text(json.dumps(me) + "\n")
 
     def close(self, remove: bool = False) -> None:
-        """Give the lock back; may be called again. `remove`: take the file away too."""
+        """Release the lock. Idempotent. `remove`: delete the lock file, too."""
         if self._lock.is_locked:
             with contextlib.suppress(OSError):
                 self._path.unlink() if remove else os.truncate(self._path, 0)
@@ -62,7 +62,7 @@ class FolderLock:
 
 
 def holder_of(folder: Path) -> dict[str, Plain] | None:
-    """Return who holds the lock of a folder, as far as the lock file tells (`pid`, `host`, `since`); None if nobody does."""
+    """Return the holder of a folder's lock from the lock file (`pid`, `host`, `since`); None if unlocked."""
     from filelock import FileLock, Timeout
 
     path = folder / LOCK
@@ -78,7 +78,7 @@ def holder_of(folder: Path) -> dict[str, Plain] | None:
 
 
 def _read(path: Path) -> dict[str, Plain]:
-    """Return what the holder wrote into the lock file; nothing if it cannot be read."""
+    """Return the holder recorded in the lock file; an empty mapping if it cannot be read."""
     try:
         holder = json.loads(path.read_bytes()[:4096])
     except (OSError, ValueError, RecursionError):
@@ -96,7 +96,7 @@ def held_by(holder: dict[str, Plain]) -> str:
 
 
 def make_folder(folder: Path, key: str) -> bool:
-    """Make a folder and its parents; return whether it was not there. Raise FolderError, which names `key`, if that fails."""
+    """Create a folder and its parents; return whether it is new. Raise FolderError with `key` on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=False)
         return True
@@ -109,7 +109,7 @@ def make_folder(folder: Path, key: str) -> bool:
 
 
 def folder_error(folder: Path, key: str, error: OSError) -> OSError | FolderError:
-    """Return the error as a sentence that names key and folder, for what a user can put right; else the error itself."""
+    """Return a FolderError with key and folder if the user can fix the error; otherwise return the error itself."""
     if error.errno not in _MISTAKES:
         return error
     reason = "a file of that name is there" if error.errno == errno.EEXIST else (error.strerror or str(error))

@@ -1,6 +1,7 @@
-"""Nested plain data with tensors, kept in two files that hold no code: NAME.json and, for its tensors, NAME.safetensors.
+"""Saves nested plain data with tensors in files without code: NAME.json and, for tensors, NAME.safetensors.
 
-write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]}) read_state(folder / "sampler")
+write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]})
+read_state(folder / "sampler")
 """
 
 import base64
@@ -19,7 +20,7 @@ _TAG = "~"
 
 
 def write_state(path: Path, value: object) -> None:
-    """Write `path`.json and, if there are tensors, `path`.safetensors. Raise ValueError as `check_state`."""
+    """Write `path`.json and, if there are tensors, `path`.safetensors. Raise ValueError like `check_state`."""
     tensors: dict[str, torch.Tensor] = {}
     tree = _encode(value, "", tensors)
     path.with_name(f"{path.name}.json").write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
@@ -28,7 +29,7 @@ def write_state(path: Path, value: object) -> None:
 
 
 def read_state(path: Path) -> object:
-    """Return what `write_state` wrote, type by type. Raise ValueError for files that it did not write."""
+    """Return what `write_state` wrote, with the same types. Raise ValueError for files of other origin."""
     tree = json.loads(path.with_name(f"{path.name}.json").read_text(encoding="utf-8"))
     file = path.with_name(f"{path.name}.safetensors")
     try:
@@ -38,8 +39,8 @@ def read_state(path: Path) -> object:
 
 
 def check_state(value: object, name: str = "") -> None:
-    """Raise ValueError, which names the entry and its type, unless `value` can be written: None, booleans, numbers, texts, bytes,
-    paths, lists, tuples, sets, dictionaries, tensors and numpy arrays, in any nesting."""
+    """Raise ValueError with the entry and its type unless `value` can be written: None, booleans, numbers, strings,
+    bytes, paths, lists, tuples, sets, dictionaries, tensors and NumPy arrays, in any nesting."""
     _encode(value, name, {})
 
 

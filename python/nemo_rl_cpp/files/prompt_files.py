@@ -1,4 +1,4 @@
-"""Finds prompt, system-prompt and template files, whether the program runs from the source tree or from a wheel."""
+"""Finds prompt, system-prompt and template files, in a source tree or an installed wheel."""
 
 from pathlib import Path
 
@@ -6,31 +6,31 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class MissingFileError(FileNotFoundError, ValueError):
-    """A file that a configuration names is not there: a user's mistake as well as an error of the system."""
+    """A file named in a configuration does not exist. Both a user's mistake (ValueError) and a FileNotFoundError."""
 
 
 def _places(path: str | Path) -> list[Path]:
-    """List where a file may be: as given, then in the source tree, then in the installed package, which carries the prompts of
-    `examples/prompts/`; they are found there by that path or by their name."""
+    """Return where a file may be: as given, in the source tree, in the installed package. The package contains the
+    prompts of `examples/prompts/`, which are found by that path or by name."""
     given = Path(path).expanduser()
     if given.is_absolute():
         return [given]
     source_tree = _PACKAGE.parents[1]
     places = [given, *([source_tree / given] if (source_tree / "pyproject.toml").is_file() else []), _PACKAGE / given]
-    # Another folder's missing file must not turn into a prompt that happens to have its name.
+    # a missing file of a different folder must not be replaced by a packaged prompt of the same name
     in_package = str(given.parent) in (".", "prompts", "examples/prompts")
     return [*places, _PACKAGE / "prompts" / given.name] if in_package else places
 
 
 def find_prompt(path: str | Path) -> Path | None:
-    """Return the file that a configuration means; None if there is none."""
+    """Return the file for a path in a configuration; None if there is none."""
     return next((place for place in _places(path) if place.is_file()), None)
 
 
 def find_file(path: str | Path, key: str) -> Path:
-    """Return the file that a configuration means.
+    """Return the file for a path in a configuration.
 
-    Raises MissingFileError (a FileNotFoundError and a ValueError) that names `key` and every place that was tried.
+    Raise MissingFileError (a FileNotFoundError and a ValueError) with `key` and every place searched if there is none.
     """
     if (found := find_prompt(path)) is not None:
         return found

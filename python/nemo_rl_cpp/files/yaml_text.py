@@ -1,4 +1,4 @@
-"""Writes plain data as YAML text (block style) that any YAML reader gives back with the same types."""
+"""Writes plain data as YAML text (block style) that any YAML reader parses to the same types."""
 
 import json
 import math
@@ -13,8 +13,8 @@ _RESERVED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "none"
 
 
 def dump_yaml(value: Plain) -> str:
-    """Write YAML text of dicts, lists, strings, numbers, booleans and None. Floats always carry a dot, so that a YAML 1.1
-    reader does not take `1e-06` for a string."""
+    """Return YAML text of dicts, lists, strings, numbers, booleans and None. Floats always contain a dot, because a
+    YAML 1.1 reader reads `1e-06` as a string."""
     if isinstance(value, (dict, list)) and value:
         return "\n".join(_lines(value, 0)) + "\n"
     return _scalar(value) + "\n"

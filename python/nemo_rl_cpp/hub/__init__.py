@@ -1,1 +1,1 @@
-"""Models on this machine: a folder, a model that a Python package carries, or one of the model hub."""
+"""Models on this machine: a folder, a model inside a Python package, or a model of the Hugging Face Hub."""

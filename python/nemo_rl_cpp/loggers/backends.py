@@ -221,8 +221,7 @@ class MLflowLogger(TrackerLogger):
             self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Log the flattened configuration as parameters. A resumed run logs new ones only, as MLflow never changes
-        any."""
+        """Log the flattened configuration as parameters. A resumed run logs only new ones: MLflow never changes one."""
         known = self._mlflow.get_run(self.run_id).data.params if self._resumes else {}
         flat = {self.accepted(name): value for name, value in flatten_dict(to_plain(params)).items()}
         if new := {name: value for name, value in flat.items() if name not in known}:

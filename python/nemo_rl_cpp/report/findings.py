@@ -1,4 +1,4 @@
-"""Rules that read the metric history of a run and say in words what they found, with the key to change."""
+"""Rules that read a run's metric history and report findings in words, with the key to change."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _NEARLY_ALL = 0.9
 
 
 class Finding(NamedTuple):
-    """A statement about a run: `level` is one of `LEVELS`, `advice` says what to do about it or why it matters."""
+    """A statement about a run: `level` is one of `LEVELS`, `advice` is what to do about it or why it matters."""
 
     level: str
     title: str
@@ -33,7 +33,7 @@ RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 
 def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Callable[[MetricHistory], Finding | None]]:
-    """Add a function to the rules that `find` applies; `metric` is the one that its findings are about."""
+    """Register a function as a rule for `find`; `metric` is the metric that its findings concern."""
 
     def add(function: Callable[[MetricHistory], Found]) -> Callable[[MetricHistory], Finding | None]:
         @wraps(function)
@@ -48,7 +48,7 @@ def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Calla
 
 
 def find(history: MetricHistory) -> list[Finding]:
-    """Apply all rules; return the findings, the most serious first."""
+    """Apply all rules; return the findings, most serious first."""
     found = [finding for rule in RULES if (finding := rule(history)) is not None]
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
@@ -68,7 +68,7 @@ def count(number: float, noun: str) -> str:
 
 
 def cause_of_no_signal(h: MetricHistory) -> str | None:
-    """Return why (nearly) no sample has a learning signal, with the key to change; None where the metrics do not tell."""
+    """Return why (nearly) no sample has a learning signal, with the key to change; None if not known."""
     for cause in (_groups_of_one, _prompts_cut, _cut_off, _constant_reward):
         if (found := cause(h)) is not None:
             return found
@@ -83,8 +83,8 @@ def _loop(h: MetricHistory) -> str:
 
 
 def _compares_groups(h: MetricHistory) -> bool:
-    """Whether advantages compare responses to one prompt. A critic or a teacher judges each response alone, and so do some
-    estimators that take one response a prompt."""
+    """Return whether advantages compare responses to the same prompt. Critics, teachers and estimators for one response
+    per prompt score each response separately."""
     if _loop(h) != "grpo" or h.setting("grpo.adv_estimator.name") == "opd":
         return False
     return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
@@ -115,7 +115,7 @@ def _prompts_cut(h: MetricHistory) -> str | None:
 
 
 def _context_is_full(h: MetricHistory) -> bool:
-    """Whether responses end because prompt and response fill the context before max_new_tokens is reached."""
+    """Return whether responses end because the context is full before max_new_tokens is reached."""
     rate, mean, prompt = h.recent(CUT), h.recent(LENGTH), h.recent(PROMPT)
     wanted = as_number(h.setting("policy.generation.max_new_tokens"))
     limit = as_number(h.setting("policy.max_total_sequence_length"))
@@ -169,7 +169,7 @@ def _constant_reward(h: MetricHistory) -> str | None:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Compare the probabilities of trainer and generator, in steps whose samples the present weights made."""
+    """Compare the probabilities of trainer and generator, in steps whose samples are not stale."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in zip(*h.curve(ERROR).finite()) if not stale.get(step)]
     if not values:
@@ -197,7 +197,7 @@ def exactness(h: MetricHistory) -> Found:
 def not_finite(h: MetricHistory) -> Found:
     for name in h.names("train/"):
         if extremum(name):
-            continue  # extrema over no token are infinite by definition
+            continue  # an extremum over zero tokens is infinite
         broken = [step for step, value in zip(*h.curve(name)) if not math.isfinite(value)]
         if broken:
             title = f"{name} was not finite in {count(len(broken), 'step')}, first in step {broken[0]}"
@@ -261,7 +261,7 @@ def unmatchable_truths(h: MetricHistory) -> Found:
 
 @rule(REWARD)
 def reward_trend(h: MetricHistory) -> Found:
-    """Tell whether the reward rose, fell or stayed, beyond the noise between steps."""
+    """Report whether the reward rose, fell or stayed, beyond the noise between steps."""
     trend = h.trend(REWARD)
     if trend is None:
         return None
@@ -296,14 +296,14 @@ def validation_trend(h: MetricHistory) -> Found:
 
 
 def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
-    """Whether the intervals of two validations overlap; False where they are not known."""
+    """Return whether the intervals of two validations overlap; False if an interval is not known."""
     low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite())) for end in ("low", "high"))
     return first in high and last in low and low[last] <= high[first]
 
 
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
-    """Report the share of prompt groups whose rewards are all equal: where groups are compared, they teach nothing."""
+    """Report the share of prompt groups with equal rewards. Such groups give no gradient if groups are compared."""
     if not _compares_groups(h):
         return None
     share = h.recent("train/groups/pct_equal")
@@ -352,9 +352,9 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Whether responses that were cut off are rewarded as well as all, as where answers fill exactly their length.
+    """Return whether truncated responses earn as much as all responses, as if answers needed the full length.
 
-    A step in which all were cut compares nothing; where there are no others, a rising reward decides.
+    Steps in which all responses were truncated are ignored; if there are no other steps, a rising reward decides.
     """
     names = ("train/reward_of_truncated", REWARD, CUT)
     cut, every, rate = (dict(zip(*h.curve(name).finite())) for name in names)
@@ -379,7 +379,7 @@ def truncation(h: MetricHistory) -> Found:
         advice = "That is right where answers fill policy.generation.max_new_tokens; raise it where they need more."
         return "info", title, advice
     if (h.recent("train/reward_of_truncated") or 0) > 0:
-        level = "warn"  # the cut ones earn something, so their ends may not be missed
+        level = "warn"  # truncated responses earn rewards, so their endings may not matter
     advice = (
         "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
         "(grpo.reward_shaping, grpo.overlong_filtering)."
@@ -430,25 +430,25 @@ def value_quality(h: MetricHistory) -> Found:
 
 
 class Alerts:
-    """Follows the metrics of this process's steps, with or without a report.
+    """Watches the metrics of this process's steps, with or without a report.
 
-    Applies the rules after the third step, at first after every step and later after each twentieth of the run so far, so
-    that a long run spends next to nothing on them.
+    Applies the rules from the third step on: first after every step, later at intervals of a twentieth of the run so
+    far, so that long runs spend almost no time on them.
     """
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
-        """Take the run's configuration as a plain mapping, see `MetricHistory`."""
+        """Store the run's configuration, a plain mapping; see `MetricHistory`."""
         self.history = MetricHistory(settings=settings)
         self._steps = 0
         self._next = 3  # one step of a small batch proves nothing
         self._told: set[str] = set()
 
     def validation(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Take in the metrics of a validation."""
+        """Add the metrics of a validation."""
         self._add(step, metrics, "validation")
 
     def step(self, step: int, metrics: Mapping[str, object]) -> list[str]:
-        """Take in a step; return a line for each serious finding that was not returned before."""
+        """Add the metrics of a step; return a line for each new serious finding."""
         self._add(step, metrics, "train")
         self._steps += 1
         if self._steps < self._next:
@@ -459,13 +459,13 @@ class Alerts:
         return [f"serious: {finding.title}. {finding.advice}" for finding in new]
 
     def serious(self) -> list[Finding]:
-        """Return the serious findings, each piece of advice once: the consequences of one cause share it."""
+        """Return the serious findings, without repeated advice: findings with the same cause share their advice."""
         found = [finding for finding in find(self.history) if finding.level == "bad"]
         return list({finding.advice: finding for finding in reversed(found)}.values())[::-1]
 
     @property
     def learned_nothing(self) -> bool:
-        """Whether no step of this process changed the policy: every gradient was 0."""
+        """Return whether no step of this process changed the policy, because every gradient was 0."""
         norms = self.history.curve(NORM).values
         return bool(norms) and all(norm == 0 for norm in norms)
 

@@ -1,4 +1,4 @@
-"""The metrics of a run as series over steps, and the charts that a page draws of them."""
+"""The metrics of a run as series over steps, and the charts that a page draws from them."""
 
 import base64
 import gzip
@@ -29,7 +29,7 @@ def format_number(value: float) -> str:
 
 
 class Curve(NamedTuple):
-    """The values of one metric over its steps, in step order; values may be nan or infinite."""
+    """The values of a metric in step order; values may be nan or infinite."""
 
     steps: list[int]
     values: list[float]
@@ -45,7 +45,7 @@ class Curve(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """Means of the first and of the last stretch of a curve, and how many standard errors lie between them."""
+    """Means of the first and the last stretch of a curve, and their distance in standard errors."""
 
     first: float
     last: float
@@ -54,9 +54,9 @@ class Trend(NamedTuple):
 
 
 class MetricHistory:
-    """All numeric metrics of a run. A metric that was logged twice at a step keeps the later value.
+    """All numeric metrics of a run. If a metric was logged twice at a step, the later value is kept.
 
-    `settings` is the run's configuration as a plain mapping, which advice may need; empty where it is not known.
+    `settings` is the run's configuration as a plain mapping, which advice may need; empty if not known.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = (), settings: Mapping[str, object] | None = None) -> None:
@@ -68,7 +68,7 @@ class MetricHistory:
 
     @classmethod
     def of(cls, **metrics: Iterable[float]) -> "MetricHistory":
-        """Make a history from lists of values at steps 1, 2, ...; `__` in a name stands for `/`. For tests and notebooks."""
+        """Return a history of lists of values at steps 1, 2, ...; `__` in a name means `/`. For tests and notebooks."""
         history = cls()
         for name, values in metrics.items():
             for step, value in enumerate(values, start=1):
@@ -76,7 +76,7 @@ class MetricHistory:
         return history
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Take in one row of metrics.jsonl."""
+        """Add a row of metrics.jsonl."""
         step = row.get("step")
         if not isinstance(step, int):
             return
@@ -103,7 +103,7 @@ class MetricHistory:
         return sorted(name for name in self._data if name.startswith(prefix))
 
     def curve(self, *names: str) -> Curve:
-        """Return the curve of the first name that has values; an empty one if none has."""
+        """Return the curve of the first name with values; an empty curve if none has values."""
         for name in names:
             if name in self._data:
                 if name not in self._sorted:
@@ -118,13 +118,13 @@ class MetricHistory:
         return math.fsum(values) / len(values) if values else None
 
     def trend(self, name: str) -> Trend | None:
-        """Return how a curve moved from its first to its last stretch (a sixth of it each); None with fewer than six values."""
+        """Return how a curve changed from its first to its last sixth; None with fewer than six values."""
         values = self.curve(name).finite().values
         if len(values) < 6:
             return None
         stretch = max(2, min(20, round(len(values) / 6)))
         first, last = math.fsum(values[:stretch]) / stretch, math.fsum(values[-stretch:]) / stretch
-        # steps differ from their neighbours by noise alone: half their mean square is its variance
+        # neighbouring steps differ by noise only: half the mean square of their differences is its variance
         noise = math.fsum((b - a) ** 2 for a, b in zip(values, values[1:])) / (2 * (len(values) - 1))
         error, gap = math.sqrt(2 * noise / stretch), last - first
         sigmas = gap / error if error > 0 else math.copysign(math.inf, gap) if gap else 0.0
@@ -136,7 +136,7 @@ class MetricHistory:
 
 
 def read_metrics(path: Path) -> list[dict[str, Plain]]:
-    """Return the whole rows of a metrics.jsonl, which may grow meanwhile; an empty list where there is none."""
+    """Return the complete rows of a metrics.jsonl, which may be growing; an empty list if it does not exist."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return list(json_rows(file))
@@ -145,7 +145,7 @@ def read_metrics(path: Path) -> list[dict[str, Plain]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping that a JSON file holds; an empty one where there is none."""
+    """Return the mapping in a JSON file; an empty mapping if there is none."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -154,16 +154,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def validation_word(*histories: MetricHistory) -> str:
-    """Return "accuracy" where every reward of every validation was 0 or 1 (`validation/right_or_wrong`), else "reward"."""
+    """Return "accuracy" if every validation reward was 0 or 1 (`validation/right_or_wrong`), otherwise "reward"."""
     flags = [value for history in histories for value in history.curve("validation/right_or_wrong").finite().values]
     return "accuracy" if all(value == 1 for value in flags) else "reward"
 
 
-# ---- what the scripts of a page read
+# ---- data for the scripts of a page
 
 
 def packed(data: Plain) -> str:
-    """Return plain data as gzipped JSON in base64, which HTML needs not escape. A lone surrogate becomes a question mark."""
+    """Return plain data as gzipped JSON in base64, safe in HTML. Lone surrogates become question marks."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
 
@@ -171,9 +171,9 @@ def packed(data: Plain) -> str:
 def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:
     """Return {"runs": [{"name", "axes": [steps], "metrics": {name: entry}}]}.
 
-    An entry is [axis, values]: `axis` numbers the list of steps, and one number instead of a list is a constant. A long curve
-    is thinned to the lowest and highest value of each stretch; [axis, means] of the stretches follow. A text is the name of a
-    metric with the same values. Values that are not finite are null.
+    An entry is [axis, values]: `axis` is an index into the lists of steps; a single number instead of a list is a
+    constant. A long curve is reduced to the lowest and highest value of each stretch, followed by [axis, means] of the
+    stretches. An entry that is a string names a metric with the same values. Non-finite values are null.
     """
     return {"runs": [_run(name, history) for name, history in runs.items()]}
 
@@ -209,7 +209,7 @@ def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
 
 
 def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Return about `limit` points that still show every spike: the lowest and the highest of each stretch, and both ends."""
+    """Return about `limit` points that keep every spike: the minimum and maximum of each stretch, and both ends."""
     if len(xs) <= limit:
         return list(xs), list(ys)
     keep: set[int] = {0, len(xs) - 1}
@@ -223,7 +223,7 @@ def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINT
 
 
 def _means(curve: Curve) -> tuple[list[float], list[float]]:
-    """Return the means of stretches of a long curve, each at its last step."""
+    """Return the means of stretches of a long curve, each at the last step of its stretch."""
     steps, values = curve.finite()
     size = len(values) / (MOST_POINTS // 2)
     if size <= 1:
@@ -234,7 +234,7 @@ def _means(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def _short(value: float) -> float | int | None:
-    """Return six significant digits, and a whole number as an int."""
+    """Return the value rounded to six significant digits, a whole number as an int, or None if it is not finite."""
     if not math.isfinite(value):
         return None
     if value == int(value) and abs(value) < 1e15:
@@ -243,7 +243,7 @@ def _short(value: float) -> float | int | None:
 
 
 class Line(NamedTuple):
-    """A metric in a panel. `low` and `high` are the metrics that bound its interval, drawn as a band."""
+    """A metric in a panel. `low` and `high` are the metrics of its interval, which is drawn as a band."""
 
     label: str
     metric: str
@@ -252,7 +252,7 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A chart: its title, unit and lines. `zero`: the axis begins at 0; `smooth`: a running mean over a faint line."""
+    """A chart: its title, unit and lines. `zero`: the axis begins at 0; `smooth`: a running mean is drawn."""
 
     title: str
     unit: str
@@ -262,13 +262,13 @@ class Panel(NamedTuple):
     wide: bool = False
 
     def spec(self) -> dict[str, Plain]:
-        """Return what chart.js draws."""
+        """Return the specification that chart.js draws."""
         lines = [{k: v for k, v in line._asdict().items() if v is not None} for line in self.lines]
         return {"title": self.title, "zero": self.zero, "smooth": self.smooth, "lines": [*lines]}
 
 
 class Panels(NamedTuple):
-    """The panels of a run: those that move, and those whose every line has one value throughout."""
+    """The panels of a run: those that change, and those whose lines are all constant."""
 
     moving: list[Panel]
     flat: list[Panel]
@@ -278,7 +278,7 @@ class Panels(NamedTuple):
 
 
 def _panel(title: str, unit: str = "", **lines: str) -> Panel:
-    """Return a panel whose axis begins at 0, of metrics by their labels."""
+    """Return a panel whose axis begins at 0, with one line per label and metric."""
     return Panel(title, unit, [Line(label, metric) for label, metric in lines.items()], zero=True)
 
 
@@ -313,7 +313,7 @@ _PANELS = (
 
 
 def panels_of(histories: Sequence[MetricHistory]) -> Panels:
-    """Return the panels that any of the runs has values for. A panel is flat when each line has one value in all runs."""
+    """Return the panels with values in any run. A panel is flat if each of its lines is constant over all runs."""
     result = Panels([], [])
     for panel in _PANELS:
         curves = {line: [h.curve(line.metric).finite().values for h in histories] for line in panel.lines}

@@ -1,4 +1,4 @@
-"""The report of a run as a page: one HTML text that refers to nothing outside itself."""
+"""The report page of a run: a self-contained HTML text."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def document(
     *,
     has_scripts: bool = True,
 ) -> str:
-    """Return the page. `data` holds what the scripts read, by the id of its element."""
+    """Return the page. `data` is the data for the scripts, by the id of its element."""
     written = int(time.time())
     style = Markup(_asset("page.css"))
     code = Markup("".join(_asset(f"{name}.js") for name in _SCRIPTS if has_scripts))
@@ -60,8 +60,8 @@ def document(
 
 @cache
 def parts() -> Any:
-    """Return the macros of page.html: each gives a part of a page as HTML in which every text is escaped."""
-    import jinja2  # which takes a fifth of a second to load
+    """Return the macros of page.html. Each returns a part of a page as HTML with escaped texts."""
+    import jinja2  # importing it takes a fifth of a second
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
@@ -70,19 +70,19 @@ def parts() -> Any:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    # long names of metrics may be broken behind their underscores, slashes and dots
+    # allow line breaks in long metric names after underscores, slashes and dots
     environment.filters["breakable"] = lambda name: Markup(re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", str(escape(name))))
     return environment.get_template("page.html").module
 
 
 @cache
 def _asset(name: str) -> str:
-    """Read a file of this folder once: a package that is replaced during a run does not mix two versions on a page."""
+    """Read and cache a file of this folder, so that a package upgrade during a run does not mix versions."""
     return (_HERE / name).read_text(encoding="utf-8")
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time as text: `1 h 02 min`, `5 min 31 s`, `12.3 s`."""
+    """Return a duration as text: `1 h 02 min`, `5 min 31 s`, `12.3 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -92,14 +92,14 @@ def duration(seconds: float) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return the value of a key as a table shows it."""
+    """Return the value of a key as text for a table."""
     return value if isinstance(value, str) else json.dumps(to_plain(value), ensure_ascii=False)
 
 
 # ---- where the time goes
 
 STEP_TIME = "timing/train/total_step_time"
-_BETWEEN_STEPS = ("checkpointing", "validation")  # stages after a step, which its total_step_time leaves out
+_BETWEEN_STEPS = ("checkpointing", "validation")  # stages after a step, which total_step_time does not include
 _STAGES = (
     "generation",
     "policy_training",
@@ -118,15 +118,15 @@ _SMALL, _LARGE = 0.005, 0.03
 
 
 def timing_name(history: MetricHistory, label: str) -> str:
-    """Return the metric that holds a stage's seconds."""
+    """Return the name of the metric with a stage's seconds."""
     name = f"timing/train/{label}"
     return name if history.curve(name).values else f"{name}/total"
 
 
 def stage_shares(h: MetricHistory) -> dict[str, float]:
-    """Return the share of each outermost stage in the time of all steps and between them, largest first.
+    """Return each outermost stage's share of the time in and between steps, largest first.
 
-    Leaves out sums and stages within stages (with a `/`); a group known by its total alone counts as one stage.
+    Sums and nested stages (with a `/`) are left out; a group with only a total is one stage.
     """
     seconds: dict[str, float] = {}
     for name in h.names("timing/train/"):
@@ -140,7 +140,7 @@ def stage_shares(h: MetricHistory) -> dict[str, float]:
 
 
 def _time_spec(history: MetricHistory) -> dict[str, Plain] | None:
-    """Return the stacked bars of a step's time, small stages left to "other"; None without times."""
+    """Return the stacked bars of a step's time, with small stages merged into "other"; None without times."""
     shares = stage_shares(history)
     colors = {
         label: _STAGES.index(label) if label in _STAGES else _MORE[sum(map(ord, label)) % len(_MORE)]
@@ -174,7 +174,7 @@ def _mean_step_time(history: MetricHistory) -> float:
 
 
 def _memory_section(history: MetricHistory) -> str:
-    """Return a bar for each phase: the most memory that was in use in it."""
+    """Return a bar with the peak memory of each phase."""
     cards = []
     for title, prefix in (("Peak by phase", "memory/peak_rss_gb/"), ("GPU peak by phase", "memory/peak_gpu_gb/")):
         peaks = {
@@ -192,11 +192,11 @@ def _memory_section(history: MetricHistory) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Everything that a page shows except the metrics.
+    """All facts of a page except the metrics.
 
     Attributes:
         status: running, finished, stopped in time, interrupted or failed.
-        given: {"key", "value", "where"} of each key that the user set; None where that is not known.
+        given: {"key", "value", "where"} of each key that the user set; None if not known.
     """
 
     title: str
@@ -242,7 +242,7 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
-    """Return one or two sentences about the run, with the numbers of the terminal's table: those of single steps."""
+    """Return one or two sentences about the run, with the same single-step numbers as the terminal's table."""
     if history.last_step == 0:
         return facts.message or "No step has finished yet."
     rewards, trend = history.curve("train/reward").finite().values, history.trend("train/reward")
@@ -270,7 +270,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of each figure at the top of the page."""
+    """Return (name, value, note) of each headline figure of the page."""
 
     def values(name: str) -> list[float]:
         return history.curve(name).finite().values
@@ -296,7 +296,7 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]
 
 
 def curves_section(panels: Panels, histories: Sequence[MetricHistory]) -> str:
-    """Return the charts, the flat ones behind a fold that names them with their values."""
+    """Return the charts; flat charts are folded under a line with their names and values."""
 
     def last(panel: Panel, of: Sequence[MetricHistory]) -> list[str]:
         curves = [history.curve(panel.lines[0].metric).values for history in of]

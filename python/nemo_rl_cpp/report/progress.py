@@ -1,4 +1,4 @@
-"""One live line in the terminal: step, phase, reward, speed, time left. Plain lines where there is no terminal."""
+"""A live line in the terminal: step, phase, reward, speed, time left. Plain lines if there is no terminal."""
 
 import sys
 import time
@@ -44,14 +44,14 @@ class Progress:
             progress.step(step, metrics)
             progress.finish({"reward": "0.15 -> 0.62", ...})
 
-    `mode`: "live" (one line that redraws itself), "notebook" (the same, in the cell's output), "plain" (a line a step),
-    "quiet"; None chooses by where the output goes. Text that others print meanwhile appears above the live line.
+    `mode`: "live" (one line, redrawn in place), "notebook" (the same, in the cell's output), "plain" (one line per
+    step), "quiet"; None chooses by the output's type. Other output printed during the run appears above the live line.
     """
 
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: "Console | None" = None
     ) -> None:
-        """Begin to show a run; without `total_steps` no time left is shown. `console`: a rich Console, by default stdout."""
+        """Start the display; without `total_steps`, no time left is shown. `console`: of rich, by default stdout."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console
@@ -71,7 +71,7 @@ class Progress:
             self._display = display({"text/plain": self.line()}, raw=True, display_id=True)
 
     def phase(self, name: str) -> None:
-        """Show that the run is now doing `name`."""
+        """Show `name` as the run's current phase."""
         self._phase, self._phase_began = name, time.monotonic()
         if self.mode == "notebook":
             self._show_notebook()
@@ -85,7 +85,7 @@ class Progress:
             self.phase(label.removesuffix("/total"))
 
     def step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
-        """Show that step number `step` (from 1) is done, with its metrics."""
+        """Show that step `step` (from 1) is done, with its metrics."""
         now = time.monotonic()
         for name in _SHOWN:
             if (value := as_number((metrics or {}).get(name))) is not None:
@@ -116,7 +116,7 @@ class Progress:
             self._get_console().print(table)
 
     def close(self) -> None:
-        """End the live line; may be called again."""
+        """End the live line. Idempotent."""
         if self._live is not None:
             self._live.stop()
 
@@ -129,13 +129,13 @@ class Progress:
     # ---- the line
 
     def line(self) -> str:
-        """Return the live line."""
+        """Return the text of the live line."""
         now = time.monotonic()
         phase = f"{self._phase} {duration(now - self._phase_began)}"
         return " | ".join(filter(None, [self._head(), phase, self._values()])) + self._tail(now)
 
     def eta_seconds(self, now: float | None = None) -> float | None:
-        """Return the seconds left by the mean time of the steps so far, without the first, which warms up, if there are others."""
+        """Return the seconds left, from the mean time of the steps after the first one, which includes warm-up."""
         if self.total_steps is None or self._first_step_end is None:
             return None
         now = time.monotonic() if now is None else now
@@ -149,7 +149,7 @@ class Progress:
 
     def _values(self) -> str:
         shown = {label: format_number(self._metrics[name]) for name, label in _SHOWN.items() if name in self._metrics}
-        if shown.get("acc") == shown.get("reward"):  # the environment's name for the same mean
+        if shown.get("acc") == shown.get("reward"):  # the environment logs the same mean under this name
             shown.pop("acc", None)
         return "  ".join(f"{label} {number}" for label, number in shown.items())
 
@@ -198,7 +198,7 @@ class Progress:
 
 
 def _choose_mode(console: "Console | None") -> str:
-    ipython = sys.modules.get("IPython")  # imported is not enough: a kernel must run in this process
+    ipython = sys.modules.get("IPython")  # being imported is not enough: a kernel must run in this process
     if ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None:
         return "notebook"
     terminal = console.is_terminal if console is not None else sys.stdout is not None and sys.stdout.isatty()

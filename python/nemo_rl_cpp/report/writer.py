@@ -25,9 +25,9 @@ _STORED = ("title", "status", "message", "total_steps", "environment", "given")
 class ReportWriter:
     """Writes `<log_dir>/report.html` from metrics.jsonl and the rollout files of the folder.
 
-    `update()` after each step costs next to nothing most of the time: it writes the page at most every `min_interval`
-    seconds, and so seldom that writing takes less than 2 % of the time. The page replaces the old one in one step, so
-    there is a whole page at any moment, also after a crash; `write_report(log_dir)` makes it again from the files alone.
+    `update()` after each step usually costs almost nothing: it writes the page at most every `min_interval` seconds,
+    and so rarely that writing takes less than 2 % of the time. The page is replaced atomically, so a complete page
+    exists at any moment, even after a crash. `write_report(log_dir)` creates it from the files alone.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class ReportWriter:
         min_interval: float = 5.0,
         token_bytes: TokenBytes | None = None,
     ) -> None:
-        """Read earlier files. Without `config`, take the folder's hyperparams.json and the facts of an earlier report. `token_bytes`: see
-        `SampleBook`."""
+        """Read earlier files. Without `config`, use the folder's hyperparams.json and the facts of an earlier report.
+        `token_bytes`: see `SampleBook`."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self.min_interval = min_interval
@@ -64,8 +64,8 @@ class ReportWriter:
         self.update(status="running", force=True)
 
     def update(self, status: str | None = None, message: str | None = None, force: bool = False) -> bool:
-        """Write the page if it is time to, or with `force`; return whether it was written. A page that cannot be written
-        does not end the run: the reason is shown once."""
+        """Write the page if it is due, or if `force` is set; return whether it was written. If the page cannot be
+        written, the reason is shown once and the run continues."""
         changed = {name: text for name, text in (("status", status), ("message", message)) if text is not None}
         self._facts = replace(self._facts, **changed)
         now = time.monotonic()
@@ -85,7 +85,7 @@ class ReportWriter:
         return True
 
     def finish(self, status: str = "finished", message: str = "") -> None:
-        """Write the last page: status finished, stopped in time, interrupted or failed."""
+        """Write the last page. `status` is finished, stopped in time, interrupted or failed."""
         self.update(status=status, message=message, force=True)
 
     def _write(self) -> None:
@@ -99,7 +99,7 @@ class ReportWriter:
 def write_report(log_dir: Path | str) -> Path:
     """Write report.html of a finished, running or crashed run from its log folder; return its path.
 
-    ValueError if the folder holds no metrics.jsonl.
+    Raise ValueError if the folder contains no metrics.jsonl.
     """
     if not (Path(log_dir) / METRICS).exists():
         raise ValueError(f"{log_dir} holds no {METRICS}: give the log folder of a run, such as logs/exp_001")
@@ -109,7 +109,7 @@ def write_report(log_dir: Path | str) -> Path:
 
 
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
-    """Return {"key", "value", "where"} of each key that a command line, a call or a file that is not shipped has set."""
+    """Return {"key", "value", "where"} of each key set by the command line, a call, or a user's own file."""
     values, positions = written(config), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():
@@ -128,7 +128,7 @@ def _value_at(values: Plain, key: str) -> Plain:
 
 
 def _place(where: str) -> str | None:
-    """Return how a reader names a place; None for a line of a shipped file."""
+    """Return a readable name of the place; None for a line of a shipped file."""
     if where.startswith("override "):
         return "command line"
     file, _, number = where.rpartition(":")

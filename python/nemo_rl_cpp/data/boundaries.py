@@ -1,12 +1,12 @@
-"""Says where a prompt begins and where a response ends. One rule for training, validation, evaluation, `generate` and the saved
-folder, and the rule of transformers.
+"""Defines where a prompt begins and where a response ends. Training, validation, evaluation, `generate` and the saved
+folder share this rule, which is that of transformers.
 
-Beginnings: plain text gets the special tokens that the tokenizer puts around a text (a BOS token, where it has one). The
-text of a chat template gets none, for the template writes its own. A template that passes contents through writes none,
-so what comes out of it is plain text.
+Beginnings: plain text gets the special tokens that the tokenizer adds to a text (a BOS token, if it has one). The text
+of a chat template gets none, because the template writes its own. A passthrough template writes none, so its output is
+treated as plain text.
 
-Ends: the `eos_token_id` of generation_config.json, a number or a list; without one, that of config.json; without either,
-the tokenizer's end token.
+Ends: the `eos_token_id` of generation_config.json, a number or a list; otherwise that of config.json; otherwise the
+tokenizer's end token.
 """
 
 import json
@@ -29,13 +29,13 @@ def prompt_ids(
 ) -> list[int]:
     """Return the token ids of a prompt.
 
-    `messages` is the conversation from which a chat template made `text`; None for plain text. A plain text that is
-    written with a BOS token gets no second one.
+    `messages` is the conversation that a chat template rendered as `text`; None for plain text. If plain text already
+    starts with the BOS token, no second one is added.
     """
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    # some tokenizers give a row of a batch
+    # some tokenizers return a batch of one row
     ids = [int(i) for i in (ids[0] if ids and isinstance(ids[0], list) else ids)]
     bos, eos, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
     if plain and ids and ids[-1] == eos and end and not text.endswith(end):
@@ -49,7 +49,7 @@ def prompt_ids(
 
 def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
     """Return the tokens at which a model's responses end: those of generation_config.json in `folder` or of `config`
-    (its config.json), else those of the tokenizer. Warn when the tokenizer's end token is not among the model's."""
+    (its config.json), otherwise the tokenizer's. Warn if the tokenizer's end token is not among the model's."""
     ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
     if not ends:
         return end_token_ids_of_tokenizer(tokenizer)
@@ -64,13 +64,13 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """Return the end tokens that a tokenizer knows: those of the model in its folder, else its own; [] for None."""
+    """Return a tokenizer's end tokens: those of the model in its folder, otherwise its own; [] for None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 
 
 def named_ends(folder: Path | None, config: Mapping[str, object]) -> list[int]:
-    """Return the end tokens that generation_config.json names, or else config.json; [] where neither does."""
+    """Return the end tokens in generation_config.json, or otherwise in config.json; [] if neither has any."""
     generation = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     for source, name in ((generation, GENERATION_CONFIG), (config, "config.json")):
         if ends := _ids(source.get("eos_token_id"), f"{name} of {folder}"):
@@ -89,7 +89,7 @@ def _ids(value: object, where: str) -> list[int]:
 def save_generation_config(
     folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None, target: Path
 ) -> None:
-    """Write a trained model's generation_config.json: that of the model in `folder`, with the ends of
+    """Write a trained model's generation_config.json: a copy of the one in `folder`, with the end tokens of
     `end_token_ids`."""
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     if not content:
@@ -102,9 +102,9 @@ def save_generation_config(
 
 
 def passes_text_through(tokenizer: TokenizerType) -> bool:
-    """Whether the chat template returns a user's message unchanged: the model does not see that it is a message."""
+    """Return whether the chat template returns a user's message unchanged, so that no role is marked."""
     try:
         messages = [{"role": "user", "content": "x"}]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "x"
-    except ValueError:  # no template, or one that wants another conversation
+    except ValueError:  # no template, or a template that rejects this conversation
         return False

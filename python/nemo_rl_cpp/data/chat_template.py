@@ -1,8 +1,7 @@
-"""Chat templates: the jinja programs that turn a list of messages into the text a model was trained on, and the choice among them.
+"""Chat templates: jinja programs that render messages as the text a model was trained on, and the choice among them.
 
-They come with model folders, that is from strangers, so they run in jinja's immutable sandbox, as in transformers and vLLM: a
-template reads the messages and builds text, and reaches nothing of Python's inside. Its time and its memory are not limited.
-"""
+Templates come with downloaded models, so they are untrusted and run in jinja's immutable sandbox, as in transformers
+and vLLM: a template cannot access Python internals. Its time and memory are not limited."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +22,18 @@ from nemo_rl_cpp.files.prompt_files import find_file
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Contents of all messages, one after another, and nothing added: what `chat_template: null` means."""
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names in a message, the one templates read first
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, in the order in which templates look
 
 
 T = TypeVar("T")
 
 
 class ChatTemplateError(ValueError):
-    """A chat template that cannot be compiled, or that refuses or fails on the given messages."""
+    """Raised if a chat template does not compile, or if it rejects or fails on the messages."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text in some templates; here it is just its body."""
+    """`{% generation %}...{% endgeneration %}` marks assistant text in some templates; only its body is rendered."""
 
     tags = {"generation"}
 
@@ -71,14 +70,14 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _guarded(what: str, action: Callable[[], T]) -> T:
-    """Return `action()`. Raise ChatTemplateError, which begins with `what`, for whatever goes wrong inside."""
+    """Return `action()`. Turn any error into ChatTemplateError with the prefix `what`."""
     try:
         return action()
     except ChatTemplateError:
         raise
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"{what}: {error}") from error
-    except Exception as error:  # a template's own mistakes surface as any error of Python
+    except Exception as error:  # errors in a template may raise any Python exception
         raise ChatTemplateError(f"{what}: {type(error).__name__}: {error}") from error
 
 
@@ -88,7 +87,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def uses_messages(template: str) -> bool:
-    """Whether a template reads `messages`. Raise ChatTemplateError when it does not compile."""
+    """Return whether a template reads `messages`. Raise ChatTemplateError if it does not compile."""
     _compile(template)
     return "messages" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
 
@@ -101,11 +100,11 @@ def render_chat_template(
     tools: Sequence[Mapping[str, object]] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text of one conversation, as transformers makes it.
+    """Return the text of one conversation, as rendered by transformers.
 
-    Keys of a message whose value is None (`content: null` with tool calls) are left out. `variables` are further names that the
-    template may read (special tokens, `chat_template_kwargs`). Raise ChatTemplateError (a ValueError) when the template is wrong
-    or refuses the messages.
+    Keys of a message whose value is None (`content: null` with tool calls) are left out. `variables` are further
+    variables that the template may read (special tokens, `chat_template_kwargs`). Raise ChatTemplateError (a
+    ValueError) if the template is wrong or rejects the messages.
     """
     for tool in tools or ():
         if not isinstance(tool, Mapping):
@@ -125,7 +124,7 @@ def render_chat_template(
 
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
-    """Return copies with plain values, without keys that are None, and with reasoning under the names that templates read."""
+    """Return copies with plain values, without None values, and with reasoning under the keys that templates use."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(
             f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
@@ -145,7 +144,7 @@ def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """Convert to JSON's types: the sandbox does not know what methods of other objects would do."""
+    """Convert to JSON types, because methods of other objects could escape the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
@@ -166,11 +165,11 @@ _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt", ".json", ".tpl", ".tmpl")
 
 
 def choose_template(value: object, own: str | Mapping[str, str] | None, key: str) -> str | dict[str, str] | None:
-    """Return the template that the key `key` asks for by `value`; `own` are the tokenizer's.
+    """Return the template that the value of the configuration key `key` selects; `own` are the tokenizer's templates.
 
-    null passes contents through, "default" is the tokenizer's own. A text with jinja's marks is a template, a path is read (a
-    .json file for its entry `chat_template`), a name is one of the tokenizer's named templates. Raise ChatTemplateError for a
-    template that does not read `messages`, and FileNotFoundError for a path that is not there.
+    null passes contents through, "default" is the tokenizer's template. A text with jinja's marks is a template, a path
+    is read (a .json file for its entry `chat_template`), a name selects one of the tokenizer's named templates. Raise
+    ChatTemplateError for a template that does not read `messages`, and FileNotFoundError for a missing path.
     """
     if value is None:
         return PASSTHROUGH

@@ -1,4 +1,4 @@
-"""Chooses the chat template for a conversation with a checkpoint: the model's own, even if the run used another."""
+"""Chooses the chat template for a conversation with a checkpoint: the model's own, even if the run's differs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Let `tokenizer` use the chat template for the model in `folder`. Return what a user must know of it, a
-    sentence each.
+    """Set `tokenizer` to the chat template for the model in `folder`. Return notes for the user, one sentence
+    each.
 
-    The model's own template counts. Only where it has none, and `folder` is a checkpoint of a run
-    (`step_N/policy/weights`, with `step_N/config.yaml`), the run's template is used. Raise ValueError where there is
+    The model's own template is used if it has one. Otherwise, if `folder` is a checkpoint of a run
+    (`step_N/policy/weights`, with `step_N/config.yaml`), the run's template is used. Raise ValueError if there is
     neither.
     """
     run, own = run_section(folder), tokenizer.chat_template
@@ -51,7 +51,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
-    """Tell how prompts of a checkpoint's evaluation, by its section `tokenizer`, differ from those of its run."""
+    """List how prompts rendered with an evaluation's `tokenizer` section differ from those of the checkpoint's run."""
     run = run_section(folder) or {}
     remarks = []
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
@@ -74,7 +74,7 @@ def _run_config(folder: Path) -> Path:
 
 
 def run_section(folder: Path) -> dict[str, Any] | None:
-    """Return `policy.tokenizer` of the run that wrote the checkpoint; None for another folder."""
+    """Return `policy.tokenizer` of the run that wrote the checkpoint; None for any other folder."""
     path = Path(os.path.abspath(folder))
     if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
         return None
@@ -82,7 +82,7 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """Return the template that the run used, `own` where it used the model's; None for contents without a template."""
+    """Return the run's template, `own` if the run used the model's; None for contents without a template."""
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
     value = own if run is None else run.get("chat_template", "default")

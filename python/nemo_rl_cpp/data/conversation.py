@@ -1,7 +1,7 @@
-"""Turn prompts and rows into conversations, or say in one sentence what is wrong with them.
+"""Converts prompts and rows to conversations, or raises a one-sentence error.
 
-A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` follow one rule. A ValueError
-does not name the file and the row: the caller puts them before it.
+A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` use the same rules. A
+ValueError does not name the file and the row: the caller adds them.
 """
 
 import json
@@ -17,10 +17,11 @@ _ARROW = ("datasets", "pandas", "polars", "pyarrow")
 
 
 def plain(value: object) -> object:
-    """Turn arrays, Series and tuples into lists, other mappings into dictionaries and scalars of numpy into Python's, at any depth.
+    """Convert arrays, Series and tuples to lists, other mappings to dictionaries and numpy scalars to Python's,
+    recursively.
 
-    Values of other types stay. Mappings inside an array of objects lose their null keys: pandas makes such arrays of Arrow's lists.
-    """
+    Values of other types stay. Mappings inside an array of objects lose null keys, which pandas adds to Arrow's
+    structs."""
     convert = getattr(value, "tolist", None) or getattr(value, "to_list", None)  # numpy, torch and pandas; polars
     if convert is not None and not isinstance(value, type):
         if _holds_objects(value):
@@ -34,12 +35,12 @@ def plain(value: object) -> object:
 
 
 def comes_from_arrow(rows: object) -> bool:
-    """Whether `rows` is a table or data set of a library that keeps or reads columns by Arrow."""
+    """Return whether `rows` is a table or data set of a library that keeps or reads columns with Arrow."""
     return any(base.__module__.partition(".")[0] in _ARROW for base in type(rows).__mro__)
 
 
 def came_through_pandas(row: object) -> bool:
-    """Whether a mapping's values include an array of objects, so that its structs are Arrow's, too."""
+    """Return whether a mapping's values include an array of objects, which means that its structs come from Arrow."""
     return isinstance(row, Mapping) and any(_holds_objects(value) for value in row.values())
 
 
@@ -48,9 +49,9 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Remove null keys from the mappings inside columns; columns that are null stay.
+    """Remove null keys from the mappings inside columns; null columns stay.
 
-    All structs of an Arrow column have the same keys, so that each gets a null under every key that only others were given.
+    All structs of an Arrow column have the same keys, so each struct has nulls for keys that only other structs set.
     """
     return {name: _unpadded(value) for name, value in row.items()}
 
@@ -62,7 +63,7 @@ def _unpadded(value: object) -> object:
 
 
 def row_at(rows: Indexed[Row], index: int) -> Row:
-    """Return row `index` of a data set as it was written."""
+    """Return row `index` of a data set in its original form."""
     return without_padding(rows[index]) if comes_from_arrow(rows) else rows[index]
 
 
@@ -79,8 +80,8 @@ ChatMessage = dict[str, object]
 
 
 def look_up(row: Mapping[str, object], key: str) -> object:
-    """Return the value of a column, or by a dotted key (`reward_model.ground_truth`) a value inside a column. Raise ValueError with
-    the keys that are there when it is missing."""
+    """Return the value of a column, or by a dotted key (`reward_model.ground_truth`) a value inside a column. If it is
+    missing, raise ValueError with the available keys."""
     if key in row:
         return row[key]
     value: object = row
@@ -94,8 +95,8 @@ def look_up(row: Mapping[str, object], key: str) -> object:
 
 
 def conversation_of(value: object, key: str) -> list[ChatMessage]:
-    """Return the messages of a question: a text or a number is a user's message, a list of {"role", "content"} or of {"from",
-    "value"} (sharegpt) is a conversation."""
+    """Return the messages of a question: a text or a number becomes a user message; a list of {"role", "content"} or of
+    {"from", "value"} (sharegpt) is a conversation."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         value = str(value)
     if isinstance(value, str):
@@ -113,12 +114,12 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
 
 
 def text_of(value: T) -> T | str:
-    """Turn a number into text, for a message; everything else stays."""
+    """Convert a number to text, for a message; return anything else unchanged."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether a value is a list or another sequence, and no text."""
+    """Return whether a value is a list or a different sequence, but no text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -138,8 +139,8 @@ def _message(message: object, key: str) -> ChatMessage:
 
 
 def split_conversation(messages: object, key: str = "messages") -> tuple[list[ChatMessage], object]:
-    """Return (prompt, truth): the prompt ends with the user (or a tool's result), the truth is the content of the last assistant
-    message, None without one. Contents in parts of text become texts."""
+    """Return (prompt, truth): the prompt ends with the user (or a tool's result), the ground truth is the content of
+    the last assistant message, None without one. Contents in text parts are joined."""
     checked = conversation_of(messages, key) if is_list(messages) else None
     if checked is None:
         raise ValueError(f"{key!r} must be a list of messages, not {_kind(messages)}")
@@ -159,7 +160,7 @@ def split_conversation(messages: object, key: str = "messages") -> tuple[list[Ch
 
 
 def check_characters(text: str, where: str) -> None:
-    """Raise ValueError for a text with half a character, which no tokenizer takes and no file can hold."""
+    """Raise ValueError for a text with a lone surrogate, which no tokenizer accepts and no file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -169,7 +170,7 @@ def check_characters(text: str, where: str) -> None:
 
 
 def is_conversation(items: object) -> bool:
-    """Whether it is a list of messages, in either spelling, and not a list of rows."""
+    """Return whether `items` is a list of messages, in either format, and not a list of rows."""
     return (
         isinstance(items, (list, tuple))
         and len(items) > 0
@@ -179,8 +180,8 @@ def is_conversation(items: object) -> bool:
 
 
 def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
-    """Return a prompt as the model gets it: a text, or the messages of a conversation that the model can answer. Raise ValueError,
-    which begins with `where`, for everything else."""
+    """Return a prompt in its final form: a text, or the messages of a conversation that the model can answer. Raise
+    ValueError, which begins with `where`, for anything else."""
     if isinstance(value, str):
         if not value and not may_be_empty:
             raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
@@ -204,8 +205,8 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
 
 
 def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
-    """Return one or several prompts, each as `prompt_of` returns it; a text or a conversation is one. Raise ValueError for
-    everything else."""
+    """Return one or several prompts, each as returned by `prompt_of`; a text or a conversation is one prompt. Raise
+    ValueError for anything else."""
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
@@ -232,12 +233,12 @@ def _with_text(message: ChatMessage, key: str) -> ChatMessage:
 
 
 def is_parts(content: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
-    """Whether a content is a list of parts such as {"type": "text", "text": ...}."""
+    """Return whether a content is a list of parts such as {"type": "text", "text": ...}."""
     return is_list(content) and bool(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
 
 
 def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> str:
-    """Join the texts of all parts. Raise ValueError for images, sound and video."""
+    """Return the joined texts of all parts. Raise ValueError for images, audio and video."""
     for part in parts:
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"{key} has a part of type {in_a_line(part['type'])}: only text is supported")
@@ -245,7 +246,7 @@ def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> 
 
 
 def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
-    """Return the column `tools` of a row: a list of JSON schemas, or its JSON text."""
+    """Return the column `tools` of a row as a list of JSON schemas; the column may hold JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

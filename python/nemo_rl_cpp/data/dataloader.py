@@ -1,4 +1,4 @@
-"""Feed prompts to the training loop, in an order that depends on a seed and a position alone."""
+"""Loads prompts for the training loop, in an order that depends only on a seed and a position."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 
 
 def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
-    """Make the batch that an evaluation needs, of lists."""
+    """Make the batch for an evaluation, which holds lists."""
     return BatchedDataDict(
         message_log=[datum["message_log"] for datum in data_batch],
         extra_env_info=[datum["extra_env_info"] for datum in data_batch],
@@ -46,13 +46,13 @@ def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 
 
 class StatefulDataLoader:
-    """Batches of `batch_size` rows; the order of an epoch is a function of (seed, epoch).
+    """Yields batches of `batch_size` rows; the order of an epoch is a function of (seed, epoch).
 
-    The state is two numbers, so it costs nothing to save after every step, and a resumed loader continues with exactly
-    the rows that would have come next, whatever the batch size. `iter()` begins an epoch: the one that a loaded state
-    is in the middle of, otherwise the next one. `drop_last` leaves out a last batch that is not full.
-    With `num_workers` > 0 that many threads tokenise the next batch while the current one is in use; with more than
-    one, processors must not depend on one another's calls.
+    The state is two numbers, so saving it after every step costs nothing, and a resumed loader continues with exactly
+    the rows that would have come next, whatever the batch size. `iter()` begins an epoch: the unfinished epoch of a
+    loaded state, otherwise the next epoch. `drop_last` leaves out an incomplete last batch. With `num_workers` > 0,
+    that many threads tokenize the next batch while the current one is in use; with several threads, calls of processors
+    must not depend on each other.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class StatefulDataLoader:
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.collate_fn, self.drop_last, self.seed, self.num_workers = collate_fn, drop_last, seed, num_workers
         self._epoch = 0
-        self._cursor = 0  # rows of this epoch that were handed out
+        self._cursor = 0  # rows of this epoch that were returned
         self._resume = True  # the next iter() continues at the cursor
-        self._newest = 0  # number of the iterator that may move the position
+        self._newest = 0  # id of the iterator that may advance the position
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class StatefulDataLoader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that were finished or left before the current one."""
+        """The number of epochs that were finished or abandoned before the current one."""
         return self._epoch
 
     def state_dict(self) -> dict[str, int | bool]:
@@ -96,7 +96,7 @@ class StatefulDataLoader:
         return here | {"seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Go to a saved position. Raise ValueError for another data set, seed or shuffling: the position would mean other rows."""
+        """Restore a saved position. Raise ValueError if data set, seed or shuffling differ: the rows would differ."""
         own = self.state_dict()
         for key in ("seed", "shuffle", "num_rows"):
             if state[key] != own[key]:
@@ -129,12 +129,12 @@ class StatefulDataLoader:
                 raise RuntimeError("this iterator of the data loader was left behind by a newer one")
             self._cursor += len(chunk)
             if i + 1 == len(chunks):
-                # the epoch is over: a state that is saved from here on begins the next one
+                # the epoch is over: a state saved from now on begins the next epoch
                 self._epoch, self._cursor, self._resume = self._epoch + 1, 0, True
             yield self.collate_fn(rows)
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
-        """Start to fetch rows. Calling the result waits for them, and raises what a processor raised."""
+        """Start fetching rows. The returned function waits for them, and raises what a processor raised."""
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:
@@ -150,14 +150,14 @@ class StatefulDataLoader:
 
 
 class MultipleDataloaderWrapper:
-    """Batches from several loaders, one a task: each step takes `data.num_prompts_per_dataloader` prompts of one loader
-    after another, in turn, until `expected_num_prompts` are there. It never ends; a loader that does begins again. So it has
-    no epochs, as in NeMo RL.
+    """Yields batches from several loaders, one per task: each step takes `data.num_prompts_per_dataloader` prompts from
+    the loaders, round-robin, until `expected_num_prompts` are collected. It never ends, because an exhausted loader
+    starts over. So it has no epochs, as in NeMo RL.
 
-    `data.custom_dataloader` names a function (dotted path) that chooses instead: it gets (data_iterators, dataloaders,
-    **records) and returns (batch, data_iterators). `records` are given to `set_records` by a program of the user that
-    drives the loader; `train` gives it none. They are saved with the position (so they must be plain data); a state that the
-    function itself keeps is not.
+    `data.custom_dataloader` names a function (dotted path) that replaces this choice: it gets (data_iterators,
+    dataloaders, **records) and returns (batch, data_iterators). `records` are passed to `set_records` by a user program
+    that drives the loader; `train` passes none. They are saved with the position, so they must be plain data; state
+    inside the function is not saved.
     """
 
     def __init__(
@@ -244,9 +244,9 @@ def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
 
 
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Take the loader to the position in a checkpoint.
+    """Restore the loader's position from a checkpoint.
 
-    Raise FileNotFoundError if the checkpoint has none, and ValueError if it is of other rows, another seed or another order.
+    Raise FileNotFoundError if the checkpoint has none, and ValueError if rows, seed or order differ.
     """
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():

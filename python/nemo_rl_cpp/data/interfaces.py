@@ -1,4 +1,4 @@
-"""The types that data sets, processors, environments and the training loop hand one another."""
+"""The types shared by data sets, processors, environments and the training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, object]
 
 
 class Indexed(Protocol[T_co]):
-    """A sequence that is read by index and length alone: rows of a data set, or the samples made from them."""
+    """A sequence that is used only by index and length: rows of a data set, or the samples made from them."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> T_co: ...
@@ -28,11 +28,11 @@ class Indexed(Protocol[T_co]):
 class Message(TypedDict, total=False):
     """A message of S tokens in a rollout.
 
-    role: who speaks: system, user, assistant, tool, environment.
+    role: the author: system, user, assistant, tool, environment.
     content: the text.
     token_ids: int64 [S].
     generation_logprobs: float32 [S], of messages that the policy has sampled.
-    token_loss_mask: int64 [S], 1 on the tokens that are trained.
+    token_loss_mask: int64 [S], 1 on the trained tokens.
     """
 
     role: str
@@ -47,7 +47,7 @@ LLMMessageLogType = list[Message]
 
 
 def tokens_of(message_log: LLMMessageLogType) -> int:
-    """Count the tokens of all messages of a conversation."""
+    """Return the number of tokens of all messages of a conversation."""
     return sum(message["token_ids"].numel() for message in message_log)
 
 
@@ -55,7 +55,7 @@ PathLike = str | os.PathLike[str]
 
 
 class TokenizerType(Protocol):
-    """The methods of a tokenizer that a run uses, of `nemo_rl_cpp.data.tokenizer.Tokenizer` or of one of transformers."""
+    """The tokenizer methods that a run uses, as in `nemo_rl_cpp.data.tokenizer.Tokenizer` or transformers."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -80,14 +80,14 @@ class TokenizerType(Protocol):
 
 
 class DatumSpec(TypedDict):
-    """One prompt, ready to be rolled out.
+    """One prompt, ready for a rollout.
 
-    message_log: the messages of the prompt, tokenised.
-    length: tokens of all messages together, before any cut.
-    extra_env_info: whatever the environment needs, the right answer for instance.
+    message_log: the tokenized messages of the prompt.
+    length: the number of tokens of all messages, before any cut.
+    extra_env_info: data for the environment, such as the ground truth.
     loss_multiplier: weight of the sample in the loss; 0 masks it out.
-    idx: row in the data set.
-    task_name: which processor and environment the row belongs to.
+    idx: the row in the data set.
+    task_name: selects the row's processor and environment.
     stop_strings: texts at which generation ends for this sample.
     """
 
@@ -105,9 +105,9 @@ class DatumSpec(TypedDict):
 class TaskDataSpec:
     """How the rows of a task become prompts.
 
-    `prompt_file` holds a text with `{}` where the question goes, `system_prompt_file` the system message; both are read
-    at once into `prompt` and `system_prompt` (None without a file). A file is looked for as given, in the source tree
-    and in the package; FileNotFoundError if it is nowhere.
+    `prompt_file` holds a text with `{}` in the question's place, `system_prompt_file` the system message; both are read
+    immediately into `prompt` and `system_prompt` (None without a file). A file is searched for as given, in the source
+    tree and in the package; FileNotFoundError is raised if it is not found.
     """
 
     task_name: str | None = None
@@ -131,7 +131,7 @@ class TaskDataSpec:
             ) from None
 
     def copy_defaults(self, from_spec: TaskDataSpec) -> None:
-        """Take prompt and system prompt from another specification where this one has none."""
+        """Copy prompt and system prompt from `from_spec` if this specification has none."""
         if self.prompt is None:
             self.prompt = from_spec.prompt
         if self.system_prompt is None:
@@ -152,6 +152,6 @@ class TaskDataProcessFnCallable(Protocol):
 
 
 class TaskDataPreProcessFnCallable(Protocol):
-    """Changes a row before the processor sees it."""
+    """Changes a row before its processor is called."""
 
     def __call__(self, datum_dict: Row) -> Row: ...

@@ -1,7 +1,7 @@
-"""Processors: a row of a data set to a tokenised prompt with what its environment needs.
+"""Processors: they convert a row of a data set to a tokenized prompt with the data for its environment.
 
-Each takes (datum_dict, task_data_spec, tokenizer, max_seq_length, idx) and gives a DatumSpec. Configurations name them;
-`register_processor` adds one.
+Each takes (datum_dict, task_data_spec, tokenizer, max_seq_length, idx) and returns a DatumSpec. Configurations name
+them; `register_processor` adds one.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from nemo_rl_cpp.data.prompt_rendering import fill_prompt, render_prompt, system
 
 
 class Entry(NamedTuple):
-    """One message of a prompt: its role, its piece of the text, its token ids."""
+    """One message of a prompt: its role, its part of the text, its token ids."""
 
     role: str
     content: str
@@ -23,14 +23,14 @@ class Entry(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A row as its processor reads it: the prompt's messages and the information for its environment."""
+    """A processed row: the prompt's messages and the information for its environment."""
 
     entries: list[Entry]
     extra_env_info: dict[str, object]
 
     @property
     def length(self) -> int:
-        """Tokens of all messages together."""
+        """The number of tokens of all messages."""
         return sum(len(entry.ids) for entry in self.entries)
 
 
@@ -40,8 +40,8 @@ PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
-    """Make the DatumSpec. A prompt of `limit` tokens or more leaves no room to answer: it is cut to a few tokens, so
-    that it costs nothing, and masked out of the loss; `length` keeps the true length."""
+    """Make the DatumSpec. A prompt of `limit` tokens or more leaves no room for a response: it is cut to a few tokens,
+    so that it costs nothing, and masked out of the loss; `length` keeps the original length."""
     import torch
 
     try:
@@ -74,7 +74,7 @@ PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Make a processor of a prompt maker, with its name and description."""
+    """Return a processor that calls a prompt maker, with its name and docstring."""
 
     def process(
         datum_dict: Row, task_data_spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
@@ -101,21 +101,21 @@ def _question(value: object, key: str) -> str:
 
 
 def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
-    """Return the system prompt's message, without the line end that editors put at the end of a file; [] if there is
+    """Return the system prompt's message, without the line end that editors add at the end of a file; [] if there is
     none."""
     text = (spec.system_prompt or "").rstrip("\r\n")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
-    """Return system and user message as two entries of one prompt: the template runs once, and its text is divided."""
+    """Return system and user message as two entries of one prompt, by splitting the text of one template call."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
     at = system_part(tokenizer, messages, text) if len(messages) > 1 else 0
     if at == 0:
         return [Entry("user", text, ids)]
-    # The ids are those of the whole text; a token that reaches over the border belongs to the user.
+    # The ids are those of the whole text; a token that crosses the border belongs to the user.
     before = prompt_ids(tokenizer, text[:at], messages[:1])
     count = next((i for i, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))
     return [Entry("system", text[:at], ids[:count]), Entry("user", text[at:], ids[count:])]
@@ -132,7 +132,7 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """Return the conversation of a row, its last question in the prompt file's place, and what the environment gets."""
+    """Return the conversation of a row, its last question inserted into the prompt file, and the environment's data."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -142,11 +142,11 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
 
 @_processor
 def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"}: the conversation up to the last question becomes one user entry, system prompt in
-    front.
+    """Read rows {"messages"}: the conversation up to the last question becomes one user entry, after the system
+    prompt.
 
-    The last assistant message is the truth. A prompt file takes the last question. A row's column "tools" goes to the
-    template.
+    The last assistant message is the ground truth. A prompt file wraps the last question. A row's column "tools" is
+    passed to the template.
     """
     messages, info = _asked(row, spec, "math_hf_data_processor")
     system = system_message(spec)
@@ -162,11 +162,11 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
 
 @_processor
 def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages": [question, answer]} as plain text to be continued: without a chat template, with a BOS
+    """Read rows {"messages": [question, answer]} as plain text to continue: without a chat template, with a BOS
     token if the tokenizer adds one.
 
-    The prompt file wraps the question and the system prompt goes before it, both literally. For base models and for
-    few-shot tasks, which end their line with the row's "stop_strings".
+    The prompt file wraps the question and the system prompt precedes it, both literally. For base models and for
+    few-shot tasks, whose responses end at the row's "stop_strings".
     """
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
@@ -180,9 +180,9 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"} for agents, which ask the policy themselves: the environment gets the messages up to
-    the last question as `messages`, with the system prompt in front. The tokens are those of the contents; only
-    their number counts."""
+    """Read rows {"messages"} for agents, which query the policy themselves: the environment gets the messages up to
+    the last question as `messages`, after the system prompt. The tokens are those of the contents; only their
+    number is used."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)
@@ -209,8 +209,8 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
 
 @_processor
 def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Rows {"messages"} whose answers are trained: a piece of the conversation before each assistant's message, and the message
-    with what the template ends it by. The last one ends with the end token."""
+    """Read rows {"messages"} whose answers are trained: an entry for the conversation before each assistant message,
+    and an entry for the message with the template's end of it. The last message ends with the end token."""
     messages, info = _asked(row, spec, "sft_processor")
     answer = info["ground_truth"]
     if not isinstance(answer, str) or not answer:
@@ -223,7 +223,7 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
             continue
         said = render_prompt(tokenizer, messages[: i + 1], add_generation_prompt=False, tools=tools_of(row))
         asked = render_prompt(tokenizer, messages[:i], tools=tools_of(row))
-        if not said.startswith(asked):  # a template that begins answers with reasoning, which this one has not
+        if not said.startswith(asked):  # a template that starts answers with reasoning, which this answer lacks
             asked = render_prompt(tokenizer, messages[:i], add_generation_prompt=False, tools=tools_of(row))
         if not asked.startswith(done) or not said.startswith(asked):
             raise ValueError(
@@ -266,7 +266,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
 
 
 def register_processor(processor_name: str, processor_function: TaskDataProcessFnCallable) -> None:
-    """Make a processor known to configurations by name. Raise ValueError if the name is taken."""
+    """Register a processor by name for configurations. Raise ValueError if the name is taken."""
     if processor_name in PROCESSOR_REGISTRY:
         raise ValueError(f"Processor name {processor_name} already registered")
     PROCESSOR_REGISTRY[processor_name] = processor_function

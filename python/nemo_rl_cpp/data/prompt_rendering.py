@@ -1,4 +1,4 @@
-"""Prompts of rows: put the question into the text of a prompt file, and the messages through the chat template."""
+"""Rendering of prompts: insert the question into a prompt file, and render messages with the chat template."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _LATEX = re.compile(r"(\\[A-Za-z]+\*?(\[[^\]\n]*\])?(\{[^{}\n]*\}|\{\{[^{}\n]*\}
 
 
 def fill_prompt(prompt: str, question: str) -> str:
-    """Return `prompt` with the question at its place. Raise ValueError when it has not exactly one place."""
+    """Return `prompt` with the question inserted. Raise ValueError unless it has exactly one placeholder."""
     before, after = split_prompt(prompt)
     return before + question + after
 
 
 @lru_cache(maxsize=64)
 def split_prompt(prompt: str) -> tuple[str, str]:
-    """Return the text before the place `{}` and the text after it. Raise ValueError, which names the line, for none or several.
+    """Return the text before and after the placeholder `{}`. Raise ValueError, which names the line, for none or
+    several.
 
-    A file whose other braces are all doubled is read as by `str.format`; else all other braces stand for themselves, and a `{}`
-    that is the argument of a LaTeX command is no place.
-    """
+    A file whose other braces are all doubled is parsed as by `str.format`; otherwise other braces are literal, and a
+    `{}` that is the argument of a LaTeX command is no placeholder."""
     tokens = [(found.start(), found[0]) for found in _TOKEN.finditer(prompt)]
     places = [(start, token) for start, token in tokens if token in ("{}", "{0}")]
     formatted = all(token in ("{{", "}}", "{}", "{0}") for _, token in tokens) and len(places) <= 1
@@ -69,13 +69,13 @@ def _wrong_places(prompt: str, places: list[int], alone: list[int]) -> str:
     return f"there is no place for the question: write {{}} where it goes{instead}"
 
 
-_KEPT: set[tuple[object, ...]] = set()  # (template, roles, ...) whose messages are known to reach the text
+_KEPT: set[tuple[object, ...]] = set()  # (template, roles, ...) that are known to render all messages
 
 
 def render_prompt(
     tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
 ) -> str:
-    """Return the chat template's text of a conversation. Raise ChatTemplateError when the template leaves out a message."""
+    """Return the chat template's text of a conversation. Raise ChatTemplateError if the template omits a message."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
     shape = (
@@ -83,13 +83,13 @@ def render_prompt(
         tuple((message.get("role"), bool(_content(message))) for message in messages), bool(tools),
     )  # fmt: skip
     if missing or shape not in _KEPT:
-        # A template may change a content (escape it, drop its reasoning), and a short content may be in the text by chance: numbers
-        # in the contents' places show what reaches the text.
+        # A template may change a content (escape it, drop its reasoning), and a short content may be in the text by
+        # chance: rendering numbers instead of the contents shows which are included.
         marked = [{**m, "content": _mark(i)} if _content(m) else m for i, m in enumerate(messages)]
         try:
             probe = _apply(tokenizer, marked, add_generation_prompt, tools)
             lost = [i for i, message in enumerate(messages) if _content(message) and _mark(i) not in probe]
-        except ValueError:  # a template that looks into contents
+        except ValueError:  # a template that inspects contents
             lost = missing
         if lost:
             raise ChatTemplateError(_leaves_out(messages, lost[0], getattr(tokenizer, "section", "policy.tokenizer")))
@@ -121,7 +121,7 @@ def _apply(tokenizer: TokenizerType, messages: Messages, add_generation_prompt: 
         )
     except ValueError:
         raise
-    except Exception as error:  # transformers' tokenizers let a template's own errors through
+    except Exception as error:  # transformers' tokenizers do not catch errors of a template
         raise ChatTemplateError(
             f"the chat template failed on these messages: {type(error).__name__}: {error}"
         ) from error
@@ -133,11 +133,11 @@ def _content(message: Mapping[str, object]) -> str:
 
 
 def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
-    """Return how many characters at the beginning of `text`, the prompt of `messages`, belong to its first (system) message.
+    """Return how many leading characters of `text`, the prompt of `messages`, belong to its first (system) message.
 
-    These are the text of that message alone, where `text` begins with it; for templates that write no system message alone or
-    put it into the user's turn, all up to the end of its content. Return 0 where the content is not in the text.
-    """
+    This is the message's text when rendered alone, if `text` begins with it. For templates that render no system
+    message alone or merge it into the user's turn, it is everything up to the end of its content. Return 0 if the
+    content is not in the text."""
     try:
         alone = _apply(tokenizer, messages[:1], False, None)
     except ValueError:  # many templates refuse a system message alone

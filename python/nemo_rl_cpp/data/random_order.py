@@ -1,6 +1,6 @@
 """Random order without generator state: every draw is a function of its key, so nothing has to be saved.
 
-Built on Philox's raw 64-bit numbers, whose values numpy guarantees; its higher-level methods may change.
+It uses Philox's raw 64-bit numbers, whose values numpy guarantees; numpy's higher-level methods may change.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ def _raw(count: int, seed: int, *key: int) -> np.ndarray:
 
 
 def permutation(count: int, seed: int, epoch: int) -> list[int]:
-    """Return every index below `count` once, in an order that depends on (seed, epoch) alone."""
+    """Return every index below `count` once, in an order that depends only on (seed, epoch)."""
     return np.argsort(_raw(count, seed, epoch), kind="stable").tolist()
 
 
 class Draws:
-    """A few numbers for one row: `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below 2**14)."""
+    """A few random numbers for one row: `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below 2**14)."""
 
     def __init__(self, seed: int, *key: int):
         self._seed, self._key, self._turn = seed, key, 0
@@ -45,6 +45,6 @@ class Draws:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a question belongs to the validation side: decided by the question alone, so that no seed, size or order
-    can make training and validation meet."""
+    """Return whether a question belongs to the validation set. This depends on the question alone, so that no seed,
+    size or order can put it into both training and validation."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") < fraction * 2**64

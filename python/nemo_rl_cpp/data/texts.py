@@ -1,4 +1,4 @@
-"""Text of token ids, whole or as it comes, and the bytes that one token stands for."""
+"""Decodes token ids, at once or as a stream, and maps single tokens to bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def is_byte_token(spelling: str | None) -> bool:
-    """Whether a token of this spelling is one byte, by the convention of SentencePiece."""
+    """Return whether a token is a single byte, by SentencePiece's naming convention."""
     return spelling is not None and _BYTE_FALLBACK.fullmatch(spelling) is not None
 
 
@@ -44,9 +44,9 @@ def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 class TokenBytes:
     """Maps token ids to bytes for one `tokenizers.Tokenizer`.
 
-    Understood are byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens, which
-    are joined by spaces where there is no decoder. They are the bytes that a token adds to a text: what a decoder does only
-    at the start of a text (dropping one leading space) is not part of them.
+    Supported are byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens,
+    which are joined by spaces if there is no decoder. The bytes are what a token adds to a text; what a decoder does
+    only at the start of a text (dropping one leading space) is not included.
     """
 
     def __init__(self, tokenizer: Backend):
@@ -67,7 +67,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
 
     def __call__(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """Return the bytes of one token; none for an id that the tokenizer does not know (a model may have spare
+        """Return the bytes of one token; b"" for an id unknown to the tokenizer (a model may have spare
         rows)."""
         if token_id in self._added:
             if skip_special_tokens and token_id in self._special:
@@ -91,7 +91,7 @@ class TokenBytes:
 
 
 def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
-    """Return a function from an id to the bytes of its token, for our tokenizer or one of transformers."""
+    """Return a function from token ids to bytes, for our tokenizer or one of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return TokenBytes(backend)
@@ -104,7 +104,7 @@ def token_bytes_table(
     """Return the bytes of the ids 0..size-1 (default: len(tokenizer)), for our tokenizer or one of transformers.
 
     `size` is usually the model's vocabulary, which may be larger than the tokenizer's; the spare ids get b"". With
-    `skip_special_tokens` special tokens get b"" too.
+    `skip_special_tokens` special tokens also get b"".
     """
     count = len(tokenizer) if size is None else size
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -124,7 +124,7 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens at most
 def text_of(
     tokenizer: TokenizerType, token_ids: Sequence[int], before: Sequence[int] = (), skip_special: bool = True
 ) -> str:
-    """Return the text that `token_ids` add to a text of the tokens `before`; it equals the joined pieces of a
+    """Return the text that `token_ids` add after the tokens `before`; equal to the joined output of a
     `TextStream`."""
     decode = _decoder(tokenizer, skip_special)
     context, unfinished = _context(decode, _spelling(tokenizer), before)
@@ -132,10 +132,10 @@ def text_of(
 
 
 class TextStream:
-    """Makes the text of one answer, token by token.
+    """Decodes one response token by token.
 
-    A token's text is given when no later token can change it: its characters are complete, and it cannot be the beginning
-    of a stop string any more. The text ends before the first stop string, or behind it with `keep_stop`.
+    A token's text is returned once no later token can change it: its characters are complete, and it cannot be the
+    start of a stop string. The text ends before the first stop string, or after it with `keep_stop`.
 
     Args:
         before: the prompt's token ids.
@@ -151,8 +151,8 @@ class TextStream:
         self._skip_special, self._kept = skip_special, kept
         self._stops, self._keep_stop = stops, keep_stop
         context, unfinished = _context(self._without_special if skip_special else self._decode, self._spelling, before)
-        # ids that are decoded together: first those whose text is known (a text begins with its first token's space only
-        # behind another token), then those that wait for the end of a character
+        # ids that are decoded together: first those whose text is known (a token's leading space is decoded only
+        # after a different token), then those that wait for the end of a character
         self._window = [token for token in (*context, *unfinished) if not self._is_skipped(token)]
         self._settled = sum(not self._is_skipped(token) for token in context)
         self._known = self._decode(self._window[: self._settled])
@@ -161,8 +161,8 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
-        """Take the next tokens. Return the texts of the tokens that are now certain, oldest first; with `last` of
-        all."""
+        """Add the next tokens. Return the texts of the tokens that are now final, oldest first; with `last` the
+        remaining texts."""
         for token in token_ids:
             if not self._is_skipped(token):
                 self._window.append(token)
@@ -183,7 +183,7 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Give the waiting tokens their texts, where `text` is the window's."""
+        """Assign texts to the waiting tokens; `text` is the window's text."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])
@@ -218,13 +218,13 @@ class TextStream:
         return given
 
     def _may_begin_a_stop(self, text: str) -> int:
-        """Count the characters at the end of `text` with which a stop string may begin."""
+        """Return how many characters at the end of `text` may be the start of a stop string."""
         sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return max(sizes, default=0)
 
 
 def _decoder(tokenizer: TokenizerType, skip_special: bool) -> Callable[[Sequence[int]], str]:
-    """Return a function from ids to text, the library's own where there is one, since it never cleans up spaces."""
+    """Return a function from ids to text; of the tokenizers library if available, because it never cleans up spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     return lambda ids: backend.decode(list(ids), skip_special_tokens=skip_special)
 
@@ -237,10 +237,10 @@ def _spelling(tokenizer: TokenizerType) -> Callable[[int], str | None]:
 def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Find which of the ids `before` decide how the next ids are decoded.
+    """Find which of the ids `before` affect how the next ids are decoded.
 
-    Return ids with a complete text, one where a token has a text by itself, and those of an unfinished character at
-    the end.
+    Return ids with a complete text, a single id if that token has a text by itself, and the ids of an unfinished
+    character at the end.
     """
     before = list(before)
     start = next((i for i in reversed(range(len(before))) if _is_text(decode([before[i]]), spelling(before[i]))), None)

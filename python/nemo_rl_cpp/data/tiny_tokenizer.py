@@ -1,4 +1,4 @@
-"""A character tokenizer of 16 tokens, for models that are trained from nothing in seconds."""
+"""A character tokenizer of 16 tokens, for models trained from scratch in seconds."""
 
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.tokenizer import Tokenizer
@@ -8,7 +8,7 @@ TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Make a tokenizer of digits, `+`, `=` and four special tokens; a chat is its contents one after another."""
+    """Make a tokenizer of digits, `+`, `=` and four special tokens; a chat is rendered as its joined contents."""
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 

@@ -1,6 +1,6 @@
-"""A tokenizer for Hugging Face tokenizer folders: encode, decode, chat template, special tokens, as `AutoTokenizer` has them.
+"""A tokenizer for Hugging Face tokenizer folders: encode, decode, chat template, special tokens, like `AutoTokenizer`.
 
-It needs the `tokenizers` library and jinja2 only. A transformers tokenizer is accepted wherever this one is.
+It needs only the `tokenizers` library and jinja2. A transformers tokenizer is accepted wherever this one is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Templates = str | dict[str, str] | None
 
 
 class Encoding(dict[str, TokenIds]):
-    """The result of calling a tokenizer: `input_ids` and `attention_mask`, by key or by attribute."""
+    """The result of a tokenizer call: `input_ids` and `attention_mask`, by key or by attribute."""
 
     def __getattr__(self, name: str) -> TokenIds:
         try:
@@ -49,11 +49,11 @@ def _as_ids(ids: int | Iterable[int] | torch.Tensor) -> list[int]:
 
 
 class Tokenizer(SpecialTokens):
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
-    `tokenizer` is a `tokenizers.Tokenizer`; `config` holds the keys of tokenizer_config.json; `eos_token_ids` are the ids at
-    which the model of the folder ends its texts, if it names any (`data.boundaries`). Use `from_pretrained` for a folder or a
-    model name.
+    `tokenizer` is a `tokenizers.Tokenizer`; `config` holds the keys of tokenizer_config.json; `eos_token_ids` are the
+    end tokens of the folder's model, if it names any (`data.boundaries`). Use `from_pretrained` for a folder or a model
+    name.
     """
 
     is_fast = True
@@ -85,8 +85,8 @@ class Tokenizer(SpecialTokens):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
-        """Read tokenizer.json and the files next to it from a folder, or from the folder of a model's name. Raise ValueError without
-        a tokenizer.json."""
+        """Read tokenizer.json and the files next to it from a folder or a model's folder. Raise ValueError if there is
+        no tokenizer.json."""
         from nemo_rl_cpp.hub.sources import resolve_tokenizer
 
         folder = resolve_tokenizer(
@@ -105,7 +105,7 @@ class Tokenizer(SpecialTokens):
         settings = read_settings(folder, backend.get_added_tokens_decoder().keys())
         config = read_json(folder / "config.json")
         if "add_prefix_space" in settings and (name := class_name(settings, config)):
-            settings["tokenizer_class"] = name  # so that a saved copy means the same ids without config.json
+            settings["tokenizer_class"] = name  # so that a saved copy has the same ids without config.json
         tokenizer = cls(backend, settings, name_or_path=str(name_or_path), eos_token_ids=named_ends(folder, config))
         tokenizer.section = section
         return tokenizer
@@ -133,7 +133,7 @@ class Tokenizer(SpecialTokens):
 
     @property
     def chat_template(self) -> Templates:
-        """The template in use, or templates by name: the run's (`use_chat_template`), else the model's."""
+        """The current template, or templates by name: the run's (`use_chat_template`), otherwise the model's."""
         return self._model_template if self._run_template is None else self._run_template[0]
 
     @chat_template.setter
@@ -141,14 +141,14 @@ class Tokenizer(SpecialTokens):
         self._model_template, self._run_template = template, None
 
     def use_chat_template(self, template: Templates) -> None:
-        """Use `template` from here on. It is the run's and not the model's: `save_pretrained` does not write it."""
+        """Use `template` from now on. It belongs to the run, not the model: `save_pretrained` does not write it."""
         self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary without added ones; `len()` counts these too."""
+        """The number of tokens of the vocabulary without added tokens; `len()` includes these."""
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
@@ -163,7 +163,7 @@ class Tokenizer(SpecialTokens):
     def convert_ids_to_tokens(
         self, ids: int | Iterable[int], skip_special_tokens: bool = False
     ) -> str | list[str | None] | None:
-        """Return the vocabulary's spelling of tokens (a leading space may be written as another character)."""
+        """Return the vocabulary's spelling of tokens (a leading space may be written as a different character)."""
         if isinstance(ids, int):
             return self.backend_tokenizer.id_to_token(ids)
         skip = set(self.all_special_ids) if skip_special_tokens else set()
@@ -185,8 +185,8 @@ class Tokenizer(SpecialTokens):
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Encoding:
-        """Return the token ids of a text or of several, as lists or with `return_tensors="pt"` as int64 tensors [B, S], where B is
-        1 for one text. Texts of different lengths fit no tensor: there is no padding."""
+        """Return the token ids of one or several texts, as lists or with `return_tensors="pt"` as int64 tensors [B, S]
+        (B is 1 for one text). Texts of different lengths raise ValueError for tensors, because there is no padding."""
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be None or 'pt', got {return_tensors!r}")
         texts = [text] if isinstance(text, str) else list(text)
@@ -218,11 +218,11 @@ class Tokenizer(SpecialTokens):
     ) -> Any:
         """Return a conversation (a list of {"role", "content"} messages) as the model's prompt: text or ids.
 
-        `add_generation_prompt` ends the text where the assistant begins. With `tokenize=False` the text is returned; else the ids:
-        a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with `return_dict`. The template writes special tokens,
-        so none are added unless `add_special_tokens` asks for them. `kwargs` are variables for the template
-        (`enable_thinking=False`, for instance). Raise ValueError when there is no template or it refuses the messages.
-        """
+        `add_generation_prompt` ends the text where the assistant begins. With `tokenize=False` the text is returned;
+        otherwise ids: a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with `return_dict`. The
+        template writes special tokens, so none are added unless `add_special_tokens` is set. `kwargs` are variables for
+        the template (`enable_thinking=False`, for instance). Raise ValueError if there is no template or it rejects the
+        messages."""
         from nemo_rl_cpp.data.chat_template import render_chat_template  # jinja2 takes a fifth of a second to load
 
         text = render_chat_template(
@@ -260,9 +260,9 @@ class Tokenizer(SpecialTokens):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of a list or 1-D tensor of ids; bytes that form no character come out as U+FFFD.
+        """Return the text of a list or 1-D tensor of ids; bytes that form no character become U+FFFD.
 
-        No spaces are cleaned up, whatever the argument or the folder's key says: transformers ignores both for BPE.
+        Spaces are never cleaned up, whatever the argument or the folder's key: transformers ignores both for BPE.
         """
         return self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
@@ -273,10 +273,10 @@ class Tokenizer(SpecialTokens):
 def get_tokenizer(
     tokenizer_config: TokenizerConfig | Mapping[str, object], *, section: str = "policy.tokenizer"
 ) -> Tokenizer:
-    """Return the tokenizer of a section `policy.tokenizer`; messages name `section`.
+    """Return the tokenizer of a section `policy.tokenizer`; error messages name `section`.
 
-    `name`: a folder or model name. `chat_template`: see `choose_template`; the folder's template where it is absent.
-    `chat_template_kwargs` are variables that every `apply_chat_template` call gets.
+    `name`: a folder or model name. `chat_template`: see `choose_template`; by default the folder's template.
+    `chat_template_kwargs` are variables for every `apply_chat_template` call.
     """
     # `nemo-rl-cpp generate` has no configuration: it starts without pydantic
     from nemo_rl_cpp.config.base import as_model

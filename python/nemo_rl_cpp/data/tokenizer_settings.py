@@ -1,4 +1,4 @@
-"""Read and write the files next to tokenizer.json: special tokens and tokenizer class, with the precedence of transformers 5."""
+"""Reads and writes the files next to tokenizer.json: special tokens and tokenizer class, as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; nothing where there is no file. Raise ValueError for a file that holds something else."""
+    """Return the object in a JSON file; {} if there is no file. Raise ValueError if the file holds anything else."""
     if not path.is_file():
         return {}
     try:
@@ -30,16 +30,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_text(token: str | Mapping[str, Any] | None) -> str | None:
-    """Return the text of a special token, which files write as a text or as a dictionary with its flags."""
+    """Return the text of a special token, which files store as a text or as a dictionary with flags."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
-    """Return the keys of tokenizer_config.json, with those that older files of the folder add.
+    """Return the keys of tokenizer_config.json, completed from older files of the folder.
 
-    Where tokenizer_config.json has `added_tokens_decoder`, it alone counts. Else special_tokens_map.json wins over it, and
-    the tokens of added_tokens.json become `added_tokens_decoder`, those excepted whose id is one of `own_ids` (the added
-    tokens of tokenizer.json). A chat_template.jinja wins over the key `chat_template`.
+    If tokenizer_config.json has `added_tokens_decoder`, older files are ignored. Otherwise special_tokens_map.json
+    takes precedence, and the tokens of added_tokens.json become `added_tokens_decoder`, except those whose id is in
+    `own_ids` (the added tokens of tokenizer.json). A chat_template.jinja takes precedence over the key `chat_template`.
     """
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
@@ -61,14 +61,14 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
 def write_settings(
     folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
 ) -> None:
-    """Write tokenizer_config.json (`settings`, the chat template among them) and special_tokens_map.json (the special tokens by
-    role, and those without one) into an existing folder."""
+    """Write tokenizer_config.json (`settings`, including the chat template) and special_tokens_map.json (the special
+    tokens by role, and those without a role) into an existing folder."""
     special: dict[str, str | list[str]] = dict(named)
     if additional:
         special["additional_special_tokens"] = additional
     for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
         (folder / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    # A template file of an earlier save would win over the one just written.
+    # A template file of an earlier save would take precedence over the new one.
     (folder / "chat_template.jinja").unlink(missing_ok=True)
 
 
@@ -80,7 +80,8 @@ def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any
 
 
 def extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens without a role: those under separate keys (`image_token`), and those under the common new or old key."""
+    """Return the special tokens without a role: under separate keys (`image_token`), and under the new or old common
+    key."""
     own = [token_text(token) for key, token in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     common = [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
@@ -99,8 +100,8 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whose fo
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer class that transformers 5 takes for a folder: the one that tokenizer_config.json (`settings`) or
-    config.json names, or else, and for some kinds of models always, the one of the `model_type`."""
+    """Return the tokenizer class that transformers 5 uses for a folder: the class in tokenizer_config.json (`settings`)
+    or config.json; if there is none, and for some model types always, the class of the `model_type`."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -108,10 +109,10 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
 
 
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
-    """Change how `backend` splits a text: by `split_special_tokens`, and by what `tokenizer_class` makes of `add_prefix_space` and `legacy`.
+    """Configure `backend` by `split_special_tokens`, and by `add_prefix_space` and `legacy` as `tokenizer_class`
+    interprets them.
 
-    Other classes take the pipeline of tokenizer.json and read neither.
-    """
+    Other classes use the pipeline of tokenizer.json and ignore both keys."""
     from tokenizers import decoders, models, pre_tokenizers
 
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
@@ -147,7 +148,7 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> AddedToken:
-    """Make a `tokenizers.AddedToken` of a text, or of a dictionary with its flags."""
+    """Make a `tokenizers.AddedToken` from a text, or from a dictionary with flags."""
     from tokenizers import AddedToken
 
     if isinstance(token, Mapping):
@@ -156,8 +157,8 @@ def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> Add
 
 
 class SpecialTokens:
-    """Base of the tokenizer: takes the tokens that tokenizer_config.json's keys name and declares them to the
-    `tokenizers.Tokenizer`, so that each is one token and decoding can skip the special ones."""
+    """The base of the tokenizer: registers the special tokens of tokenizer_config.json with the `tokenizers.Tokenizer`,
+    so that each is a single token and decoding can skip the special ones."""
 
     def __init__(self, backend: Backend, config: Mapping[str, Any], eos_token_ids: Iterable[int]):
         self.backend_tokenizer = backend
@@ -168,7 +169,7 @@ class SpecialTokens:
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
-        """Add the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with other flags."""
+        """Add the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or flags differently."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
@@ -181,7 +182,7 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Make the named and the additional special tokens special; `named` may give them with flags."""
+        """Mark the named and the additional special tokens as special; `named` may hold them with flags."""
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
@@ -205,7 +206,7 @@ class SpecialTokens:
 
     @property
     def pad_token(self) -> str | None:
-        """The padding token; the end token where the folder names none."""
+        """The padding token; the end token if the folder has no padding token."""
         end = self.eos_token or (self.backend_tokenizer.id_to_token(self._model_ends[0]) if self._model_ends else None)
         return self._named["pad_token"] or end
 
@@ -220,7 +221,7 @@ class SpecialTokens:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The ends of the folder's model (`data.boundaries`); the tokenizer's own eos where it names none."""
+        """The end tokens of the folder's model (`data.boundaries`); if it has none, the tokenizer's eos."""
         own = [] if self.eos_token_id is None else [self.eos_token_id]
         return list(self._model_ends) or own
 

@@ -63,9 +63,7 @@ class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
         for row, info in enumerate(metadata):
             if "reasoning_gym_entry" not in info:
                 raise ValueError(f"extra_env_info needs 'reasoning_gym_entry' to score by, but has only {sorted(info)}")
-            answer = info["reasoning_gym_entry"].get(
-                "answer"
-            )  # None for tasks that check a response without a reference answer
+            answer = info["reasoning_gym_entry"].get("answer")  # None for tasks without a reference answer
             several_lines = answer is None or "\n" in str(answer).strip()
             texts.append(extract_answer(assistant_text(message_log_batch[row]), self._format, several_lines))
             name = info.get("reasoning_gym_task") or info["reasoning_gym_entry"]["metadata"]["source_dataset"]

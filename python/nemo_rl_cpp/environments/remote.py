@@ -161,7 +161,7 @@ def ray_environment(
         made = {
             "num_cpus": 0,
             "max_restarts": settings.restarts if cls.can_be_asked_again else 0,
-            # restarts are limited, not retries: if a node dies, Ray retries a call several times before it restarts the actor
+            # restarts are limited, not retries: if a node dies, Ray retries a call several times before a restart
             "max_task_retries": -1 if cls.can_be_asked_again else 0,
             **(options or {}),
             "runtime_env": {**given, "env_vars": variables},

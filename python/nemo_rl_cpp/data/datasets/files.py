@@ -1,4 +1,4 @@
-"""Data sets as lists of rows, and readers of local files and folders: JSON, CSV, text, Parquet and Arrow."""
+"""Data sets as lists of rows, and readers for local files and folders: JSON, CSV, text, Parquet and Arrow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ListDataset:
-    """Rows (dictionaries) by index; a column by its name. `map` and `select` return a new data set."""
+    """Rows (dictionaries) by index, and columns by name. `map` and `select` return a new data set."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]]):
         self._rows: list[Row] = [dict(row) for row in rows]
@@ -50,7 +50,7 @@ class ListDataset:
     @overload
     def __getitem__(self, key: str) -> list[object]: ...
     def __getitem__(self, key: int | str) -> Row | list[object]:
-        """Return a row by its number, or the list of a column's values by its name."""
+        """Return a row by its index, or the list of a column's values by its name."""
         if isinstance(key, str):
             if key not in self.column_names:
                 raise KeyError(f"the data set has no column {key!r}; it has {self.column_names}")
@@ -66,7 +66,7 @@ class ListDataset:
         remove_columns: Sequence[str] | None = None,
         with_indices: bool = False,
     ) -> ListDataset:
-        """Update each row with what the function returns for it (and, `with_indices`, its number), without the old row's
+        """Update each row with the function's result for it (and, `with_indices`, its index), and drop the old row's
         `remove_columns`."""
         removed = set(remove_columns or ())
         return ListDataset(
@@ -78,7 +78,7 @@ class ListDataset:
         )
 
     def train_test_split(self, test_size: float | int, seed: int = 42) -> dict[str, ListDataset]:
-        """Return {"train", "test"}: `test` has `test_size` rows, or that share of them rounded up, chosen by the seed."""
+        """Return {"train", "test"}: `test` has `test_size` rows, or that fraction rounded up, chosen by the seed."""
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
             raise ValueError(
@@ -90,7 +90,7 @@ class ListDataset:
 
 
 class ChainedDataset:
-    """Several data sets of different kinds, one after another."""
+    """Several data sets of different types, concatenated."""
 
     def __init__(self, parts: Sequence[Indexed[Row]]):
         self._parts = list(parts)
@@ -112,7 +112,7 @@ _LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at 
 
 
 def _text(path: Path) -> str:
-    """Read a text file without byte order mark. Raise ValueError with the file and the byte when it is not UTF-8."""
+    """Read a text file without byte order mark. Raise ValueError with the file and the byte if it is not UTF-8."""
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -155,7 +155,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _are_columns(whole: object) -> bool:
-    """Whether a JSON object holds columns of values; a conversation inside makes it a row."""
+    """Return whether a JSON object holds columns of values; an object with a conversation is a row."""
 
     def is_column(values: object) -> bool:
         first = values[0] if isinstance(values, list) and values else None
@@ -232,7 +232,7 @@ READERS = {
 
 
 def read_file(path: Path) -> ListDataset:
-    """Return the rows of one file. Raise ValueError when it has none."""
+    """Return the rows of one file. Raise ValueError if it has none."""
     rows = READERS[path.suffix.lower()](path)
     if not rows:
         raise ValueError(f"data: the file {str(path)!r} (data_path) holds no rows")
@@ -240,17 +240,17 @@ def read_file(path: Path) -> ListDataset:
 
 
 def read_folder(path: Path, split: str | None) -> ListDataset:
-    """Return the rows of all data files of a folder (or of its folder `data`), in the order of their names.
+    """Return the rows of all data files of a folder (or of its folder `data`), sorted by file name.
 
-    All must have one ending. Where names begin with a split's name (`train-00000-of-00002.parquet`), the files of `split` are
-    read. Raise ValueError when none fits.
+    All must have the same extension. If names begin with a split's name (`train-00000-of-00002.parquet`), only the
+    files of `split` are read. Raise ValueError if none matches.
     """
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [
         file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")
     ]
     endings = sorted({file.suffix.lower() for file in files})
-    if len(endings) > 1:  # notes and descriptions beside the data
+    if len(endings) > 1:  # notes and descriptions next to the data
         endings = [ending for ending in endings if ending not in (".txt", ".json")]
     if not files or len(endings) != 1:
         what = f"files with the endings {', '.join(endings)}" if endings else f"no file ending in {', '.join(READERS)}"

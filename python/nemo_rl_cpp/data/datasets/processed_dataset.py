@@ -1,4 +1,4 @@
-"""Data sets: the raw rows of one task, and the rows of all tasks, each tokenised by its processor."""
+"""Data sets: the raw rows of one task, and the rows of all tasks, each tokenized by its processor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class RawDataset:
     """Base of all data sets. A subclass sets `task_name` and `dataset`, then calls `split_train_validation`.
 
-    `val_dataset` is None unless rows of this data set serve for validation.
+    `val_dataset` is None unless rows of this data set are held out for validation.
     """
 
     data_config: DatasetConfig | Mapping[str, object]
@@ -49,7 +49,7 @@ class RawDataset:
     """The split that an evaluation uses where the configuration names none."""
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
-        """Move `test_size` rows (a count, or a share of them) to `val_dataset`; none for 0."""
+        """Move `test_size` rows (a count, or a fraction) to `val_dataset`; none for 0."""
         if not hasattr(self, "val_dataset"):
             self.val_dataset = None
         if test_size and test_size > 0:
@@ -68,7 +68,7 @@ class RawDataset:
         self._check_prompt()
 
     def _check_prompt(self) -> None:
-        """Raise ValueError for a prompt file without a place for the question."""
+        """Raise ValueError for a prompt file without a placeholder for the question."""
         spec = getattr(self, "task_spec", None)
         if spec is None or not spec.prompt or self.processor not in FILLS_A_PLACE:
             return
@@ -90,8 +90,8 @@ class AllTaskProcessedDataset:
     """`dataset[i]` is the DatumSpec of row i.
 
     `task_data_processors` is one processor for all rows (with `default_task_data_spec`), or a mapping from the row's
-    "task_name" to (specification, processor); a defaultdict serves the tasks it does not list. Specifications take
-    their missing prompts from `default_task_data_spec`. `task_data_preprocessors` (one, or by task) change the row
+    "task_name" to (specification, processor); a defaultdict also serves unlisted tasks. Specifications inherit
+    missing prompts from `default_task_data_spec`. `task_data_preprocessors` (one, or by task) change the row
     first. The first row is checked for a double BOS token.
     """
 
@@ -112,7 +112,7 @@ class AllTaskProcessedDataset:
         self.task_data_processors = task_data_processors
         self.task_data_preprocessors = task_data_preprocessors
         self.max_seq_length = max_seq_length
-        self._begun: set[object] = set()  # tasks whose beginnings are known to be right
+        self._begun: set[object] = set()  # tasks whose first tokens were checked
         if isinstance(task_data_processors, Mapping):
             for task_data_spec, _ in task_data_processors.values():
                 self._take_defaults(task_data_spec)
@@ -154,7 +154,7 @@ class AllTaskProcessedDataset:
 
 
 def _check_beginnings(message_log: LLMMessageLogType, tokenizer: TokenizerType) -> None:
-    """Raise AssertionError where a message, or the prompt as a whole, begins with two BOS tokens."""
+    """Raise AssertionError if a message, or the prompt as a whole, begins with two BOS tokens."""
     pieces = [message["token_ids"] for message in message_log if "token_ids" in message]
     whole = [int(token) for piece in pieces for token in piece[:2]]
     for piece in [*pieces, whole]:

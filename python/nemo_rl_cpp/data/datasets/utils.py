@@ -1,4 +1,4 @@
-"""Reading, joining and configuring data sets."""
+"""Loading, joining and configuring data sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def assert_no_double_bos(token_ids: Sequence[int] | torch.Tensor, tokenizer: TokenizerType) -> None:
-    """Raise AssertionError if the ids begin with two BOS tokens, as when both template and tokenizer add one."""
+    """Raise AssertionError if the ids begin with two BOS tokens, for instance from both template and tokenizer."""
     bos = tokenizer.bos_token_id
     if bos is None or len(token_ids) < 2:
         return
@@ -33,7 +33,7 @@ def load_dataset_from_path(
     data_path: str, data_subset: str | None = None, data_split: str | None = "train"
 ) -> ListDataset | Dataset:
     """Load a local file (.jsonl, .json, .csv, .txt; .parquet and .arrow with pyarrow), a folder of such files or of
-    `datasets.save_to_disk`, or a data set on the hub.
+    `datasets.save_to_disk`, or a data set on the Hub.
 
     A local file has one split, "train". Raise ValueError (MissingFileError for a missing file) that names the key.
     """
@@ -66,7 +66,7 @@ def load_dataset_from_path(
 
 
 def is_local(data_path: str) -> bool:
-    """Whether a data_path means a file or folder of this machine, and not a data set on the hub."""
+    """Return whether a data_path is a local file or folder, and not a data set on the Hub."""
     path = Path(os.fspath(data_path)).expanduser()
     return (
         path.suffix.lower() in READERS or path.exists() or path.is_absolute() or str(data_path).startswith((".", "~"))
@@ -97,8 +97,8 @@ def _datasets_library(what: str) -> ModuleType:
 
 
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
-    """Load a data set of the hub (HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT count), or of the local cache
-    when the hub does not answer. Raise SourceError (a ValueError) when it is in neither."""
+    """Load a data set from the Hub (honours HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT), or from the local
+    cache if the Hub is unreachable. Raise SourceError (a ValueError) if neither has it."""
     from nemo_rl_cpp.hub.sources import check_on_hub, unreachable
 
     reachable = check_on_hub(name, "dataset", "dataset_name or data_path")
@@ -113,7 +113,7 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
 
 
 def _from_datasets_cache(datasets: ModuleType, name: str, subset: str | None, split: str | None) -> Dataset:
-    """Load only from the cache: in its online mode the library would try again and again for minutes."""
+    """Load only from the cache, because the library's online mode would retry for minutes."""
     import huggingface_hub.constants as constants
 
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
@@ -125,7 +125,7 @@ def _from_datasets_cache(datasets: ModuleType, name: str, subset: str | None, sp
 
 
 def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
-    """Join data sets, one after the other."""
+    """Return the concatenation of data sets."""
     if len(datasets) == 1:
         return datasets[0]
     if all(isinstance(dataset, ListDataset) for dataset in datasets):
@@ -140,12 +140,12 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
 
 
 def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
-    """Return the data sets of `data.train` or `data.validation`, which is one section, several, or missing."""
+    """Return the data sets of `data.train` or `data.validation`, which is a section, a list of sections, or missing."""
     return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
 
 
 def extract_necessary_env_names(data_config: Mapping[str, object]) -> list[str]:
-    """Return the names of all environments that the sections of `data` ask for, each once, in order of appearance."""
+    """Return the names of all environments that the sections of `data` use, each once, in order of appearance."""
     sides = [sections_of(data_config.get(key)) for key in ("train", "validation", "default")]
     names = [section.get("env_name") for side in sides for section in side if section is not None]
     return list(dict.fromkeys(name for name in names if name is not None))

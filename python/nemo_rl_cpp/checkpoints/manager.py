@@ -35,7 +35,7 @@ from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 
 
 class ResumeError(FolderError):
-    """A run must not resume from its checkpoint folder, or must not start in it."""
+    """Raised if a run must not resume from its checkpoint folder, or must not start in it."""
 
 
 class CheckpointManager:

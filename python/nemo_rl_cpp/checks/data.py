@@ -122,7 +122,7 @@ def _is_quick(section: dict[str, object]) -> bool:
 
 
 def _check_prompt_file(section: dict[str, object]) -> None:
-    """Raise ValueError if the prompt file of an unread data set is invalid."""
+    """Raise ValueError if the prompt file of a data set that was not read is invalid."""
     from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
     from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY
     from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY

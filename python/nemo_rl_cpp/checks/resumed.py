@@ -1,6 +1,6 @@
 """Compare a configuration with the run of its checkpoint. A resumed run reports some differences and refuses others.
 
-No torch and no weights are needed. `checks` compares before the start, `algorithms/checkpointing.py` during it.
+No torch and no weights are needed. `checks` compares before the start, `algorithms/checkpointing.py` at the start.
 """
 
 import re

@@ -49,7 +49,7 @@ def _line(where: str) -> int:
 
 
 class Report:
-    """Collects mistakes and knows where each key was written. `file` is the place of keys written nowhere."""
+    """Collects mistakes and records where each key was written. `file` is reported for keys written nowhere."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
@@ -68,7 +68,7 @@ class Report:
         return dotted in self._positions
 
     def nearness(self, dotted: str) -> int:
-        """Return where a key was written as a rank: 3 for an override or an argument, 2 for the run's own file, 1 for a
+        """Return the precedence of a key's place: 3 for an override or an argument, 2 for the run's own file, 1 for a
         parent file, 0 for nowhere."""
         if dotted not in self._positions:
             return 0
@@ -78,7 +78,7 @@ class Report:
         return 2 if file == self._file else 1
 
     def has_problem(self, dotted: str) -> bool:
-        """Return whether the key, an enclosing section or a nested key has a mistake. Others would follow from it."""
+        """Return whether the key, an enclosing section or a nested key already has a reported mistake."""
         return any(
             p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".")
             for p in self.problems

@@ -1,7 +1,7 @@
 """The line that reports how a run differs from the hardware and engine that its file was written for ("folding").
 
-The number of devices and the way a model is sharded do not change the result, because gradients are sums over the
-tokens of a batch. An engine is an implementation. Settings that change results (quantisation) are never folded: their
+The number of devices and the sharding of a model do not change the result, because gradients are sums over the tokens
+of a batch. The engine is an implementation detail. Settings that change results (quantisation) are never folded: their
 keys are errors. `EXACTNESS` lists how closely generation and training agree (docs/transformers.md, docs/vllm.md).
 """
 
@@ -90,7 +90,7 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
     """Return every folded size above 1 by its dotted key: machines, devices, and parallel sizes of enabled backends.
-    Tensor parallel sizes that divide the worker processes evenly are not folded."""
+    Tensor parallel sizes that divide the number of worker processes are not folded."""
     ours = config.cluster.has_written_size  # used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1

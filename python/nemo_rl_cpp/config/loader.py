@@ -133,7 +133,7 @@ class GivenValues:
         if value is None:
             return "null"
         if isinstance(value, (bool, int, float)) and abs(value) < 2**63:
-            return repr(value).lower()  # exact: the shortest text that reads as the same number
+            return repr(value).lower()  # exact: the shortest text that parses to the same number
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
@@ -246,7 +246,7 @@ KINDS = {
 
 
 def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:
-    """Return (section, message) if the sections of a file belong to a kind other than `own` (a key of KINDS)."""
+    """Return (section, message) if a file's sections make it a kind of run other than `own` (a key of KINDS)."""
     there = set(sections)
     other = next((name for name in KINDS if name in there), None) if own not in there else None
     if other is None:
@@ -352,7 +352,7 @@ def _validate_part(
 
 
 def _repair(data: dict[str, object], error: ErrorDetails) -> None:
-    """Remove the wrong value; fill in a missing one, so that the rest can be checked."""
+    """Remove the wrong value or fill in the missing one, so that the rest can be checked."""
     *above, last = location = [part for part in dotted_key(error["loc"]).split(".") if part] or [""]
     if error["type"] != "missing":
         _remove(data, location)

@@ -272,7 +272,7 @@ class ProfileBandConfig(Section):
 
 
 class LengthPenaltyConfig(Section):
-    """Rewards short responses. NeMo RL has this section for NeMo Gym only; this package for every environment."""
+    """Rewards short responses. NeMo RL applies this section to NeMo Gym, this package to every environment."""
 
     verbose: bool = key(False, "print what was done to each group")
     default: LengthPenaltyParams = section(LengthPenaltyParams, "settings of all environments")

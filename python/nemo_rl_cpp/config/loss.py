@@ -93,7 +93,7 @@ class ClippedPGLossConfig(Section):
     vespo_lambda_pos: NonNegative = key(3.0, "vespo: decay in the sequence's ratio, advantages from 0 on")
     vespo_k_neg: NonNegative = key(3.0, "vespo: power of the sequence's ratio, negative advantages")
     vespo_lambda_neg: NonNegative = key(2.0, "vespo: decay in the sequence's ratio, negative advantages")
-    # set by the program, see config.exactness
+    # set by the program, see config.fold
     _correction_left_open: bool = PrivateAttr(False)
 
     @model_validator(mode="after")

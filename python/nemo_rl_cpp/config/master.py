@@ -43,7 +43,7 @@ class EvalConfig(Section):
 
 
 class MasterConfig(Section):
-    """The base of whole configurations; records where keys were written and values of environment variables."""
+    """The base of whole configurations. Records the places of keys and the values of environment variables."""
 
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -272,7 +272,7 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 
 
 class LoraConfig(Section):
-    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained, and no weights."""
+    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained; weights are frozen."""
 
     is_switched = True
     enabled: bool = key(
@@ -311,7 +311,7 @@ def module_of(layer: int, name: str) -> str:
 
 
 def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
-    """Yield every module that may have an adapter, in the order of a model's parameters, or of its `fused` tensors."""
+    """Yield every module that may have an adapter, in parameter order. `fused`: the model has fused tensors."""
     without = [name for parts in _FUSED.values() for name in parts] if fused else _FUSED
     for layer in range(layers):
         yield from (module_of(layer, name) for name in MATRICES if name not in without)
@@ -353,7 +353,7 @@ def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -
 
 
 class AdapterSizes(NamedTuple):
-    """Numbers of elements: A and B together, and the stored matrices that are also kept without adapters."""
+    """Numbers of elements: of A and B, and of the stored matrices that are also kept without adapters."""
 
     trained: int
     kept: int

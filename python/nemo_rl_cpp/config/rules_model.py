@@ -25,7 +25,7 @@ _AGENTS = ("agent", "verifiers")  # environments that generate their own rollout
 
 
 def checked_policy(config: PolicyConfig | Mapping[str, object]) -> PolicyConfig:
-    """Return a section unchanged; build a section from a mapping, fill in its defaults and check it."""
+    """Return a section unchanged; from a mapping, build the section, fill in its defaults and check it."""
     if isinstance(config, PolicyConfig):
         return config
     section = PolicyConfig(**config)
@@ -64,7 +64,7 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
 
 
 def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: Report) -> None:
-    """Require a power of two divisible by the processes. Sharded gradients must be reduced during backward."""
+    """Require a power of two that the processes divide. Sharded gradients must be reduced during backward."""
     strategy = f"{name}.data_parallel_sharding_strategy"
     late = "is false, but gradients that are shared out are added while the backward goes on: "
     if model.shards_gradients and model.overlap_grad_reduce is False:

@@ -41,7 +41,7 @@ class SFTConfig(Section):
     val_at_end: bool = key(False, "validate after the last step")
     seed: Seed = key(42, "seed of the order of the data")
 
-    # settings that the other algorithms' loops make configurable
+    # fixed values of keys that the other algorithms' loops have
     num_generations_per_prompt: ClassVar[int] = 1
     max_rollout_turns: ClassVar[int] = 1
     val_start_at: ClassVar[int] = -1
@@ -90,7 +90,7 @@ class SFTConfig(Section):
 
 
 def check_sft(config: SFTMasterConfig, report: Report) -> None:
-    """Report settings that have no meaning if the answers are given."""
+    """Report settings that supervised fine-tuning cannot use: other losses, and generation engines."""
     if config.loss_fn.name != "nll" and not is_user_defined(config.loss_fn.name):
         report.add(
             "loss_fn.name",

@@ -70,7 +70,9 @@ def evaluate_policy(
     try:
         loader = make_loader(config, make_dataset(config, tokenizer))
         engine = config.generation.vllm_cfg
-        engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)  # not as if it had been given
+        engine.__dict__["max_model_len"] = min(
+            engine.max_model_len or longest, longest
+        )  # without marking the key as given
         generation = policy.create_generation(config.generation, seed=config.eval.seed)
         try:
             return run_env_eval(generation, loader, environment, config)
@@ -116,7 +118,9 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
     )
     if given is None:
         length = max_positions(folder.config)
-        engine.__dict__["max_model_len"] = min(engine.max_model_len or length, length)  # not as if it had been given
+        engine.__dict__["max_model_len"] = min(
+            engine.max_model_len or length, length
+        )  # without marking the key as given
     dtype = getattr(torch, config.generation.vllm_cfg.precision)
     folder = replace(folder, max_length=engine.max_model_len)
     folder.check_weights()
@@ -163,7 +167,7 @@ def run_env_eval(
 def measure(
     generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, config: MasterConfig
 ) -> tuple[EvalResult, list[dict[str, object]]]:
-    """Return an evaluation's result and its samples, one dictionary per response, adjacent for each prompt."""
+    """Return an evaluation's result and its samples, one dictionary per response, grouped by prompt."""
     n = config.eval.num_tests_per_prompt
     samples: list[dict[str, object]] = []
     rounds: list[tuple[int, dict[str, float]]] = []

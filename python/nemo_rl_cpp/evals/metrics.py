@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
-    """Return the unbiased probability that at least one of k responses is correct, if c of n = `num_tests` are:
+    """Return an unbiased estimate of pass@k if c of n = `num_tests` responses are correct:
 
         1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n-c+1}^{n} (1 - k / i)
 
@@ -24,7 +24,7 @@ def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
 
 
 def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
-    """Return the probability that the majority answer of k responses is correct: the share of k-subsets that vote so.
+    """Return cons@k: the share of all k-subsets of the responses whose majority answer has reward 1.
 
     In a tie, the answer that comes first in the subset wins; an answer's reward is the reward of its first response in
     the subset. "No answer" (None) is an answer like any other. The subsets are counted, not listed: for a winner whose

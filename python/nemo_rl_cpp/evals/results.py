@@ -237,7 +237,8 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
 
 
 def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:
-    """Return the change of the mean reward as text, with its 95 % interval mean +- 1.96 s / sqrt(P)."""
+    """Return the change of the mean reward as text, with the 95 % interval mean +- 1.96 s / sqrt(P) of P
+    differences."""
     gaps = [b.mean - a.mean for a, b in zip(first, second, strict=True)]
     text = f"mean reward {_mean(first):.4f} -> {_mean(second):.4f}, difference {statistics.fmean(gaps):+.4f}"
     if len(gaps) < 2:

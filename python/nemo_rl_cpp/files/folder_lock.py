@@ -18,11 +18,11 @@ _PATIENCE = 0.1  # seconds, because a check may hold the lock briefly
 
 
 class FolderError(ValueError):
-    """A run cannot use the given folder; the message names the key to change."""
+    """Raised if a run cannot use the given folder; the message names the key to change."""
 
 
 class FolderInUseError(FolderError, RuntimeError):
-    """A different run holds the lock of the folder."""
+    """Raised if a different run holds the lock of the folder."""
 
 
 class FolderLock:

@@ -6,7 +6,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class MissingFileError(FileNotFoundError, ValueError):
-    """A file named in a configuration does not exist. Both a user's mistake (ValueError) and a FileNotFoundError."""
+    """Raised if a file named in a configuration does not exist, as a user's mistake and an error of the system."""
 
 
 def _places(path: str | Path) -> list[Path]:

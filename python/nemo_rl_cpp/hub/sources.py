@@ -37,19 +37,19 @@ _TOKENIZER_FILES = [
 
 
 class SourceError(ValueError):
-    """A model or data set cannot be loaded; the message is one sentence with the remedy."""
+    """Raised if a model or data set cannot be loaded; the message is one sentence with the remedy."""
 
 
 class HubUnreachableError(SourceError):
-    """The Hub does not answer and nothing is cached."""
+    """Raised if the Hub does not answer and nothing is cached."""
 
 
 class UnknownOnHubError(SourceError):
-    """The Hub has no repository with this name, or the name is not valid."""
+    """Raised if the Hub has no repository with this name, or the name is not valid."""
 
 
 class ModelFolderError(SourceError):
-    """A model folder has missing or damaged files, or needs features that the native core does not support."""
+    """Raised if a model folder has missing or damaged files, or needs features that the native core lacks."""
 
 
 def cache_root() -> Path:
@@ -237,7 +237,7 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
 
 
 def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """Return the folder of a model on the Hub; from the local cache if the Hub does not answer or need not."""
+    """Return the folder of a model on the Hub, or in the local cache if the Hub is unreachable or not needed."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
@@ -260,7 +260,7 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
 
 
 def _cached_folder(repo: str, files: list[str]) -> Path | None:
-    """Return the model's folder in the local cache; None if weights are requested by `files` but missing."""
+    """Return the model's folder in the local cache; None if it is missing or lacks the weights in `files`."""
     from huggingface_hub import snapshot_download
 
     try:

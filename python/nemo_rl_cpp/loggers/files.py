@@ -87,7 +87,7 @@ class SummaryWriter:
 
 
 def truncate_events(path: Path, step: int | None) -> None:
-    """Remove partial records and records after `step` (None: of no step). Kept bytes are unchanged. Atomic."""
+    """Remove partial records, and records of steps after `step` if given. Kept bytes are unchanged. Atomic."""
     content = path.read_bytes()
     kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
     if kept != content:

@@ -117,7 +117,7 @@ class TimeoutChecker:
         self._step_began: float | None = None
 
     def would_save(self, extra_s: float = 0.0) -> bool:
-        """Return the answer of `check_save` without using it up. `extra_s`: extra seconds over the slowest step."""
+        """Return what `check_save` would, but change nothing. `extra_s`: extra seconds over the slowest step."""
         elapsed = time.monotonic() - self.start_time
         if self.fit_last_save_time and self._slowest:
             elapsed += self._slowest + max(extra_s, 0.0)

@@ -264,9 +264,9 @@ def _compare_validations(names: Sequence[str], histories: Sequence[MetricHistory
 
 
 def newcombe(a: Validated, b: Validated) -> tuple[float, float]:
-    """Return the 95 % interval of the difference a - b of two proportions by Newcombe's hybrid score:
+    """Return the 95 % interval of the difference d = a - b of two proportions (Newcombe's hybrid score):
 
-    d - sqrt((a - a_low)^2 + (b_high - b)^2), d + sqrt((a_high - a)^2 + (b - b_low)^2)
+    d - sqrt((a - a_low)^2 + (b_high - b)^2),  d + sqrt((a_high - a)^2 + (b - b_low)^2)
     """
     gap = a.mean - b.mean
     return gap - math.hypot(a.mean - a.low, b.high - b.mean), gap + math.hypot(a.high - a.mean, b.mean - b.low)

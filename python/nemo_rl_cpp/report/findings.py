@@ -232,7 +232,7 @@ def vanishing_gradient(h: MetricHistory) -> Found:
 @rule()
 def verifier_timeouts(h: MetricHistory) -> Found:
     names = [name for name in h.names() if "timeout" in name and not name.startswith("timing/")]
-    # with several environments the plain name is the sum of the others
+    # with several environments, the name without a task is the sum over tasks
     names = ["train/verifier_timeouts"] if "train/verifier_timeouts" in names else names
     number = h.total(*names)
     if number <= 0:
@@ -352,7 +352,7 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses earn as much as all responses, as if answers needed the full length.
+    """Return whether truncated responses earn about as much as all responses; answers may need the full length.
 
     Steps in which all responses were truncated are ignored; if there are no other steps, a rising reward decides.
     """
@@ -440,7 +440,7 @@ class Alerts:
         """Store the run's configuration, a plain mapping; see `MetricHistory`."""
         self.history = MetricHistory(settings=settings)
         self._steps = 0
-        self._next = 3  # one step of a small batch proves nothing
+        self._next = 3  # a single small batch is too noisy
         self._told: set[str] = set()
 
     def validation(self, step: int, metrics: Mapping[str, object]) -> None:

@@ -171,9 +171,9 @@ def packed(data: Plain) -> str:
 def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:
     """Return {"runs": [{"name", "axes": [steps], "metrics": {name: entry}}]}.
 
-    An entry is [axis, values]: `axis` is an index into the lists of steps; a single number instead of a list is a
-    constant. A long curve is reduced to the lowest and highest value of each stretch, followed by [axis, means] of the
-    stretches. An entry that is a string names a metric with the same values. Non-finite values are null.
+    An entry is [axis, values]. `axis` is an index into `axes`; a single number in place of the values is a constant. A
+    long curve is reduced to the lowest and highest value of each stretch, followed by [axis, means] of the stretches.
+    An entry that is a string names a metric with the same values. Non-finite values are null.
     """
     return {"runs": [_run(name, history) for name, history in runs.items()]}
 

@@ -48,7 +48,7 @@ def document(
     *,
     has_scripts: bool = True,
 ) -> str:
-    """Return the page. `data` is the data for the scripts, by the id of its element."""
+    """Return the page. `data` maps element ids to the data that the scripts read."""
     written = int(time.time())
     style = Markup(_asset("page.css"))
     code = Markup("".join(_asset(f"{name}.js") for name in _SCRIPTS if has_scripts))

@@ -51,7 +51,7 @@ class Progress:
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: "Console | None" = None
     ) -> None:
-        """Start the display; without `total_steps`, no time left is shown. `console`: of rich, by default stdout."""
+        """Start the display; without `total_steps`, no time left is shown. `console`: rich's, by default stdout."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console
@@ -183,7 +183,7 @@ class Progress:
         progress = self
 
         class Line:
-            """Drawn anew at every refresh, so that the times move during a long phase."""
+            """The live line. It is redrawn at every refresh, so that the times advance in a long phase."""
 
             def __rich__(self) -> Spinner:
                 spinner.update(text=Text(progress.line(), no_wrap=True, overflow="ellipsis"))

@@ -1,4 +1,4 @@
-"""The table of architectures: what the layers of a model_type are made of, and what its config.json may leave out."""
+"""The table of architectures: the structure of each model_type's layers, and the defaults of its config.json."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -18,14 +18,14 @@ def _all_sliding(form: Form) -> list[str]:
 
 
 def _listed(form: Form, every: int) -> list[str]:
-    """By layer_types, else every so many layers one without a window."""
+    """Use layer_types if set; otherwise every `every`-th layer has no window."""
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else SLIDING for i in range(form["num_hidden_layers"])
     ]
 
 
 def _where_switched_on(form: Form) -> list[str]:
-    """By use_sliding_window; then by layer_types, or from layer max_window_layers on."""
+    """Use windows only with use_sliding_window: by layer_types, or from layer max_window_layers on."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -37,7 +37,8 @@ def _all_sliding_where_switched_on(form: Form) -> list[str]:
 
 
 def _alternating_where_switched_on(form: Form) -> list[str]:
-    """By use_sliding_window; then by layer_types, or every second of the first max_window_layers layers."""
+    """Use windows only with use_sliding_window: by layer_types, or every second of the first max_window_layers
+    layers."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -76,13 +77,13 @@ def _gemma_factors(form: Form) -> dict[str, float]:
 
 
 class Experts(NamedTuple):
-    """How a model_type writes its mixture of experts.
+    """The keys and tensor names of a model_type's mixture of experts.
 
     Attributes:
-        count, width: the keys of the number of experts and of the columns of each.
-        renormalise: the key that makes the weights of the chosen experts add up to 1; None: they always do.
-        shared: the key of the columns of an MLP that all tokens go through; None: there is none.
-        block, gate, up, down: names in the checkpoint, of the block of a layer and of the matrices of an expert.
+        count, width: keys of the number of experts and of the columns of each expert.
+        renormalise: key of whether the weights of the chosen experts are scaled to sum to 1; None: always.
+        shared: key of the columns of an MLP that all tokens pass through; None: no such MLP.
+        block, gate, up, down: names in the checkpoint: a layer's expert block, and an expert's matrices.
     """
 
     count: str = "num_experts"
@@ -100,7 +101,7 @@ class Experts(NamedTuple):
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Two names of one key."""
+"""Two names of the same key."""
 
 
 def layers_with_experts(form: Form) -> list[int]:
@@ -110,24 +111,24 @@ def layers_with_experts(form: Form) -> list[int]:
 
 
 class Architecture(NamedTuple):
-    """A model_type: its name in transformers, what its layers are made of, and what config.json may leave out.
+    """A model_type: its name in transformers, the structure of its layers, and the defaults of config.json.
 
     Attributes:
-        norms: names of the norms of a layer by their place: before or after attention and MLP (csrc/model/config.h).
+        norms: names of a layer's norms by place: before or after attention and MLP (csrc/model/config.h).
         qk_norm: "none", "head" or "whole".
-        biases: those that it may have: "qkv" always, "attention" by attention_bias, "mlp" by mlp_bias.
-        layer_types: the kind of each layer; one of SLIDING sees sliding_window tokens, where that is not null.
-        lists_layers: config.json has the kinds as layer_types, also where it was written without them.
-        rotary: whether each layer turns queries and keys.
-        rope_theta: where config.json has none.
-        local_rope: layers of SLIDING have rotary embeddings of their own: (key of their theta in format 4, its default).
-        partial_rotary: partial_rotary_factor counts.
+        biases: possible biases: "qkv" always, "attention" if attention_bias, "mlp" if mlp_bias.
+        layer_types: the kind of each layer; a SLIDING layer sees sliding_window tokens, unless that is null.
+        lists_layers: the canonical config.json always has layer_types.
+        rotary: whether each layer applies rotary embeddings to queries and keys.
+        rope_theta: default if config.json has none.
+        local_rope: SLIDING layers have separate rotary embeddings: (key of their theta in format 4, its default).
+        partial_rotary: partial_rotary_factor is supported.
         fused_tensors: the checkpoint has qkv_proj and gate_up_proj.
-        norm_offset: norms multiply by this and their weight.
-        factors: those of attention_scale, embedding_multiplier, residual_multiplier, logit_multiplier and the softcaps that differ from the usual.
-        only: keys that may have one value alone.
-        activation: the key of the MLP's activation.
-        experts: how a mixture of experts is written; None: every layer has one MLP.
+        norm_offset: added to a norm's weight before multiplying.
+        factors: the scales, multipliers and softcaps that differ from the defaults in `native_config`.
+        only: keys for which only one value is supported.
+        activation: key of the MLP's activation.
+        experts: description of a mixture of experts; None: every layer has one MLP.
     """
 
     title: str
@@ -149,7 +150,7 @@ class Architecture(NamedTuple):
     experts: Experts | None = None
 
 
-# What transformers 5 takes for a key that config.json leaves out.
+# transformers 5's defaults for keys that config.json omits.
 _EVERY = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu",
     "tie_word_embeddings": False,
@@ -263,4 +264,4 @@ SUPPORTED_ARCHITECTURES = {
         experts=Experts(shared="shared_expert_intermediate_size"),
     ),
 }  # fmt: skip
-"""model_type -> what it is. Another architecture is an entry here."""
+"""model_type -> its description. Add an entry to support a new architecture."""

@@ -1,7 +1,8 @@
-"""Writes a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""Writes a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (specification: ggml,
+docs/gguf.md).
 
-llama.cpp decides a model's computation by the name of its architecture and by metadata, so that not every variation of a family
-can be said in a file. What cannot is refused here.
+llama.cpp selects the computation by the architecture's name and by metadata, so a GGUF file cannot represent every
+variant of a family. Unsupported variants are rejected.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-"""Formats of the matrices. Vectors are float32 in all of them; embedding and head have 8 bits in q4_0, which costs little and saves
-most of what 4 bits there would lose."""
+"""Formats of the matrices. Vectors are always float32. In q4_0, embedding and head have 8 bits, which costs little and
+avoids most of the error of 4 bits there."""
 
 
 class Family(NamedTuple):
-    """What llama.cpp calls a model_type.
+    """The counterpart of a model_type in llama.cpp.
 
     Attributes:
         architecture: its name in the file.
-        interleaved: rotary embeddings turn neighbouring rows of a head in llama.cpp, where Hugging Face turns its halves.
-        has_windows: llama.cpp computes windows; the others see all tokens, so that a file's context ends at the window.
-        scalings: types of rope scaling that it computes.
+        interleaved: llama.cpp's rotary embeddings pair neighbouring rows of a head; Hugging Face pairs its halves.
+        has_windows: llama.cpp computes windows; otherwise it sees all tokens, and the file's context ends at the
+            window.
+        scalings: supported types of rope scaling.
     """
 
     architecture: str
@@ -62,15 +64,15 @@ FAMILIES = {
 
 
 def export_gguf(folder: Path, file: Path, kind: str) -> int:
-    """Write the model and the tokenizer of a Hugging Face folder as one GGUF file, and return its bytes.
+    """Write the model and the tokenizer of a Hugging Face folder as one GGUF file, and return its size in bytes.
 
-    A tensor is read, converted and written before the next one. The file appears under its name when it is complete.
+    Tensors are read, converted and written one at a time. The file is renamed to its final name once it is complete.
 
     Args:
-        kind: one of FORMATS, that of the matrices.
+        kind: the quantization format of the matrices, one of FORMATS.
 
     Raises:
-        ModelFolderError: the model or its tokenizer cannot be said in a file that llama.cpp computes as this package does.
+        ModelFolderError: GGUF cannot represent the model or tokenizer so that llama.cpp computes the same results.
     """
     try:
         import gguf
@@ -114,7 +116,7 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
 
 
 def read_gguf(file: Path, config: Mapping[str, Plain]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a file that `export_gguf` wrote, in float32 under their names in the model folder."""
+    """Yield the tensors of a file written by `export_gguf`, in float32, under their names in the model folder."""
     import gguf
 
     names = {there: here for here, there in tensor_names(config).items()}
@@ -125,7 +127,7 @@ def read_gguf(file: Path, config: Mapping[str, Plain]) -> Iterator[tuple[str, np
 
 
 def check_family(config: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError for a configuration (in the one form) that llama.cpp would compute otherwise."""
+    """Raise ModelFolderError for a canonical configuration that llama.cpp would compute differently."""
     kind = config["model_type"]
     if kind not in FAMILIES:
         raise ModelFolderError(
@@ -225,7 +227,7 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
-    """Return the format of a tensor where the matrices have the format `kind`."""
+    """Return the format of a tensor if matrices have the format `kind`."""
     import gguf
 
     if len(shape) < 2:
@@ -238,8 +240,8 @@ def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
 
 
 def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Return a parameter as llama.cpp has it: norms with Gemma's 1 added, and rows in neighbouring pairs where its rotary embeddings
-    turn those (row i of the first half of a head goes to 2i, row i of the second half to 2i + 1)."""
+    """Return a parameter in llama.cpp's layout: norms with Gemma's 1 added, and rows interleaved if its rotary
+    embeddings pair neighbours (row i of a head's first half becomes 2i, row i of the second half 2i + 1)."""
     heads = _paired_heads(config, name)
     if heads:
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
@@ -257,7 +259,7 @@ def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.
 
 
 def _paired_heads(config: Mapping[str, Plain], name: str) -> int:
-    """Return the heads of a query or key projection whose rows llama.cpp has in pairs; 0 for another parameter."""
+    """Return the number of heads of a query or key projection with interleaved rows; 0 for any other parameter."""
     if not FAMILIES[config["model_type"]].interleaved:
         return 0
     return (
@@ -283,7 +285,7 @@ def _float32(tensor: RawTensor) -> np.ndarray:
 
 
 def _rope_factors(config: Mapping[str, Plain]) -> dict[str, np.ndarray]:
-    """Return the tensors of factors by which llama.cpp divides rotary frequencies, where the scaling is one of llama3 or longrope."""
+    """Return the tensors by which llama.cpp divides rotary frequencies, for rope scaling of type llama3 or longrope."""
     full = rope.of_kind(config, FULL)
     scaling = full["rope_scaling"] or {}
     if scaling.get("rope_type") == "longrope":
@@ -302,17 +304,17 @@ TEXT = (
 
 
 class Gap(NamedTuple):
-    """How far a file's model is from the folder's, over the tokens of `TEXT`."""
+    """The difference between the file's model and the folder's model, over the tokens of `TEXT`."""
 
     tokens: int
     mean_kl: float
-    """Mean over the positions of KL(folder's distribution of the next token || file's), in nats."""
+    """Mean over positions of KL(folder's next-token distribution || file's), in nats."""
     max_logit: float
-    """Largest absolute difference of two logits."""
+    """Largest absolute difference between two logits."""
 
 
 def compare_with_folder(file: Path, folder: Path) -> Gap:
-    """Read a file that `export_gguf` wrote back, and compare its logits with the folder's; both compute in float32."""
+    """Compare the logits of a file written by `export_gguf` with the folder's; both are computed in float32."""
     import torch
 
     from nemo_rl_cpp._native import C

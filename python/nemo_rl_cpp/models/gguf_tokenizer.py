@@ -1,7 +1,7 @@
-"""Writes a tokenizer into a GGUF file: tokens with their kinds, merges or scores, special tokens and the chat template.
+"""Writes a tokenizer into a GGUF file: tokens with their types, merges or scores, special tokens and the chat template.
 
-llama.cpp has two of the kinds of tokenizers here. Of a byte-level BPE it knows the rule that splits a text into words by a name; of a
-SentencePiece BPE, which tokenizer.json keeps as merges, it takes the rank of a merge as the score of the token that it makes.
+llama.cpp supports two kinds of tokenizers. A byte-level BPE needs llama.cpp's name of its rule that splits text into
+words. A SentencePiece BPE, stored as merges in tokenizer.json, gets the rank of a merge as the merged token's score.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _REST: "qwen2"}
-"""Regular expression that splits a text into words -> llama.cpp's name of it."""
+"""Regular expression that splits text into words -> its name in llama.cpp."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-    """Write a tokenizer for a model of `vocab_size` tokens, whose texts end at the tokens `ends`.
+    """Write a tokenizer for a model of `vocab_size` tokens, whose responses end at the tokens `ends`.
 
-    Raise ModelFolderError for a kind of tokenizer that llama.cpp does not have.
+    Raise ModelFolderError for a kind of tokenizer that llama.cpp does not support.
     """
     import gguf
 
@@ -68,7 +68,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, end
 
 
 def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
-    """Return llama.cpp's name of the rule that splits a text into words."""
+    """Return llama.cpp's name of the rule that splits text into words."""
     parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [part["type"] for part in parts]
     patterns = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
@@ -85,7 +85,7 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
 
 
 def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> list[float]:
-    """Return a score for each token: the higher, the earlier llama.cpp merges two tokens to it."""
+    """Return a score per token; llama.cpp merges to tokens with higher scores first."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)
@@ -103,7 +103,7 @@ def _add_special_tokens(writer: GGUFWriter, tokenizer: Tokenizer, ends: Sequence
         if i is not None:
             getattr(writer, f"add_{name}_token_id")(i)
     others = [i for i in ends if i != tokenizer.eos_token_id]
-    if others:  # llama.cpp has one place for a second end, and finds further ones by their texts
+    if others:  # llama.cpp stores one second end token, and finds further end tokens by their texts
         writer.add_eot_token_id(others[0])
     encoded = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and encoded[0] == tokenizer.bos_token_id)

@@ -1,4 +1,4 @@
-"""Uploads a model to the Hugging Face hub, by the hub's own library."""
+"""Uploads a model to the Hugging Face Hub with the Hub's own library."""
 
 from fnmatch import fnmatchcase
 from glob import escape
@@ -9,7 +9,7 @@ from nemo_rl_cpp.config.checkpointing import repository_name
 from nemo_rl_cpp.errors import one_sentence
 from nemo_rl_cpp.hub.sources import SourceError, find_policy_weights, hub_endpoint
 
-ADAPTER = "adapter"  # as models/lora.py has it, which loads torch
+ADAPTER = "adapter"  # equal to models/lora.py's, which imports torch
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
@@ -27,14 +27,15 @@ def push_to_hub(
     token: str | None = None,
     client: object = None,
 ) -> str:
-    """Upload a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its card; return the address.
+    """Upload a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run, with its card; return the
+    address.
 
-    The model's files go: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA
-    (`adapter/`). A repository that does not exist is made, private unless `private` is False; one that exists keeps its
-    visibility. `token` None: that of `hf auth login` or HF_TOKEN. `client` replaces `huggingface_hub.HfApi`.
+    Uploads the model's files: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA
+    (`adapter/`). A missing repository is created, private unless `private` is False; an existing one keeps its
+    visibility. `token` None: the token of `hf auth login` or HF_TOKEN. `client` replaces `huggingface_hub.HfApi`.
 
-    Raises ValueError for a folder that holds no model and for a name that can be none, UploadError (a ValueError) where
-    the hub refuses or does not answer.
+    Raises ValueError for a folder without a model and for an invalid name, UploadError (a ValueError) if the Hub
+    rejects the upload or is unreachable.
     """
     if not isinstance(repo_id, str):
         raise ValueError(f"repo_id is {in_a_line(repo_id)}: give the name of a repository, organisation/name")
@@ -72,7 +73,7 @@ def push_to_hub(
 
 
 def can_push() -> bool:
-    """Whether there is a token on this machine."""
+    """Return whether this machine has a token."""
     from huggingface_hub import get_token
 
     return get_token() is not None
@@ -90,7 +91,7 @@ def _model_folder(folder: str | Path) -> Path:
 
 
 def _names(weights: Path) -> list[str]:
-    """List the files that go to the hub, as patterns that fit nothing else."""
+    """Return the files to upload, as patterns that match only these files."""
     files = (path for at in (weights, weights / ADAPTER) if at.is_dir() for path in at.iterdir() if path.is_file())
     named = (path for path in files if path.name[0] != "." and any(fnmatchcase(path.name, fit) for fit in _FILES))
     return sorted(escape(path.relative_to(weights).as_posix()) for path in named)

@@ -1,7 +1,7 @@
-"""Low-rank adapters of a native model: which there are, how they begin, and how they lie in a folder as PEFT writes it.
+"""Low-rank adapters of a native model: their selection, their initialisation, and their folder in PEFT's format.
 
-The model computes with W' = W + (alpha / dim) · B · A, rounded to its precision (csrc/model/adapters.h). W are the weights of
-`model_name`, which stay; A [dim, in] and B [out, dim] are trained, in float32.
+The model computes with W' = W + (alpha / dim) · B · A, rounded to its precision (csrc/model/adapters.h). W are the
+frozen weights of `model_name`; A [dim, in] and B [out, dim] are trained, in float32.
 """
 
 import json
@@ -25,18 +25,18 @@ from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.weights import Slices, named_whole, own_part
 
 ADAPTER = "adapter"
-"""The folder of the adapter inside that of the merged weights."""
+"""The adapter's folder inside the folder of the merged weights."""
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
-"""The first two are PEFT's; the last says of which weights the adapter is."""
+"""The first two are PEFT's files; the last identifies the base weights of the adapter."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."
-_STREAM = 2**32  # above every seed: other draws than those of a model that starts random
+_STREAM = 2**32  # above every seed, so that draws differ from those of a randomly initialised model
 
 
 def remove_adapter(weights: Path) -> None:
-    """Remove what `Lora.save` of an earlier run wrote into a folder that now gets weights without adapters."""
+    """Remove an adapter that `Lora.save` wrote earlier from a folder that now gets weights without adapters."""
     folder = weights / ADAPTER
-    if (folder / BASE_FILE).is_file():  # else it is not ours
+    if (folder / BASE_FILE).is_file():  # otherwise a different program wrote it
         for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE):
             (folder / name).unlink(missing_ok=True)
         if not any(folder.iterdir()):
@@ -49,12 +49,12 @@ class Lora:
 
     Attributes:
         section: of the configuration, for messages.
-        modules: the adapted ones, model.layers.0.self_attn.q_proj for instance, in the order of the parameters.
-        layers: how many the model has.
+        modules: the adapted modules, for instance model.layers.0.self_attn.q_proj, in the order of the parameters.
+        layers: number of layers of the model.
         dim, alpha, init: as in `lora_cfg`.
-        base: what the adapter is for, as PEFT's adapter_config.json says it.
+        base: the base model's name in PEFT's adapter_config.json.
         value_head: the model is a critic, whose whole head is trained with the adapters.
-        base_digest: of the weights that the adapters are for; empty where this process has a slice of them.
+        base_digest: digest of the base weights; empty if this process holds a slice of them.
     """
 
     section: str
@@ -69,8 +69,8 @@ class Lora:
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
-        """Return the adapters of a section of the configuration; None if all weights are trained. Raise ValueError if
-        no matrix of the model is meant."""
+        """Return the adapters of a configuration section; None if all weights are trained. Raise ValueError if no
+        matrix of the model is selected."""
         wanted = config.lora
         if wanted is None:
             return None
@@ -99,15 +99,15 @@ class Lora:
         return [f"{module}.weight" for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
-        """Lay out the adapters of the model `native` in its slices, and in the whole."""
+        """Return the layouts of the adapters of the model `native`, in its slices and in the whole model."""
         count = ranks.tensor_size
         layouts = [C.ParameterLayout(native, self.dim, self.targets, rank, count) for rank in range(count)]
         return Slices(ranks, layouts, C.ParameterLayout(native, self.dim, self.targets))
 
     def begin(self, model: C.DecoderModel, seed: int, weights_path: str | Path | None, *, is_whole: bool) -> None:
-        """Put adapters on a frozen model that has its weights: those of a checkpoint, or new ones, with A drawn from the seed and
-        B = 0, so that the weights stay what they are."""
-        if is_whole:  # every number of slices has another digest
+        """Add adapters to a frozen model with loaded weights: adapters of a checkpoint, or new adapters with A drawn
+        from the seed and B = 0, so that the effective weights are unchanged."""
+        if is_whole:  # the digest depends on the number of slices
             self.base_digest = f"{model.digest():016x}"
         model.adapt(self.dim, float(self.alpha), self.targets)
         self.draw(model, seed)
@@ -115,7 +115,7 @@ class Lora:
             self.load(Path(weights_path), model)
 
     def draw(self, model: C.DecoderModel, seed: int) -> None:
-        """Give a model with adapters new ones: A drawn from the seed, B = 0."""
+        """Initialise a model's adapters: A drawn from the seed, B = 0."""
         generator = torch.Generator().manual_seed(_STREAM * (2 if self.value_head else 1) + seed)
         layout = model.trained_layout
         views = named_whole(layout, model.masters)
@@ -136,7 +136,8 @@ class Lora:
     # ---- the folder
 
     def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
-        """Write the adapter as PEFT does, into the folder of the merged weights; `masters` in the layout of the whole model."""
+        """Write the adapter in PEFT's format into the merged weights' folder; `masters` has the whole model's
+        layout."""
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -148,7 +149,7 @@ class Lora:
         (folder / BASE_FILE).write_text(json.dumps({"digest": self.base_digest}) + "\n")
 
     def peft_config(self) -> dict[str, Plain]:
-        """Return adapter_config.json."""
+        """Return the contents of adapter_config.json."""
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.value_head else "CAUSAL_LM",
@@ -164,13 +165,13 @@ class Lora:
         }
 
     def _short_modules(self) -> list[str]:
-        """Return q_proj where every layer's is meant; else whole names."""
+        """Return names such as q_proj if they are adapted in every layer; otherwise full names."""
         modules = set(self.modules)
         short = [name for name in MATRICES if all(module_of(layer, name) in modules for layer in range(self.layers))]
         return short if len(short) * self.layers == len(modules) else list(self.modules)
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
-        """Read what `save` wrote. Raise ValueError if there is none, or another one, or one of another base model."""
+        """Load what `save` wrote. Raise ValueError if it is missing, or does not fit the settings or the base model."""
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Where a model's configuration and weights come from: a Hugging Face folder, or a fresh random model. Works without torch."""
+"""The source of a model's configuration and weights: a Hugging Face folder, or a new random model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SAID: set[str] = set()
 
 
 def note_as_said(remark: str) -> str:
-    """Remember a remark that goes to the user by another way, so that loading the model does not repeat it."""
+    """Record that a remark reaches the user otherwise, so that loading the model does not repeat it; return it."""
     _SAID.add(remark)
     return remark
 
 
 def was_said(remark: str) -> bool:
-    """Whether a remark has gone to the user."""
+    """Return whether a remark has reached the user."""
     return remark in _SAID
 
 
 def note_trained_router(router: str, section: str) -> None:
-    """Tell once that a router is trained although `section` of the configuration asks for a frozen one."""
+    """Print a note once that a router is trained although the configuration's `section` requests a frozen router."""
     what = f"every parameter is trained, {router} too"
     if not was_said(what):
         key = f"{section}.megatron_cfg.freeze_moe_router"
@@ -40,11 +40,11 @@ def note_trained_router(router: str, section: str) -> None:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a model is before it is built.
+    """The description of a model before it is built.
 
-    `config` is config.json in the one form of `models.hf_config`; `path` the folder with the weights, None where the model starts
-    random; `value_head` says that it becomes a critic, `max_length` how many tokens its longest sequence has (None: as many as
-    it has positions for); `remarks` are sentences that its user should read.
+    `config` is config.json in the canonical form of `models.hf_config`; `path` the folder with the weights, None for
+    random weights; `value_head`: build a critic; `max_length`: tokens of the longest sequence (None: all positions of
+    the model); `remarks`: sentences for the user.
     """
 
     config: dict[str, Plain]
@@ -63,13 +63,13 @@ class ModelFolder:
         return hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
 
     def check_weights(self) -> None:
-        """Raise what building and filling the model would raise, by the files' headers alone."""
+        """Raise the errors that building and filling the model would raise, by reading only the files' headers."""
         native = self.native()
         if self.path is not None:
             check_parameters(self.path, hf_config.parameter_shapes(native))
 
     def check_slices(self, count: int, key: str) -> None:
-        """Raise ModelFolderError if tensor parallelism cannot cut the model into `count` slices, as `key` says."""
+        """Raise ModelFolderError if the model cannot be split into `count` slices; `key` sets `count`."""
         native = self.native()
         shared = {
             "attention heads": native["num_heads"], "key/value heads (num_key_value_heads)": native["num_kv_heads"],
@@ -99,19 +99,19 @@ class ModelFolder:
             )
 
     def check_device(self, device: str) -> None:
-        """Raise ModelFolderError if the model is not computed on a device such as "cpu" or "cuda:0"."""
+        """Raise ModelFolderError if the model is not supported on a device such as "cpu" or "cuda:0"."""
         if device != "cpu" and "experts" in self.native():
             raise ModelFolderError(
                 f"{self.config['model_type']} is a mixture of experts, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
             )
 
     def note_router(self, section: str) -> None:
-        """Tell once that the router is trained, where megatron_cfg asks for one that is not, as NeMo RL's files do."""
+        """Note once that the router is trained, if megatron_cfg requests a frozen one, as NeMo RL's files do."""
         if "experts" in self.native():
             note_trained_router(f"{self.config['model_type']}'s router", section)
 
     def fill(self, model: C.DecoderModel) -> None:
-        """Load or draw the weights of a native `DecoderModel`."""
+        """Load or initialise the weights of a native `DecoderModel`."""
         from nemo_rl_cpp.models.weights import initialize_weights, load_weights
 
         if self.path is None:
@@ -120,7 +120,7 @@ class ModelFolder:
             load_weights(model, self.path)
 
     def print_remarks(self) -> None:
-        """Print each remark to stderr, once in a process."""
+        """Print each remark to stderr, once per process."""
         for remark in self.remarks:
             if remark not in _SAID:
                 print(f"warning: {note_as_said(remark)}", file=sys.stderr, flush=True)
@@ -130,14 +130,14 @@ def open_model_folder(
     name: str, overrides: Mapping[str, Plain] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
     length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
 ) -> ModelFolder:  # fmt: skip
-    """Open `policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name that
-    `hub.sources.resolve_model` finds. Its remarks are printed.
+    """Open `policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name for
+    `hub.sources.resolve_model`. Print its remarks.
 
     Args:
-        overrides: `hf_config_overrides`, in either of transformers' spellings.
-        value_head: it becomes a critic.
+        overrides: `hf_config_overrides`, in the format of transformers 4 or 5.
+        value_head: build a critic.
         max_length: tokens of the longest sequence, which the model must have positions for.
-        length_key, key: what messages call that length and the model's name.
+        length_key, key: the keys of that length and of the model's name, for messages.
 
     Raises:
         ModelFolderError: the model is not supported, its files are damaged, or sequences are too long for it.
@@ -155,7 +155,7 @@ def open_model_folder(
 
 
 def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """Return the small model that starts random; `fields` are those of `ModelFolder`."""
+    """Return the small random model; `fields` are fields of `ModelFolder`."""
     try:
         return ModelFolder(hf_config.canonical_config(hf_config.TINY_CONFIG, overrides), None, **fields)
     except ModelFolderError as error:
@@ -163,10 +163,10 @@ def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) 
 
 
 def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """Read the model of a folder on this machine, and print nothing. `fields` are those of `ModelFolder`.
+    """Read the model of a local folder, and print nothing. `fields` are fields of `ModelFolder`.
 
-    A head beside tied weights that is not the embedding counts, and the two are untied, as vLLM does it (transformers 5 keeps both,
-    too). A critic has no such head.
+    If config.json ties the weights, but a head exists that differs from the embedding, both are used untied, as in vLLM
+    (transformers 5 keeps both, too). This does not apply to a critic.
     """
     config = hf_config.read_config(path, overrides)
     remarks = [
@@ -189,6 +189,4 @@ def _has_own_head(path: Path) -> bool:
     try:
         return head_differs(path)
     except ModelFolderError:
-        return (
-            False  # a run that goes on from a checkpoint needs no weights here; one that loads them says what is wrong
-        )
+        return False  # a resumed run needs no weights from this folder; loading them would raise the error

@@ -1,7 +1,7 @@
-"""Rotary embeddings in config.json: transformers' two spellings brought to one, and the frequencies that they mean.
+"""Rotary embeddings in config.json: the canonical form of transformers' two formats, and the resulting frequencies.
 
-Format 4 writes `rope_theta` beside `rope_scaling`, format 5 one section `rope_parameters` that holds both. The form used here is
-that of format 4, which transformers 4 and 5 read alike: `rope_theta`, and `rope_scaling`, which is None where nothing is scaled.
+Format 4 (transformers 4) has `rope_theta` and `rope_scaling`; format 5 has one section `rope_parameters` with both. The
+canonical form is format 4, which both versions read identically; `rope_scaling` is None without scaling.
 """
 
 import math
@@ -13,7 +13,7 @@ from nemo_rl_cpp.models.architectures import FULL, SLIDING
 
 DEFAULT_THETA = 10000.0
 KINDS = (FULL, SLIDING)
-"""Kinds of layers, which may have rotary embeddings of their own each."""
+"""Kinds of layers; each may have separate rotary embeddings."""
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 _NEEDED = {
     "linear": ("factor",),
@@ -21,7 +21,7 @@ _NEEDED = {
     "yarn": ("factor",),
     "longrope": (),
 }
-_REMEMBERS_ORIGINAL = ("llama3", "yarn", "longrope")  # types that compare positions with those of pretraining
+_REMEMBERS_ORIGINAL = ("llama3", "yarn", "longrope")  # types that compare positions with the positions of pretraining
 _CHOICES = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 _ORIGINAL = "original_max_position_embeddings"
 _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
@@ -30,11 +30,12 @@ _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_f
 def respell(
     config: Mapping[str, Plain], default_positions: int, default_theta: float = DEFAULT_THETA
 ) -> dict[str, Plain]:
-    """The configuration with `rope_theta` and `rope_scaling` as its only words about rotary embeddings; nothing is checked.
+    """Return the configuration with only the keys `rope_theta` and `rope_scaling` for rotary embeddings; nothing is
+    checked.
 
-    What counts where two places say it is as in transformers 5: `rope_scaling` before `rope_parameters`; within the section
-    before beside it, but `original_max_position_embeddings` beside the section before that within. The latter is
-    max_position_embeddings (`default_positions` where that is missing too) where no place says it.
+    Precedence is as in transformers 5: `rope_scaling` before `rope_parameters`; keys in the section before top-level
+    keys, except that a top-level `original_max_position_embeddings` comes first. The latter's default is
+    max_position_embeddings, or `default_positions` if that is missing too.
     """
     section = config.get(section_name(config)) or {}
     form = {name: value for name, value in config.items() if name not in _SPELLINGS}
@@ -62,9 +63,9 @@ def respell(
 def respell_kinds(
     config: Mapping[str, Plain], default_positions: int, theta: float, local_key: str | None, local_theta: float
 ) -> dict[str, Plain]:
-    """The same for a model whose KINDS of layers have embeddings of their own: `rope_parameters`, with a section for each, is the
-    form of transformers 5. Format 4 has one section, which scales the layers of full attention, `rope_theta` for these and
-    `local_key`, where there is one, as the theta of the others."""
+    """Like `respell`, for a model whose KINDS of layers have separate embeddings. The result has transformers 5's
+    section `rope_parameters` with one section per kind. Format 4 has one scaling section, for full attention, with
+    `rope_theta`, and `local_key`, if it exists, as theta of the sliding layers."""
     section = config.get(section_name(config)) or {}
     if not isinstance(section, Mapping):
         raise ModelFolderError(f"{section_name(config)} is {section!r}, but a section was expected")
@@ -84,7 +85,7 @@ def respell_kinds(
 
 
 def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
-    """What the one form says for layers of a kind, with `rope_theta` and `rope_scaling`."""
+    """Return the canonical configuration for layers of one kind, with `rope_theta` and `rope_scaling`."""
     if "rope_parameters" not in form:
         return dict(form)
     scaling = dict(form["rope_parameters"][kind])
@@ -93,7 +94,7 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 
 
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
-    """Writes into the section what transformers derives from `positions` and from keys beside it."""
+    """Write the values that transformers derives from `positions` and from top-level keys into the section."""
     scaling[_ORIGINAL] = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     if (
         scaling["rope_type"] == "yarn"
@@ -105,10 +106,10 @@ def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positio
 
 
 def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> dict[str, Plain]:
-    """A configuration in the one form, with what overrides in either spelling say about rotary embeddings.
+    """Return a canonical configuration with the rotary settings of overrides in either format applied.
 
-    A section that names its rope_type takes the place of the model's own, null takes the scaling away, and a section without a
-    rope_type changes single keys of the model's own. `rope_theta` stays unless an override, in the section or beside it, names it.
+    A section with `rope_type` replaces the model's scaling section, null removes it, and a section without `rope_type`
+    changes single keys of it. `rope_theta` is kept unless an override, in the section or at the top level, sets it.
     """
     changed = dict(form)
     beside = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
@@ -133,7 +134,7 @@ def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> 
 
 
 def section_name(config: Mapping[str, Plain]) -> str:
-    """The name of the section that counts."""
+    """Return the name of the section that takes precedence."""
     named = [key for key in ("rope_scaling", "rope_parameters") if config.get(key)]
     return (
         named[0]
@@ -145,8 +146,8 @@ def section_name(config: Mapping[str, Plain]) -> str:
 
 
 def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False) -> None:
-    """Raises ModelFolderError where the one form asks for what is not computed; `key` is the section's name in messages.
-    `is_partial`: embeddings may turn a part of a head."""
+    """Raise ModelFolderError if the canonical form is not supported; messages call the section `key`. `is_partial`:
+    rotary embeddings may cover part of a head."""
     _number("rope_theta", form["rope_theta"])
     part = _number("partial_rotary_factor", form.get("partial_rotary_factor", 1.0))
     if part != 1.0 and not is_partial:
@@ -181,7 +182,7 @@ def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False)
                     f"{key}.{name} is {factors!r}, but a list of {pairs} numbers above 0 was expected"
                 )
     for name in ("factor", "attention_factor") if kind == "longrope" else _CHOICES if kind == "yarn" else ():
-        if scaling.get(name):  # transformers takes 0 for left out
+        if scaling.get(name):  # transformers treats 0 as missing
             _number(f"{key}.{name}", scaling[name])
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise ModelFolderError(
@@ -192,7 +193,7 @@ def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False)
 
 
 def rope_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
-    """What a reader of config.json may not expect of the rule which of its words count."""
+    """Yield remarks on rotary settings of config.json that are ignored, which a reader may not expect."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if old and new and _said(config, old) != _said(config, new):
         yield "rope_scaling and rope_parameters differ: rope_scaling counts, as in transformers 5"
@@ -212,8 +213,8 @@ def _said(config: Mapping[str, Plain], section: Plain) -> Plain:
 
 
 def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
-    """(positions that count in place of max_position_embeddings, factor of the positions), as vLLM derives a model's length: yarn
-    stretches the positions of pretraining by its factor, linear max_position_embeddings; those of llama3 and longrope are stretched already."""
+    """Return (positions that replace max_position_embeddings or None, factor), as vLLM computes a model's length: yarn
+    scales pretraining's positions, linear max_position_embeddings; llama3 and longrope include their factor already."""
     scaling = form["rope_scaling"]
     if scaling is None or scaling["rope_type"] in ("llama3", "longrope"):
         return None, 1.0
@@ -247,16 +248,16 @@ def _number(name: str, value: Plain) -> float:
 
 
 def rotary_size(form: Mapping[str, Plain]) -> int:
-    """Dimensions of a head that are turned."""
+    """Return the number of dimensions of a head that are rotated."""
     return int(form["head_dim"] * form.get("partial_rotary_factor", 1.0))
 
 
 def rope_frequencies(form: Mapping[str, Plain], max_length: int) -> tuple[list[float], float]:
-    """Inverse frequencies [rotary_size / 2] after rope scaling, and the factor that multiplies cos and sin.
+    """Return the inverse frequencies [rotary_size / 2] after rope scaling, and the factor that multiplies cos and sin.
 
-    `form` is a configuration in the one form, `max_length` the tokens of the longest sequence. Types: default, linear, llama3
-    (Llama 3.1), yarn (Peng et al., 2023), longrope (Ding et al., 2024). Of longrope's two tables transformers takes one by the
-    longest text of a batch, so that a token's numbers depend on others; here as in vLLM `max_length` decides.
+    `form` is canonical; `max_length` is the longest sequence. Types: default, linear, llama3 (Llama 3.1), yarn (Peng et
+    al., 2023), longrope (Ding et al., 2024). For longrope, transformers chooses a table by the longest sequence of a
+    batch, so that samples affect each other; this function, like vLLM, chooses it by `max_length`.
     """
     head_dim = rotary_size(form)
     theta, scaling = float(form["rope_theta"]), form["rope_scaling"]

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder's safetensors files, and compares them with what a model needs. Works without torch."""
+"""Reads a Hugging Face folder's safetensors files, and compares them with a model's parameters. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "sc
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
           "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}  # fmt: skip
 _READ = ("F64", "F32", "F16", "BF16")
-_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class RawTensor(NamedTuple):
-    """A tensor as it lies in its file: `dtype` as safetensors writes it ("F32", "BF16"), `data` mapped, not read, and there
-    until the next tensor is asked for."""
+    """A tensor in its file: `dtype` as safetensors writes it ("F32", "BF16"), `data` memory-mapped, valid until the
+    next tensor is requested."""
 
     dtype: str
     shape: list[int]
@@ -36,7 +36,7 @@ class RawTensor(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """What a file's header says of a tensor: its bytes are `begin` to `end` of the file."""
+    """A tensor's entry in a file's header: its bytes are `begin` to `end` of the file."""
 
     dtype: str
     shape: list[int]
@@ -48,7 +48,7 @@ class TensorEntry(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's safetensors files: model.safetensors, else those that the index names, as transformers chooses.
+    """Return the folder's safetensors files, chosen as in transformers: model.safetensors, otherwise the index's files.
 
     Raises ModelFolderError if there are none, the index is damaged, or a file is missing or lies outside the folder.
     """
@@ -76,7 +76,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _other_weights(folder: Path) -> str:
-    """Tell what a folder without safetensors holds in their place, and the remedy."""
+    """Return a text on other weights in a folder without safetensors, and the remedy."""
     if found := sorted(file.name for file in folder.glob("*.safetensors")):
         return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
     others = (file.name for pattern in ("*.bin", "*.gguf", "consolidated*", "*.pt*") for file in folder.glob(pattern))
@@ -89,11 +89,12 @@ def _other_weights(folder: Path) -> str:
 
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Read the header of a safetensors file: eight bytes that give its length, then JSON; the tensors' bytes follow without gaps.
+    """Read the header of a safetensors file: eight bytes with its length, then JSON; the tensors' bytes follow,
+    gapless.
 
-    Raises ModelFolderError if the file is not whole, or its header does not describe it.
+    Raises ModelFolderError if the file is truncated, or its header does not describe it.
     """
-    # The library's safe_open imports numpy first: 0.1 to 0.3 s at the start of a command, and this takes less than a millisecond.
+    # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
         with file.open("rb") as handle:
             start = handle.read(64)
@@ -136,7 +137,7 @@ def _damaged(file: Path, error: Exception) -> ModelFolderError:
 
 
 def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]]:
-    """Yield every tensor of the files by their headers. Raise ModelFolderError, too, if two files hold one name."""
+    """Yield every tensor entry of the files. Raise ModelFolderError also if two files hold the same name."""
     places: dict[str, Path] = {}
     for file in files:
         for name, entry in tensor_entries(file).items():
@@ -149,7 +150,8 @@ def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]
 
 
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
-    """Yield every tensor of the files under its name, without a copy. (The safetensors library reads bfloat16 into torch only.)"""
+    """Yield every tensor of the files by name, without a copy. (The safetensors library reads bfloat16 only for
+    torch.)"""
     by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
     for file, name, entry in all_entries(files):
         by_file.setdefault(file, []).append((name, entry))
@@ -176,13 +178,13 @@ def fill_parameters(
     tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
     put: Callable[[str, RawTensor | TensorEntry], None],
 ) -> None:
-    """Call put(name, tensor) for every parameter of `shapes` that `tensors` (of `folder`) hold.
+    """Call put(name, tensor) for every parameter of `shapes` that `tensors` (of `folder`) contains.
 
-    A causal checkpoint may be read into a value model: its head is skipped, and score.weight may be missing. Of tied
-    weights either may be there: the head stands for the embedding where that is missing.
+    A causal checkpoint may be read into a value model: its head is skipped, and score.weight may be missing. With tied
+    weights, the head may replace a missing embedding.
 
     Raises:
-        ModelFolderError: a tensor is missing, unexpected, there twice, or of the wrong shape or dtype; all are named.
+        ModelFolderError: a tensor is missing, unexpected, duplicate, or of the wrong shape or dtype; all are named.
     """
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
@@ -198,7 +200,7 @@ def fill_parameters(
         if name not in shapes:
             if name != HEAD and not name.endswith(
                 "rotary_emb.inv_freq"
-            ):  # a head that is tied, or of which a critic has none
+            ):  # a tied head, or a head that a critic does not need
                 extra.append(name)
         elif list(tensor.shape) != list(shapes[name]):
             wrong.append(f"{name} is {list(tensor.shape)}, expected {list(shapes[name])}")
@@ -231,7 +233,7 @@ def _known_name(name: str, shapes: Container[str]) -> str:
 
 
 def check_parameters(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise what loading the weights would raise, by the files' headers alone."""
+    """Raise the errors that loading the weights would raise, by reading only the files' headers."""
     entries = ((name, entry) for _, name, entry in all_entries(weight_files(folder)))
     fill_parameters(folder, shapes, entries, lambda name, entry: None)
 
@@ -240,7 +242,7 @@ def check_parameters(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def head_differs(folder: Path) -> bool:
-    """Whether the weights hold a language-model head that is not the embedding; False if one of the two is missing."""
+    """Return whether the weights hold a language-model head that differs from the embedding; False without either."""
     found = {}
     for file, name, entry in all_entries(weight_files(folder)):
         known = _known_name(name, {HEAD, EMBEDDING})
@@ -256,7 +258,7 @@ def head_differs(folder: Path) -> bool:
 
 
 def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
-    """Yield the tensor's numbers in order, about a million at a time, as numpy arrays of at least single precision."""
+    """Yield the tensor's values in order, about a million at a time, as numpy arrays of float32 or float64."""
     import numpy as np
 
     handle.seek(entry.begin)

@@ -1,5 +1,5 @@
-"""Weights of a native model: by name, in the slices of tensor parallelism, and between it and a Hugging Face folder
-(safetensors, one file or sharded)."""
+"""Weights of a native model: by name, in the slices of tensor parallelism, and read from or written to a Hugging Face
+folder (safetensors, one file or sharded)."""
 
 import json
 import math
@@ -31,19 +31,19 @@ FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
 
 
 def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
-    """Return a process's part of a parameter [spec.whole], as a view."""
+    """Return this process's part of a parameter [spec.whole], as a view."""
     if spec.split < 0:
         return whole
     return whole.narrow(spec.split, spec.begin, spec.shape[spec.split])
 
 
 class Slices:
-    """Of one model, as this process and its tensor-parallel peers have it.
+    """The slices of one model on this process and its tensor-parallel peers.
 
     Args:
         ranks: its `tensor` communicator connects the peers.
         layouts: of the flat buffers of all peers.
-        whole: of the whole model's.
+        whole: of the whole model's flat buffer.
     """
 
     def __init__(self, ranks: Ranks, layouts: Sequence[C.ParameterLayout], whole: C.ParameterLayout) -> None:
@@ -51,7 +51,7 @@ class Slices:
 
     @classmethod
     def of(cls, native: dict[str, Plain], ranks: Ranks) -> Self:
-        """Lay out the slices of the whole model `native`, see `ModelFolder.native`."""
+        """Return the slices of the whole model `native`, see `ModelFolder.native`."""
         count = ranks.tensor_size
         return cls(ranks, [C.ParameterLayout(native, rank, count) for rank in range(count)], C.ParameterLayout(native))
 
@@ -61,7 +61,7 @@ class Slices:
         return self.layouts[self.ranks.tensor_rank]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Cut a flat buffer in the layout of this process from one in that of the whole model."""
+        """Return this process's slice of a flat buffer of the whole model."""
         if self.ranks.tensor_size == 1:
             return whole
         flat = whole.new_zeros(self.own.total)
@@ -70,8 +70,8 @@ class Slices:
         return flat
 
     def gather(self, flat: Tensor | None, what: str) -> Tensor | None:
-        """Gather the flat buffer of the whole model from those of all slices, on the first of them; None on the others, and
-        where this process takes no part (`flat` is None)."""
+        """Gather a flat buffer of the whole model on the first peer, from all slices; return None on the other peers,
+        and if this process takes no part (`flat` is None)."""
         if self.ranks.tensor_size == 1 or flat is None:
             return flat
         peers, phase = self.ranks.tensor, f"gathering the slices of {what}"
@@ -98,7 +98,7 @@ def named_whole(layout: C.ParameterLayout, flat: Tensor) -> dict[str, Tensor]:
 
 
 def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return every parameter of `layout` (name, shape, offset) as a view of the flat buffer, under its Hugging Face name."""
+    """Return every parameter of `layout` (name, shape, offset) by Hugging Face name, as a view of the flat buffer."""
     return {name: flat[offset : offset + math.prod(shape)].view(shape) for name, shape, offset in layout}
 
 
@@ -106,10 +106,10 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     """Fill a native `DecoderModel`, or its slice, from the folder's safetensors files.
 
     A causal checkpoint may be read into a value model: its head is skipped and the scalar head starts at zero (so that
-    the first values are 0). Weights in another dtype are converted.
+    the first values are 0). Weights in a different dtype are converted.
 
     Raises:
-        ModelFolderError: no weights, a damaged file, or a tensor that is missing, unexpected or of the wrong shape; all are named.
+        ModelFolderError: no weights, a damaged file, or a missing, unexpected or misshapen tensor; all are named.
     """
     folder = Path(folder)
     target = named_views(model.layout, model.compute if model.masters is None else model.masters)
@@ -119,7 +119,7 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     shapes = {name: spec.whole for name, spec in specs.items()}
     files = weight_files(folder)
     with warnings.catch_warnings(), work(f"reading {folder}", sum(file.stat().st_size for file in files)) as advance:
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is only read
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # the buffer is only read
 
         def put(name: str, raw: RawTensor) -> None:
             target[name].copy_(own_part(specs[name], _tensor(raw)))
@@ -135,7 +135,7 @@ def _tensor(raw: RawTensor) -> torch.Tensor:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove the weights of an earlier save: two sets of files would leave it open which of them counts."""
+    """Remove the weights of an earlier save, because two sets of files would be ambiguous."""
     for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         old.unlink(missing_ok=True)
 
@@ -144,8 +144,8 @@ def save_weights(
     model: C.DecoderModel, folder: str | Path, config: Mapping[str, Plain], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large. `tensors`: the
-    whole weights by name, of a model that has a slice of them."""
+    """Write config.json and the compute weights (float32 or bfloat16) in transformers' format, sharded if large.
+    `tensors`: the whole weights by name, for a model that holds a slice."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_weights(folder)
@@ -159,7 +159,7 @@ def save_weights(
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.contiguous().clone()  # a file of its own storage, not of the flat buffer's
+        shards[-1][name] = tensor.contiguous().clone()  # a view would bring the flat buffer's storage
         size += tensor.nbytes
     if len(shards) == 1:
         save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})
@@ -176,10 +176,10 @@ def save_weights(
 
 
 def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> None:
-    """Draw a fresh random model: normal matrices, unit norms, zero biases; the same weights for the same seed.
+    """Initialise a random model: normal matrices, unit norms, zero biases; equal seeds give equal weights.
 
-    An untied language-model head starts at a tenth of the others' spread, so that the first policy is nearly uniform:
-    reinforcement learning from scratch needs to explore.
+    An untied language-model head gets a tenth of the other matrices' spread, so that the first policy is nearly
+    uniform: reinforcement learning from scratch needs to explore.
     """
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters

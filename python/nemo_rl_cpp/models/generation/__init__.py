@@ -1,1 +1,1 @@
-"""Generation: the contract and the native engine."""
+"""Generation: the interface and the engines."""

@@ -1,4 +1,4 @@
-"""Generation with a module of transformers: token ids in, token ids out, with the log-probability of every sampled token."""
+"""Generation with a transformers module: token ids in, token ids out, with log-probabilities of sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, Gener
 from nemo_rl_cpp.models.generation.interfaces import OnFinished, Responses
 from nemo_rl_cpp.models.hf.library import accepts, quietly
 
-_SHRINK = 4  # a batch gives the room of ended rows back once they are a quarter of it
+_SHRINK = 4  # a batch is compacted once a quarter of its rows has ended
 
 
 class HfGeneration(BaseEngine):
-    """NeMo RL's generation interface on the trainer's own module.
+    """NeMo RL's generation interface on the trainer's module.
 
-    A token is drawn by the native sampler with the key (seed, stream, draw id, sample, position), as the native engine draws it.
-    What a row yields therefore depends on the other rows by rounding alone: they change the shapes of the matrix products, and
-    with that a last bit of the logits.
+    The native sampler draws each token with the key (seed, stream, draw id, sample, position), as in the native engine.
+    The other rows of a batch affect a row only through rounding: they change the shapes of the matrix products, and
+    thereby the last bits of the logits.
 
     Args:
-        module: the trainer's; it is read in place.
-        config, tokenizer, options: as of `BaseEngine`. Read are max_new_tokens, temperature, top_p, top_k,
-        val_temperature, val_top_p,
-            val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
+        module: the trainer's module, read in place.
+        config, tokenizer, options: see `BaseEngine`. Uses max_new_tokens, temperature, top_p, top_k, val_temperature,
+            val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and
+            vllm_cfg.max_model_len.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class HfGeneration(BaseEngine):
         return work.responses()
 
     def _batches(self, work: _Work) -> list[list[int]]:
-        """Group the rows that are generated at the same time: neighbours, so that those of one prompt meet; no more
-        than max_batch_size, than the
-        memory for keys and values holds, and, of several different prompts, than prefill_chunk_tokens lets be computed at once."""
+        """Return groups of rows to generate concurrently. Groups consist of neighbours, so that rows of one prompt stay
+        together. A group respects max_batch_size, the memory for keys and values, and, if it has several distinct
+        prompts, prefill_chunk_tokens."""
         at_once = self.config.max_batch_size or len(work.prompts)
         chunk = self.config.prefill_chunk_tokens
         memory = self._cache_tokens()
@@ -82,7 +82,7 @@ class HfGeneration(BaseEngine):
         return batches
 
     def _cache_tokens(self) -> float:
-        """Return how many tokens' keys and values fit into memory."""
+        """Return the number of tokens whose keys and values fit into memory."""
         if self._bytes_per_token is None:
             self._bytes_per_token = bytes_per_token(self.module)
         if not self._bytes_per_token:
@@ -90,12 +90,12 @@ class HfGeneration(BaseEngine):
         return self.cache_bytes(next(self.module.parameters()).device) / self._bytes_per_token
 
     def _answer(self, work: _Work, rows: list[int]) -> None:
-        """Generate the responses of `rows`, all at the same time."""
+        """Generate the responses of `rows` concurrently."""
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(work.prompts[row].tolist()), len(distinct)) for row in rows]
         decoder = decoder_of(self.module)
         logits = decoder.begin([torch.tensor(prompt) for prompt in distinct], torch.tensor(index))
-        alive, places = list(rows), torch.arange(len(rows))  # what is not ended, and its row of the decoder's batch
+        alive, places = list(rows), torch.arange(len(rows))  # rows in flight, and their indices in the decoder's batch
         while True:
             tokens = self._draw(work, alive, logits[places])
             ended = [work.append(row, token) for row, token in zip(alive, tokens)]
@@ -114,7 +114,7 @@ class HfGeneration(BaseEngine):
             logits = decoder.step(next_tokens)
 
     def _draw(self, work: _Work, rows: list[int], logits: Tensor) -> list[int]:
-        """Draw the next token of each row; its log-probability goes into `work`."""
+        """Sample the next token of each row; append its log-probability to `work`."""
         uniform = torch.tensor([work.uniform(row) for row in rows], dtype=torch.float64)
         tokens, logprobs, _ = C.sample_rows(logits.float().cpu().contiguous(), uniform, work.rule)
         tokens = tokens.tolist()
@@ -128,7 +128,7 @@ class HfGeneration(BaseEngine):
 
 
 class _Work(ResponseBuffer):
-    """What one `generate` call was asked for, and what has been generated."""
+    """The request of one `generate` call and the tokens generated so far."""
 
     token_bytes: list[bytes]
 
@@ -143,15 +143,15 @@ class _Work(ResponseBuffer):
         self._tails = [b""] * len(self.prompts)
 
     def length(self, row: int) -> int:
-        """Count the tokens of prompt and response so far, which is the position of the next one."""
+        """Return the number of tokens of prompt and response so far, the position of the next token."""
         return len(self.prompts[row]) + len(self.tokens[row])
 
     def uniform(self, row: int) -> float:
-        """Return the number in [0, 1) that decides about the next token of a row; it follows from the row's key alone."""
+        """Return the random number in [0, 1) for the next token of a row; it depends only on the row's key."""
         return C.random_uniform(self.seed, self.stream, self.draws[row], self.samples[row], self.length(row))
 
     def append(self, row: int, token: int) -> bool:
-        """Whether the response of a row ends with this token."""
+        """Append a token to the response of a row; return whether the response ends."""
         self.tokens[row].append(token)
         stops = token in self.ends or (self.stop_texts[row] and self._stops(row, self.token_bytes[token]))
         self.truncated[row] = not stops and len(self.tokens[row]) >= self.room[row]
@@ -164,13 +164,13 @@ class _Work(ResponseBuffer):
 
 
 def decoder_of(module: nn.Module) -> CachedDecoder | WholeTextDecoder:
-    """Choose a decoder: with a cache where transformers keeps keys and values of attention alone; states of other kinds
-    (Mamba and the like) see padding, so that such texts are computed anew for each token."""
+    """Return a decoder: with a cache if the architecture only caches keys and values. Other states (Mamba and the like)
+    would include padding, so such sequences are recomputed for each token."""
     return CachedDecoder(module) if _cache(module) is not None else WholeTextDecoder(module)
 
 
 def bytes_per_token(module: nn.Module) -> float:
-    """Return the bytes of one token of one row in the cache; 0 without a cache."""
+    """Return the cache bytes per token of one row; 0 without a cache."""
     cache, name = _cache(module), accepts(module, "cache", "past_key_values")
     if cache is None:
         return 0.0
@@ -185,7 +185,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _cache(module: nn.Module) -> object | None:
-    """Make an empty cache for this module; None if it has none, or one with other states than keys and values."""
+    """Return an empty cache for this module; None if it has no cache, or caches states other than keys and values."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -200,8 +200,8 @@ def _cache(module: nn.Module) -> object | None:
 
 
 class CachedDecoder:
-    """A batch of texts that grow by a token at a time. Prompts are padded on the left and computed once each; then each
-    step computes one token a row."""
+    """A batch of sequences that grow by one token per step. Distinct prompts are padded on the left and computed once;
+    then each step computes one token per row."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._cache = module, _cache(module)
@@ -222,16 +222,16 @@ class CachedDecoder:
         return logits[index]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append `tokens` [B], and return the logits [B, V] of those that follow. A row with -1 has ended, and its
-        logits mean nothing."""
+        """Append `tokens` [B], and return the logits [B, V] of the next tokens. A row with -1 has ended; its logits are
+        meaningless."""
         tokens = tokens.to(self._mask.device)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         logits = self._forward(tokens.clamp(min=0)[:, None], self._next[:, None])
-        self._next = self._next + (tokens >= 0)  # of ended rows they stay where the architecture has positions for
+        self._next = self._next + (tokens >= 0)  # ended rows keep a position that the architecture supports
         return logits
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all but these rows, which are then 0, 1, ..."""
+        """Drop all rows except these, which become rows 0, 1, ..."""
         rows = rows.to(self._mask.device)
         self._cache.batch_select_indices(rows)
         self._mask, self._next = self._mask[rows], self._next[rows]
@@ -251,7 +251,7 @@ class CachedDecoder:
 
 
 class WholeTextDecoder:
-    """Each step computes the whole texts, padded on the right: slow, and right for every causal model."""
+    """A decoder that recomputes whole right-padded sequences in each step: slow, but correct for any causal model."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

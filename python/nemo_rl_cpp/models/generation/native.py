@@ -22,11 +22,10 @@ _UNLIMITED_SLOTS = 1 << 20
 
 
 def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str, object]) -> C.NativeModelRunner:
-    """Make the engine's way into a `C.DecoderModel`, whose weights it reads in place.
+    """Return the engine's interface to a `C.DecoderModel`, whose weights it reads in place.
 
-    On a CUDA device it launches decode steps as CUDA graphs unless `config.vllm_cfg.enforce_eager`; on the CPU, as
-    `config.packed_weights`
-    says, steps of few texts read bfloat16 weights in twelve bits each. Either way the results are the same.
+    On a CUDA device, decode steps run as CUDA graphs unless `config.vllm_cfg.enforce_eager`. On the CPU, depending on
+    `config.packed_weights`, small-batch steps read bfloat16 weights in 12 bits each. The results are the same.
     """
     config = as_model(config, GenerationConfig, "policy.generation")
     eager = bool(config.vllm_cfg.enforce_eager)
@@ -36,13 +35,14 @@ def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str,
 class NativeGeneration(BaseEngine):
     """NeMo RL's generation interface on the C++ engine.
 
-    What a row yields never depends on the rest of the batch or on the engine's limits. Rows with equal prompts share one prefill.
+    The response of a row never depends on the rest of the batch or the engine's limits. Equal prompts share one
+    prefill.
 
     Args:
         runner: the model; `native_runner(model, config)` reads the trainer's weights in place.
-        config, tokenizer, options: as of `BaseEngine`. Read are max_new_tokens, temperature, top_p, top_k,
-        val_temperature, val_top_p,
-            val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
+        config, tokenizer, options: see `BaseEngine`. Uses max_new_tokens, temperature, top_p, top_k, val_temperature,
+            val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and
+            vllm_cfg.max_model_len.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class NativeGeneration(BaseEngine):
         return Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
 
     def _requests(self, asked: GenerationRequest, prompt_index: Tensor) -> C.GenerationRequests:
-        index: dict[tuple[str, ...], int] = {}  # the different sets of stop strings
+        index: dict[tuple[str, ...], int] = {}  # the distinct sets of stop strings
         chosen = [index.setdefault(texts, len(index)) for texts in asked.stops]
         if any(index) and not self._knows_bytes:
             self._engine.set_token_bytes(self._token_bytes)
@@ -90,59 +90,59 @@ class NativeGeneration(BaseEngine):
     # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Measure the memory that the cache may take; the weights are in place, and the first batch allocates."""
+        """Measure the memory available to the cache. The weights are in place; the first batch allocates."""
         self._limit_cache()
         return True
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Give the memory of keys and values back."""
+        """Release the memory of keys and values."""
         self._engine.release_cache()
         return True
 
     shutdown = finish_generation
 
     def plan_with_peers(self, least: Callable[[int], int]) -> None:
-        """Give the caches of engines with slices of one model one size, since they must plan the same steps. `least`
-        gives the least of a number over all of them, who make the same calls."""
+        """Use the same cache size in all engines with slices of one model, because they must plan the same steps.
+        `least` returns the minimum of a number over these engines, which all make the same calls."""
         self._agree = least
         self._limit_cache()
 
     def _limit_cache(self) -> None:
-        """Limit the cache; of the limit the engine takes what its requests can use."""
+        """Set the cache limit; the engine allocates only what its requests need."""
         limit = self.cache_bytes_now()
         self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
 
     def cache_bytes_now(self) -> int:
-        """Return what keys and values of an engine on this model may take of the memory that is free now."""
+        """Return the bytes of currently free memory that keys and values may use."""
         return self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")))
 
     def get_logger_metrics(self) -> dict[str, float]:
-        """Return sums since `clear_logger_metrics`.
+        """Return metrics since `clear_logger_metrics`.
 
-        steps, generated_tokens, prefill_tokens (computed, with those computed again after a preemption), decode_tokens,
-        shared_prompt_tokens (not computed thanks to sharing), mean_batch_size (running sequences a step), peak_blocks of
-        the cache, preemptions, forward_seconds, sampling_seconds.
+        steps, generated_tokens, prefill_tokens (computed, including recomputation after a preemption), decode_tokens,
+        shared_prompt_tokens (not computed because of sharing), mean_batch_size (running sequences per step),
+        peak_blocks of the cache, preemptions, forward_seconds, sampling_seconds.
         """
         metrics = dict(self._engine.metrics)
         sequence_steps = metrics.pop("sequence_steps")
         return metrics | {"mean_batch_size": sequence_steps / max(metrics["steps"], 1)}
 
     def clear_logger_metrics(self) -> None:
-        """Begin the sums of `get_logger_metrics` again."""
+        """Reset the metrics of `get_logger_metrics`."""
         self._engine.reset_metrics()
 
 
 class _Prompts(NamedTuple):
     ids: Tensor
-    """[sum of lengths] the different prompts, one after the other"""
+    """[sum of lengths] the distinct prompts, concatenated"""
     offsets: Tensor
     """[prompts + 1]"""
     index: Tensor
-    """[B] which prompt a row has"""
+    """[B] index of each row's prompt"""
 
 
 def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
-    """Make one of equal prompts, so that their generations share its prefill."""
+    """Deduplicate equal prompts, so that their generations share one prefill."""
     index: dict[tuple[int, ...], int] = {}
     ids, offsets = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
     rows = [tuple(ids[start:end]) for start, end in pairwise(offsets)]
@@ -153,22 +153,22 @@ def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
 
 
 def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
-    """Return `options` with the longest sequence of an engine on a policy's weights: the policy's, or a shorter one of `config`."""
+    """Return `options` with the maximum length of an engine on the policy's weights: the policy's or a shorter one."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     return {
         "max_model_len": min(config.vllm_cfg.max_model_len or longest, longest),
         **options,
-    }  # an evaluation's may be shorter
+    }  # an evaluation may use shorter sequences
 
 
 def generation_on(
     model: C.DecoderModel, folder: ModelFolder, policy: PolicyConfig, tokenizer: TokenizerType | None, digest: Callable[[], str],
     config: GenerationConfig | None = None, **options: object,
 ) -> NativeGeneration:  # fmt: skip
-    """Make an engine that reads the weights of `model` in place.
+    """Return an engine that reads the weights of `model` in place.
 
     Args:
-        folder: of the model; its files say where responses end.
+        folder: of the model; its files define the end tokens.
         config: the engine's section; None: `policy.generation`.
         options: for `NativeGeneration`.
     """

@@ -1,5 +1,5 @@
-"""A module's parameters as the native model has them, in flat buffers: whole in one process, or shared out among the
-ranks by torch's FSDP2."""
+"""A module's parameters in flat buffers like the native model's: whole in one process, or sharded over the ranks by
+torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """Where a parameter, or a process's rows of it, lies in a flat buffer.
+    """The position of a parameter, or of a process's rows of it, in a flat buffer.
 
     Attributes:
-        split: the dimension along which it is cut, -1: it is whole; `begin` is the first of the rows along it.
+        split: the dimension that is sharded; -1: the parameter is whole. `begin` is the first row of the shard.
     """
 
     name: str
@@ -40,14 +40,14 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """All parameters of a model, which has `total` elements: what `models/weights.py` reads of a native model's layout."""
+    """All parameters of a model, `total` elements: the interface of a native layout that `models/weights.py` needs."""
 
     specs: list[FlatSpec]
     total: int
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, list[int], int]]) -> FlatLayout:
-        """Lay out (name, shape, first row) one behind the other; the first row is -1 where a parameter is whole."""
+        """Lay out (name, shape, first row) consecutively; the first row is -1 for a whole parameter."""
         specs, offset = [], 0
         for name, shape, begin in parameters:
             specs.append(FlatSpec(name, shape, offset) if begin < 0 else FlatSpec(name, shape, offset, 0, begin))
@@ -56,16 +56,16 @@ class FlatLayout:
 
     @property
     def places(self) -> list[tuple[str, list[int], int]]:
-        """(name, shape, offset) of each."""
+        """(name, shape, offset) of each parameter."""
         return [(spec.name, spec.shape, spec.offset) for spec in self.specs]
 
 
 class Piece(NamedTuple):
-    """A run of a model's weights that the optimizer changes: [begin, end) of the flat buffers of gradients and moments.
+    """A range of trained weights: [begin, end) of the flat buffers of gradients and moments.
 
     Attributes:
-        masters: flat, what is changed.
-        compute: flat, the rounded copy that products read; None where they read the masters.
+        masters: flat, updated by the optimizer.
+        compute: flat, the rounded copy that products read; None if they read the masters.
     """
 
     begin: int
@@ -75,13 +75,13 @@ class Piece(NamedTuple):
 
 
 class FlatModel:
-    """What `TrainedModel` asks of a model, for a module of transformers.
+    """A transformers module with the interface that `TrainedModel` needs.
 
     Attributes:
         module: in `dtype`; its parameters are views of `compute`.
-        layout: (name, shape, offset) of each parameter, in the module's order; tied ones once.
+        layout: (name, shape, offset) of each parameter, in the module's order; tied parameters once.
         compute: [n] the weights that products read.
-        masters: [n] float32, what the optimizer changes; `compute` itself where that is float32; None for a frozen model.
+        masters: [n] float32, updated by the optimizer; `compute` itself if it is float32; None for a frozen model.
     """
 
     masters_begin = 0
@@ -91,7 +91,7 @@ class FlatModel:
         parameters = list(module.named_parameters())
         self.flat_layout = FlatLayout.of((name, list(p.shape), -1) for name, p in parameters)
         self.layout, total, self.trainable = self.flat_layout.places, self.flat_layout.total, trainable
-        self._trained: list[list[int]] = []  # [begin, end) of neighbours that are trained
+        self._trained: list[list[int]] = []  # [begin, end) of consecutive trained parameters
         self.compute = torch.empty(total, dtype=dtype, device=device)
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
         self.masters = (
@@ -110,8 +110,8 @@ class FlatModel:
                 self._trained[-1][1] = offset + size
 
     def pieces(self) -> list[Piece]:
-        """List all that the optimizer changes: parameters that are frozen, by their architecture or a user's code, are
-        not decayed either."""
+        """Return all ranges that the optimizer updates. Parameters frozen by the architecture or a user's code get no
+        weight decay either."""
         alone = self.masters is self.compute
         return [
             Piece(begin, end, self.masters[begin:end], None if alone else self.compute[begin:end])
@@ -123,7 +123,7 @@ class FlatModel:
         return str(self.compute.device)
 
     def masters_changed(self) -> None:
-        """Round the weights from the masters, which were written."""
+        """Round the weights from the masters after a write to the masters."""
         if self.masters is not None and self.masters is not self.compute:
             self.compute.copy_(self.masters)
 
@@ -133,7 +133,7 @@ class FlatModel:
         return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """Let each backward pass add the gradient of each parameter to its place in `buffer()` [n], float32."""
+        """Let each backward pass add each parameter's gradient to its place in `buffer()` [n], float32."""
 
         def adder(offset: int, size: int) -> Callable[[Tensor], None]:
             def add(parameter: Tensor) -> None:
@@ -148,24 +148,24 @@ class FlatModel:
             parameter.register_post_accumulate_grad_hook(adder(offset, parameter.numel()))
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Do nothing: the weights are whole here at all times."""
+        """Do nothing: the weights are always whole in this process."""
         return nullcontext()
 
     def release_workspace(self) -> None:
-        """Do nothing: torch frees what a pass needed."""
+        """Do nothing: torch frees the workspace of each pass."""
 
 
 class ShardedModel:
-    """What `FlatModel` is in one process. Each rank keeps some rows of every parameter, in float32; a pass gathers the
-    weights of a layer
-    in the precision of the run, and its backward gives each rank the sums of its rows' gradients over all ranks.
+    """The counterpart of `FlatModel` on several ranks. Each rank holds some rows of every parameter in float32. A pass
+    gathers a layer's weights in the run's precision, and its backward pass reduces the gradients of each rank's rows
+    over all ranks.
 
-    Every pass is one of all ranks together, but for those within `gathered`.
+    Every pass involves all ranks, except passes within `gathered`.
 
     Attributes:
-        module: the sharded one.
-        flat_layout: (name, shape, offset) of the rows of this rank, one behind the other.
-        whole: of the whole model, as one process has it.
+        module: the sharded module.
+        flat_layout: (name, shape, offset) of this rank's rows, consecutively.
+        whole: layout of the whole model in one process.
         layouts: of all ranks.
     """
 
@@ -182,14 +182,14 @@ class ShardedModel:
             parameter.requires_grad_(trainable and parameter.requires_grad)
         self._units = _shard(module, ranks.mesh(), dtype)
         self._parameters: list[DTensor] = list(module.parameters())
-        with quietly(), torch.no_grad():  # the first pass tells FSDP2 which module is the outermost
+        with quietly(), torch.no_grad():  # the first pass shows FSDP2 which module is the outermost
             outputs_of(module, ModelRows.smallest(), Scoring(), unfiltered=False)
         self.forget()
 
     # ---- the rows of this rank
 
     def _local(self) -> list[Tensor]:
-        """Return flat views of the weights that are kept here, in the order of the layout."""
+        """Return flat views of this rank's weights, in the order of the layout."""
         with torch.no_grad():
             return [parameter.to_local().view(-1) for parameter in self._parameters]
 
@@ -200,17 +200,17 @@ class ShardedModel:
 
     @property
     def compute(self) -> Tensor:
-        """[n] as products read them, a copy."""
+        """[n] in the precision of products, a copy."""
         return torch.cat(self._local()).to(self._dtype)
 
     def write(self, masters: Tensor) -> None:
-        """Write [n] in the place of the weights."""
+        """Overwrite this rank's weights with [n]."""
         self.reshard()
         for piece, (_, _, offset) in zip(self._local(), self.layout):
             piece.copy_(masters[offset : offset + piece.numel()])
 
     def pieces(self) -> list[Piece]:
-        """As `FlatModel.pieces`, of this rank's rows."""
+        """See `FlatModel.pieces`; for this rank's rows."""
         self.reshard()
         return [
             Piece(offset, offset + local.numel(), local, None)
@@ -219,7 +219,7 @@ class ShardedModel:
         ]
 
     def masters_changed(self) -> None:
-        """Do nothing: a pass rounds them as it gathers them."""
+        """Do nothing: each pass rounds the weights as it gathers them."""
 
     @property
     def grads(self) -> Tensor:
@@ -235,12 +235,12 @@ class ShardedModel:
             )
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """Do nothing: FSDP2 adds them up itself."""
+        """Do nothing: FSDP2 accumulates gradients itself."""
 
     # ---- the whole model
 
     def digest(self) -> int:
-        """As `FlatModel.digest`, of the whole model: the same for any number of ranks. All ranks call it."""
+        """See `FlatModel.digest`; over the whole model, so equal for any number of ranks. All ranks call it."""
         hashed = hashlib.blake2b(digest_size=8)
         with torch.no_grad():
             for parameter in self._parameters:
@@ -250,7 +250,7 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Hold the weights whole in this process; passes without a gradient need no other rank. All ranks enter together."""
+        """Keep the weights whole in this process; gradient-free passes then run independently. Collective call."""
         self.forget()
         self.module.set_reshard_after_forward(False)
         for unit in self._units:
@@ -259,25 +259,24 @@ class ShardedModel:
             yield
         finally:
             self.module.set_reshard_after_forward(True)
-            self.module.set_reshard_after_forward(False, recurse=False)  # FSDP2's own choice for the outermost
+            self.module.set_reshard_after_forward(False, recurse=False)  # FSDP2's default for the outermost module
             self.forget()
 
     def reshard(self) -> None:
-        """Let gathered weights go: they are old once a rank has changed its rows."""
+        """Free gathered weights, which are stale once a rank has changed its rows."""
         for unit in self._units:
             unit.reshard()
 
     def forget(self) -> None:
-        """Let gathered weights, gradients and what passes have left go."""
+        """Free gathered weights, gradients and the state of unfinished passes."""
         self.module.reset_iter_state()
 
     def release_workspace(self) -> None:
-        """Do nothing: torch frees what a pass needed."""
+        """Do nothing: torch frees the workspace of each pass."""
 
 
 def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
-    """Lay out what FSDP2 leaves on a rank: of d rows as many as the others, rounded up, so that the last ones may have
-    fewer or none."""
+    """Return the layout of a rank under FSDP2: ceil(d / size) of d rows; the last ranks may have fewer rows or none."""
     parts = []
     for spec in whole.specs:
         if not spec.shape:
@@ -291,7 +290,7 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Module]:
-    """Apply FSDP2 to each layer and to the rest; return the modules that are gathered as one."""
+    """Apply FSDP2 to each layer and to the rest; return the modules that are gathered as a unit."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     base = module.backbone if isinstance(module, ValueNet) else module
@@ -303,15 +302,15 @@ def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.M
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     units = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for unit in units:
-        # losses are divided by the tokens of all ranks, so that gradients are sums
+        # losses are divided by the number of tokens of all ranks, so gradients must be summed
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # Gloo has no averages
-        unit.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank has gone to
+        unit.set_reduce_scatter_unused_params(True)  # for an expert that received no token of this rank
     return units
 
 
 def _shares_weights(part: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of `part` is one of the rest of `module` too."""
+    """Return whether `part` shares a parameter with the rest of `module`."""
     own = set(part.modules())
     rest = {p for m in module.modules() if m not in own for p in m.parameters(recurse=False)}
     return any(p in rest for p in part.parameters())

@@ -1,4 +1,4 @@
-"""Where a transformers model comes from: a Hugging Face folder, or `tiny-random` with any `model_type`."""
+"""The source of a transformers model: a Hugging Face folder, or `tiny-random` with any `model_type`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "ma
 
 @dataclass(frozen=True)
 class HfFolder:
-    """What a model is before it is built.
+    """The description of a model before it is built.
 
     Attributes:
-        config: transformers' configuration object, with `hf_config_overrides` laid over it.
-        raw: the same as config.json would hold it.
-        path: the folder with the weights; None where the model starts random.
+        config: transformers' configuration object, with `hf_config_overrides` applied.
+        raw: the same contents as a config.json.
+        path: the folder with the weights; None for random weights.
         settings: the section `hf_cfg`.
         seed: of random weights.
-        value_head: it becomes a critic: the layers without the language-model head, and a scalar head.
-        section: "policy" or "value": error messages name its keys.
+        value_head: build a critic: the layers without the language-model head, plus a scalar head.
+        section: "policy" or "value"; error messages name its keys.
     """
 
     config: PreTrainedConfig
@@ -57,18 +57,19 @@ class HfFolder:
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest sequence that the model has positions for; None where it has no such limit."""
+        """Tokens of the longest sequence that the model has positions for; None without such a limit."""
         return next((value for n in _LENGTHS if isinstance(value := getattr(self.config, n, None), int)), None)
 
     def build(self, weights: Path | None = None) -> nn.Module:
-        """Build the module in float32, with the weights of `weights`, else those of `path`, else random ones.
+        """Build the module in float32, with the weights of `weights`, otherwise of `path`, otherwise random weights.
 
-        Raises ModelFolderError where weights are missing, left over or of another shape; transformers would draw them anew.
+        Raises ModelFolderError for missing, unexpected or misshapen weights; transformers would initialise them
+        randomly.
         """
         folder = weights or self.path
         with quietly():
             module = self._random() if folder is None else self._from(folder)
-        return module.eval()  # without dropout, so that training scores what was sampled
+        return module.eval()  # no dropout, so that training scores what was sampled
 
     def _options(self) -> dict[str, object]:
         options: dict[str, object] = {"dtype": torch.float32}
@@ -92,7 +93,7 @@ class HfFolder:
             if head is not None and head.weight is not embedding.weight:
                 with (
                     torch.no_grad()
-                ):  # nearly uniform at first, as native models are: learning from nothing must explore
+                ):  # nearly uniform at first, like native models, because training from scratch must explore
                     head.weight.mul_(0.1)
         return model
 
@@ -120,9 +121,9 @@ class HfFolder:
 
 
 def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, value_head: bool = False) -> HfFolder:
-    """Open `policy.model_name` or `value.model_name` for transformers. Print once what a user should know.
+    """Open `policy.model_name` or `value.model_name` for transformers. Print remarks for the user once.
 
-    Raises ModelFolderError: no such model, an architecture that transformers does not know, or sequences that are too long for it.
+    Raises ModelFolderError: no such model, an architecture unknown to transformers, or sequences that are too long.
     """
     name, overrides = config.model_name, dict(config.hf_config_overrides or {})
     key = f"{section}.model_name"
@@ -146,9 +147,9 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
 def open_frozen(
     name: str, precision: str, *, device: str, longest: int | None = None, settings: HfConfig | None = None
 ) -> tuple[HfFolder, nn.Module]:
-    """Open a model that only generates, by `generation.model_name`, and return its module in this precision, too.
+    """Open the model `generation.model_name`, which only generates; return its folder and its module in this precision.
 
-    Raises ModelFolderError, also where sequences of `longest` tokens (`generation.vllm_cfg.max_model_len`) are too long for it.
+    Raises ModelFolderError, also if sequences of `longest` tokens (`generation.vllm_cfg.max_model_len`) are too long.
     """
     path = resolve_model(name, key="generation.model_name")
     raw, settings = read_config_file(path), settings or HfConfig()
@@ -159,7 +160,7 @@ def open_frozen(
         raise ModelFolderError(
             f"generation.vllm_cfg.max_model_len is {longest}, but {name} has positions for {folder.positions} tokens: lower it"
         )
-    # buffers, as rotary frequencies, stay float32
+    # buffers, such as rotary frequencies, stay float32
     return folder, FlatModel(folder.build(), getattr(torch, precision), False, device).module
 
 
@@ -175,7 +176,7 @@ def _remarks(raw: Mapping[str, Plain], key: str, name: str) -> Iterator[str]:
 
 
 def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the sizes of the native tiny model for any model_type."""
+    """Return the config.json of a tiny model of any model_type, with the native tiny model's sizes."""
     sizes = {name: TINY_CONFIG[name] for name in _TINY_SIZES} | {"model_type": "llama"} | _TINY_TOKENS | overrides
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
@@ -184,7 +185,7 @@ def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
-    """Make transformers' form of a config.json, which `key` of the configuration names. Raise ModelFolderError if it
+    """Return transformers' object of a config.json, named by the configuration's `key`. Raise ModelFolderError if it
     cannot be read."""
     library, kind = transformers(), raw.get("model_type")
     try:

@@ -1,4 +1,4 @@
-"""The library transformers, which only `backend: hf` needs, and how its versions name things."""
+"""The library transformers, which only `backend: hf` needs, and differences between its versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'nemo_rl_cpp[hf]'"
 OLDEST = 5
-"""The oldest major version of transformers that is known to keep packed sequences apart."""
+"""The oldest major version of transformers that is known to separate packed sequences."""
 
 
 class MissingTransformersError(ValueError):
@@ -23,7 +23,7 @@ class MissingTransformersError(ValueError):
 
 
 def missing_text() -> str | None:
-    """Return one sentence if transformers cannot be found, without importing it; None if it can."""
+    """Return one sentence if transformers is not installed, without importing it; otherwise None."""
     if importlib.util.find_spec("transformers") is not None:
         return None
     return f"transformers is not installed: {INSTALL}"
@@ -31,7 +31,7 @@ def missing_text() -> str | None:
 
 @lru_cache(maxsize=1)
 def transformers() -> ModuleType:
-    """Import the library. Raise MissingTransformersError, which tells how to install it."""
+    """Import the library. Raise MissingTransformersError, which contains the install command."""
     if (text := missing_text()) is not None:
         raise MissingTransformersError(f"backend hf: {text}")
     import transformers
@@ -45,7 +45,7 @@ def transformers() -> ModuleType:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence transformers' progress bars and notices: what a user should know, this package says itself."""
+    """Silence transformers' progress bars and notices; this package prints what users need to know."""
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,5 +1,5 @@
-"""What a module of transformers takes of a batch, and what it says of each wanted token: its log-probability, or the
-value of the state before it, by a critic's head."""
+"""The input of a transformers module for a batch, and its output per wanted token: the log-probability, or for a critic
+the value of the state before the token."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ SCORE = "score.weight"
 
 
 class ValueNet(nn.Module):
-    """V = score · h, h [..., D] the last hidden states (behind the final norm). The head starts at zero, as the native critic's.
+    """V = score · h, h [..., D] the last hidden states (after the final norm). As in the native critic, score starts at
+    zero.
 
     Attributes:
         backbone: transformers' AutoModel.
@@ -37,7 +38,8 @@ class ValueNet(nn.Module):
 
     @classmethod
     def of(cls, backbone: nn.Module, folder: Path | None) -> Self:
-        """Make a critic with the head of `folder`, if it has one with one label. Raise ModelFolderError if its width is another."""
+        """Build a critic, reusing the folder's single-label head if any. Raise ModelFolderError if its shape
+        differs."""
         made = cls(backbone)
         for name, raw in () if folder is None else raw_tensors(weight_files(folder)):
             if name != SCORE:
@@ -46,7 +48,7 @@ class ValueNet(nn.Module):
                 raise ModelFolderError(
                     f"{folder}: {SCORE} has the shape {list(raw.shape)}, but a critic's is {list(made.score.weight.shape)} (one label)"
                 )
-            with torch.no_grad():  # the bytes are there for this turn only
+            with torch.no_grad():  # the bytes are only valid in this iteration
                 made.score.weight.copy_(
                     torch.frombuffer(bytearray(raw.data), dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
                 )
@@ -56,23 +58,23 @@ class ValueNet(nn.Module):
         return self.backbone.get_input_embeddings()
 
     def forward(self, row: Tensor, column: Tensor, **inputs: object) -> Tensor:
-        """Pass the backbone's `inputs` of b rows; return [W, 1], the values at the places (row, column), W of each."""
+        """Run the backbone on `inputs` of b rows; return [W, 1], the values at the W positions (row, column)."""
         hidden = self.backbone(**inputs).last_hidden_state
         return self.score(hidden[row, column])
 
 
 @dataclass(frozen=True)
 class ModelRows:
-    """The input of one forward pass, and where the wanted tokens' outputs are in it. W tokens are wanted.
+    """The input of one forward pass, and the positions of the W wanted tokens.
 
-    A token is foretold by the one before it, so that a sample's last wanted token and what follows are not computed.
+    A token is predicted from the token before it, so a sample's last wanted token and all later tokens are not
+    computed.
 
     Attributes:
-        input_ids, position_ids: int64 [1, T'] packed, positions beginning anew with each sample; or [b, S'], padded on the right
-            (no token sees what is behind it, so that padding changes nothing).
-        row, column: int64 [W] the token before each wanted one, in `input_ids`.
+        input_ids, position_ids: int64 [1, T'] packed, positions restart per sample; or [b, S'], padded on the right.
+        row, column: int64 [W] position in `input_ids` of the token before each wanted token.
         targets: int64 [W] the wanted tokens.
-        places: int64 [W] where they stand among the tokens of the batch.
+        places: int64 [W] their indices among the tokens of the batch.
     """
 
     input_ids: Tensor
@@ -84,7 +86,7 @@ class ModelRows:
 
     @classmethod
     def of(cls, batch: RowBatch, rows: list[int], *, packed: bool) -> Self:
-        """Make the input of the samples `rows`, each of which wants a token."""
+        """Return the input for the samples `rows`, each of which has a wanted token."""
         ids, starts = batch.data.tokens["input_ids"].to(torch.int64), batch.data.starts[torch.tensor(rows)]
         wanted = [batch.wanted_of(row).nonzero().flatten() for row in rows]
         lengths = torch.tensor([int(w[-1]) for w in wanted])
@@ -110,12 +112,12 @@ class ModelRows:
 
     @classmethod
     def smallest(cls) -> Self:
-        """Make the shortest pass that wants a token: two tokens of one sample."""
+        """Return the shortest input with a wanted token: two tokens of one sample."""
         ids, zero = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         return cls(ids, torch.arange(2)[None], zero, zero, zero, zero)
 
     def to(self, device: str) -> Self:
-        """Move the parts that a module reads to its device."""
+        """Move the tensors that a module reads to its device."""
         if device == "cpu":
             return self
         moved = (t.to(device) for t in (self.input_ids, self.position_ids, self.row, self.column, self.targets))
@@ -127,12 +129,12 @@ _CHUNK_BYTES = 1 << 26
 
 @dataclass
 class Outputs:
-    """Of W wanted tokens, float32 and with a gradient where one is asked for.
+    """The outputs for W wanted tokens, float32, with a gradient if requested.
 
     Attributes:
         scored: [W] the log-probability under generation's temperature and filters, or the value.
-        removed: bool [W] tokens that a filter leaves no probability: `scored` is finite there and must get no gradient.
-        unfiltered: [W] the log-probability under the temperature alone; None unless asked for.
+        removed: bool [W] tokens with no probability after a filter: `scored` is finite but must get no gradient.
+        unfiltered: [W] the log-probability under the temperature only; None unless requested.
     """
 
     scored: Tensor
@@ -143,8 +145,8 @@ class Outputs:
 def outputs_of(
     module: nn.Module, rows: ModelRows, scoring: Scoring, *, unfiltered: bool, chunk: int | None = None
 ) -> Outputs:
-    """Make one forward pass. Float32 logits exist of `chunk` tokens at a time, forward and backward; None: of as many
-    as 64 MB hold."""
+    """Run one forward pass. Float32 logits exist for `chunk` tokens at a time, forward and backward; None: for as many
+    as fit in 64 MB."""
     if isinstance(module, ValueNet):
         values = module(rows.row, rows.column, **_inputs(module.backbone, rows))
         return Outputs(values.squeeze(-1).float())
@@ -158,8 +160,8 @@ def outputs_of(
 
 
 def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
-    """Return [b, C, V] in the module's precision, and the column [W] of each wanted token there. The head is computed
-    for the columns that are wanted by some row, where the architecture can leave the others out."""
+    """Return [b, C, V] in the module's precision, and the column [W] of each wanted token in it. The head is computed
+    only for columns that some row wants, if the architecture supports this."""
     inputs = _inputs(module, rows)
     if accepts(module, "logits_to_keep") is None:
         return module(**inputs).logits, rows.column
@@ -168,11 +170,11 @@ def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
 
 
 class _Places(NamedTuple):
-    """What is wanted of logits.
+    """The requested positions of the logits.
 
     Attributes:
         picks: (row, column, token) of each chunk, int64 [w] each.
-        unfiltered: the log-probabilities without filters too.
+        unfiltered: also return the log-probabilities without filters.
     """
 
     picks: list[tuple[Tensor, Tensor, Tensor]]
@@ -181,13 +183,13 @@ class _Places(NamedTuple):
 
 
 class _InChunks(torch.autograd.Function):
-    """Log-probabilities of some places of logits, some at a time. For the backward pass nothing but the logits is kept:
-    each chunk is computed again there, so that besides the logits only their gradient is as large as they are."""
+    """Log-probabilities of some positions of the logits, computed chunk by chunk. Only the logits are kept for the
+    backward pass, which recomputes each chunk, so that only logits and their gradient need full-size memory."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scored [W], unfiltered [W], removed [W]); the second is empty where it is not wanted or is the
-        first, the third without filters."""
+        """Return (scored [W], unfiltered [W], removed [W]). The second is empty if not requested or equal to the first,
+        the third without filters."""
         scoring = places.scoring
         made = [
             _of_places(logits[row, column], targets, scoring, places.unfiltered)
@@ -223,7 +225,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bool) -> Outputs:
-    """Return the log-probabilities of `targets` [w] by logits [w, V]."""
+    """Return the log-probabilities of `targets` [w] from logits [w, V]."""
     logits = logits.float()
     if scoring.temperature != 1:
         logits = logits / scoring.temperature
@@ -238,8 +240,8 @@ def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bo
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
-    """Make a module's arguments. There is no mask: transformers finds packed samples by their positions, and padding
-    on the right needs none."""
+    """Return a module's arguments. No mask is needed: transformers separates packed samples by their positions, and
+    padding is on the right."""
     inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
     if accepts(module, "position_ids") is not None:
         inputs["position_ids"] = rows.position_ids
@@ -247,10 +249,10 @@ def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
 
 
 def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return bool [W, V]: what top-k and then top-p keep, by the rule of csrc/kernels/sampling.h.
+    """Return bool [W, V]: the tokens that top-k and then top-p keep, by the rule of csrc/kernels/sampling.h.
 
-    Top-k keeps all that are as large as the k-th. Top-p sorts what is left ascending by (logit, token), and keeps a token where the
-    probability up to and with it is above 1 - top_p; the last one always.
+    Top-k keeps all logits at least as large as the k-th. Top-p sorts the rest ascending by (logit, token), and keeps a
+    token if the cumulative probability including it is above 1 - top_p; the last token is always kept.
     """
     kept = torch.ones_like(logits, dtype=torch.bool)
     if 0 < top_k < logits.shape[-1]:
@@ -264,10 +266,10 @@ def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def keeps_packed_samples_apart(module: nn.Module) -> bool:
-    """Whether positions that begin anew in one row are all that transformers needs to keep its samples apart in this architecture.
+    """Return whether restarting positions are enough for transformers to separate packed samples in this architecture.
 
-    Tried on two samples: where the output of the second has a gradient with respect to the first one's embeddings, they are not
-    apart. This depends on the architecture, not on its weights.
+    Tested on two samples: if the second sample's output has a gradient with respect to the first one's embeddings, they
+    are not separated. The result depends on the architecture, not on its weights.
     """
     base = module.backbone if isinstance(module, ValueNet) else module
     if accepts(base, "position_ids") is None or accepts(base, "inputs_embeds") is None:

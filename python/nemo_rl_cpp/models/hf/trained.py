@@ -1,5 +1,5 @@
-"""Policy and critic on transformers (`policy.backend: hf`, `value.backend: hf`): any model that AutoModelForCausalLM
-or AutoModel loads."""
+"""Policy and critic on transformers (`policy.backend: hf`, `value.backend: hf`): any model that AutoModelForCausalLM or
+AutoModel loads."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _SHARD = "5GB"
 
 
 def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
-    """Write weights in the module's precision under the names of the architecture's checkpoints, and config.json.
+    """Write config.json and the weights, in the module's precision, under the names of the architecture's checkpoints.
 
-    A critic is saved as transformers' `...ForSequenceClassification` with one label where the architecture has that class, as the
-    native critic is: its layers under the prefix that language models of the architecture use, and `score.weight`.
+    A critic is saved like the native critic: as transformers' `...ForSequenceClassification` with one label if that
+    class exists, with its layers under the prefix of the architecture's language models, and `score.weight`.
 
     Args:
-        whole: the weights, by the module's names, where its parameters are shared out among ranks.
+        whole: the weights, by the module's names, if its parameters are sharded over ranks.
     """
     score = module.score.weight if isinstance(module, ValueNet) and whole is None else (whole or {}).get(SCORE)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,22 +63,22 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
         tensors = None if whole is None else _named_as(backbone, whole, "backbone." if backbone is not module else "")
         backbone.save_pretrained(folder, max_shard_size=_SHARD, state_dict=tensors)
     if tensors is not None:
-        # transformers writes the type of the module's parameters, which ranks keep in float32
+        # transformers writes the dtype of the module's parameters, which ranks hold in float32
         _change_config(folder, dtype=str(next(iter(whole.values())).dtype).removeprefix("torch."))
-    (folder / "generation_config.json").unlink(missing_ok=True)  # the caller writes one with the ends that were used
+    (folder / "generation_config.json").unlink(missing_ok=True)  # the caller writes one with this run's end tokens
     if isinstance(module, ValueNet):
         _add_score(module, folder, score)
 
 
 def names_in_checkpoints(module: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
-    """Return the names by which `save_module` writes these tensors of the module."""
+    """Return the names under which `save_module` writes these tensors of the module."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return set(revert_weight_conversion(module, dict(tensors)))
 
 
 def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return what `module.state_dict()` would give if its parameters were whole: these, and its buffers."""
+    """Return the state dict that `module` would have with whole parameters: these tensors, and its buffers."""
     named = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return named | {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
@@ -91,7 +91,7 @@ def _change_config(folder: Path, **changes: Plain) -> None:
 
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
-    """Put the head and the prefix into the files, one file at a time."""
+    """Add the head and the prefix to the files, one file at a time."""
     prefix = module.backbone.base_model_prefix
     files = sorted(folder.glob("model*.safetensors"))
     weight_map = {}
@@ -111,14 +111,14 @@ def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
 
 
 class HfTrainedModel(TrainedModel):
-    """`TrainedModel` on transformers: micro-batches, losses, optimizer, schedule and checkpoints are the same code; the passes
-    through the model are torch's."""
+    """`TrainedModel` on transformers. Micro-batches, losses, optimizer, schedule and checkpoints share the native
+    model's code; torch runs the forward and backward passes."""
 
     folder: HfFolder
     model: FlatModel | ShardedModel
     trainer: HfTrainer
     _packed = False
-    """whether samples are laid end to end in one row"""
+    """whether the samples of a micro-batch are packed into one row"""
 
     def _open_folder(self, seed: int) -> HfFolder:
         return open_hf_folder(self.config, self.section, seed=seed, value_head=self.value_head)
@@ -145,7 +145,7 @@ class HfTrainedModel(TrainedModel):
         return FlatModel(module, dtype, trainable, self.device)
 
     def _with_router(self, module: nn.Module) -> None:
-        """Tell once if megatron_cfg asks for a router that is not trained, as NeMo RL's files do: here it is."""
+        """Note once that the router is trained although megatron_cfg requests a frozen one, as NeMo RL's files do."""
         megatron = self.config.megatron_cfg
         if not (megatron.enabled and megatron.freeze_moe_router):
             return
@@ -169,12 +169,12 @@ class HfTrainedModel(TrainedModel):
         return trainer.together()
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict`, which on a model that is shared out among ranks all of them call: whole tensors on the
-        first, nothing elsewhere."""
+        """Return `state_dict`. For a sharded model all ranks call it; the first rank returns whole tensors, the others
+        {}."""
         return self.state_dict()
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        return self.slices.gather(own, what)  # in one process this very tensor
+        return self.slices.gather(own, what)  # in one process this is the tensor itself
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
         own = self.slices.take(saved[:])
@@ -186,13 +186,13 @@ class HfTrainedModel(TrainedModel):
     def _batching(self, kind: str, micro_batch_size: int | None = None) -> MicroBatching:
         made = replace(super()._batching(kind, micro_batch_size), share_prefix=False)
         if made.max_tokens and not made.length_round and not self._packed:
-            made = replace(made, length_round=1)  # rows are padded, so that padding counts
+            made = replace(made, length_round=1)  # rows are padded, and the padding counts towards the budget
         return made
 
     @property
     def other_names_in_checkpoints(self) -> str | None:
-        """What differs, where the weights have other names in this architecture's checkpoints than in its module:
-        experts, above all."""
+        """A description of weights whose names differ between the architecture's checkpoints and its module (mostly
+        experts); None if there are none."""
         here = {name: torch.empty(shape, device="meta") for name, shape, _ in self.model.layout}
         there = names_in_checkpoints(self.model.module, here)
         if not (moved := sorted(there - here.keys())):
@@ -200,7 +200,7 @@ class HfTrainedModel(TrainedModel):
         return f"a {self.folder.config.model_type} has {moved[0]} and {len(moved) - 1} others in its checkpoints"
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return config.json of a checkpoint."""
+        """Return the config.json of a checkpoint."""
         module = self.model.module
         made = json.loads(module.config.to_json_string(use_diff=False))
         return {**made, "architectures": [type(module).__name__]}
@@ -209,22 +209,22 @@ class HfTrainedModel(TrainedModel):
         save_module(self.model.module, weights_path, whole if isinstance(self.model, ShardedModel) else None)
 
     def shutdown(self) -> bool:
-        """Free cached GPU memory; the module goes with the last reference to it."""
+        """Free cached GPU memory; the module is freed with the last reference to it."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
         return True
 
 
 class HfPolicy(HfTrainedModel, Policy):
-    """As `Policy`, its arguments included, for architectures without a native core.
+    """The counterpart of `Policy`, with the same arguments, for architectures without a native core.
 
-    Generation and training are two computations on the same weights here: they agree up to rounding, so that a batch is scored
-    before it is trained on, and the metrics of the mismatch say how far the two were apart.
+    Generation and training compute differently and agree only up to rounding. Each batch is therefore scored before
+    training on it, and the mismatch metrics report the difference.
     """
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """False: generation's log-probabilities are not to the bit those of the training forward."""
+        """False: generation's log-probabilities are not bit-identical to those of the training forward pass."""
         return False
 
     def _compare_whole_pass_now_and_then(self) -> None:
@@ -236,7 +236,7 @@ class HfPolicy(HfTrainedModel, Policy):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> HfGeneration:
-        """Make an engine on this very module: no copy, no refit."""
+        """Return an engine that uses the module directly: no copy, no refit."""
         config = generation_config or self.config.generation
         options = engine_options(self.config, config, options)
         options.setdefault("memory_share", 1 / self.ranks.size)
@@ -249,15 +249,15 @@ class HfPolicy(HfTrainedModel, Policy):
 
 
 class HfPolicyWorker(HfPolicy, EngineHost):
-    """In a worker: its policy, with the engines that read its weights."""
+    """The policy in a worker, with the engines that read its weights."""
 
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """Generate as `EngineHost.generate_with`; the weights are gathered for it, by all ranks, those without prompts too."""
+        """See `EngineHost.generate_with`. All ranks, also ranks without prompts, gather the weights for it."""
         with self.model.gathered():
             return super().generate_with(number, prompts, greedy, on_finished)
 
 
 class HfValue(HfTrainedModel, Value):
-    """As `Value`, its arguments included, for architectures without a native core."""
+    """The counterpart of `Value`, with the same arguments, for architectures without a native core."""

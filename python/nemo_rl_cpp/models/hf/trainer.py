@@ -1,5 +1,5 @@
-"""Gradients and optimizer steps of a module of transformers, as csrc/trainer/trainer.h offers them of a native model,
-by one process or by ranks."""
+"""Gradients and optimizer steps of a transformers module, with the interface of csrc/trainer/trainer.h, in one process
+or on several ranks."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _BLOCK = 1 << 22
 
 
 class OptimizerStep(NamedTuple):
-    """The gradient's norm before clipping, and whether it was finite; where not, nothing was changed."""
+    """The gradient norm before clipping, and whether it was finite; if not, nothing was changed."""
 
     grad_norm: float
     finite: bool
@@ -32,20 +32,20 @@ MomentDtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class HfTrainer:
-    """What `MicroBatchRunner` and `TrainedModel` ask of a trainer.
+    """The trainer that `MicroBatchRunner` and `TrainedModel` use with transformers.
 
-    A forward pass keeps torch's tape, and `backward` goes back along it. Gradients of micro-batches add up in float32.
+    A forward pass keeps torch's autograd graph for `backward`. Gradients of micro-batches accumulate in float32.
 
     Args:
-        model: trained, or frozen (then only `forward` without keeping works).
-        packed: lay the samples of a micro-batch end to end in one row, where the architecture keeps them apart.
-        chunk: of how many tokens float32 logits exist at a time (`policy.logprob_chunk_size`).
-        moments: what AdamW's two moments are kept in; None: float32.
+        model: trained, or frozen (then `forward` only works with keep=False).
+        packed: put the samples of a micro-batch in one row, if the architecture keeps them separate.
+        chunk: number of tokens whose float32 logits exist at a time (`policy.logprob_chunk_size`).
+        moments: dtypes of AdamW's two moments; None: float32.
     """
 
     out_dtype = torch.float32
     reused_tokens = 0
-    """of generation's forward pass: none, it keeps no activations"""
+    """tokens reused from generation's forward pass: none, because no activations are kept"""
 
     def __init__(
         self, model: FlatModel, packed: bool, chunk: int | None = None, moments: MomentDtypes = (None, None)
@@ -64,11 +64,11 @@ class HfTrainer:
     def forward(
         self, batch: RowBatch, rows: list[int], temperature: float, share_prefix: bool, keep: bool, checkpoint: bool, out: Tensor, **more: object
     ) -> None:  # fmt: skip
-        """Write what the model says of each wanted token of these samples into `out` [T]; -inf for a token that a filter removes.
+        """Write the model's output per wanted token of these samples into `out` [T]; -inf for a filtered token.
 
         Args:
             keep: a `backward` will follow.
-            more: `top_p`, `top_k`, and `unfiltered` [T], which gets the log-probabilities without filters.
+            more: `top_p`, `top_k`, and `unfiltered` [T], which receives the log-probabilities without filters.
         """
         if share_prefix:
             raise ValueError("transformers computes the prompt of each sample: share_prefix must be False")
@@ -84,8 +84,8 @@ class HfTrainer:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        """Make a forward pass; with `keep` its tape is kept for `backward`."""
-        self._kept = None  # the tape of a micro-batch without a gradient, which no `backward` has taken
+        """Run a forward pass; with `keep`, keep the autograd graph for `backward`."""
+        self._kept = None  # the graph of a micro-batch without a gradient, which no `backward` has used
         self._checkpoint(checkpoint and keep)
         with quietly(), torch.set_grad_enabled(keep):
             outputs = outputs_of(self.model.module, rows, scoring, unfiltered=unfiltered, chunk=self._chunk)
@@ -93,8 +93,8 @@ class HfTrainer:
         return outputs
 
     def _checkpoint(self, wanted: bool) -> None:
-        """Whether layers compute their activations again in the backward pass. Only the layers are told that this is training, and
-        their dropouts are off, so that no dropout comes with it."""
+        """Set whether layers recompute their activations in the backward pass. Only the layers are put in training
+        mode, with their dropout set to 0, so that recomputing does not enable dropout."""
         module = self.model.module
         base = module.backbone if isinstance(module, ValueNet) else module
         if wanted and not self._recomputing:
@@ -118,11 +118,11 @@ class HfTrainer:
             layer.gradient_checkpointing = layer.training = wanted
 
     def takes_token_loss(self, temperature: float, top_p: float, top_k: int) -> bool:
-        """Return False: the loss is asked for the gradient of whole micro-batches."""
+        """Return False: the loss computes its gradient for whole micro-batches."""
         return False
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None) -> None:
-        """Add the gradients of the last `forward`, whose outputs have the gradients `d_out` [T] and `d_unfiltered` [T]."""
+        """Add the gradients of the last `forward`, from its outputs' gradients `d_out` [T] and `d_unfiltered` [T]."""
         outputs, picked = self._kept
         self._kept = None
         device = outputs.scored.device
@@ -136,7 +136,7 @@ class HfTrainer:
         torch.autograd.backward(roots, gradients)
 
     def zero_grad(self) -> None:
-        """Begin a new sum of gradients."""
+        """Reset the accumulated gradients."""
         self._kept = None
         self.grads.zero_()
 
@@ -144,7 +144,7 @@ class HfTrainer:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """This process has all of it."""
+        """The range of this process: everything."""
         return 0, self.model.compute.numel()
 
     @property
@@ -176,8 +176,8 @@ class HfTrainer:
     def step(
         self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, max_grad_norm: float
     ) -> OptimizerStep:
-        """Make one step of AdamW on the gradients, clipped as torch.nn.utils.clip_grad_norm_ does where `max_grad_norm` is above 0.
-        The arithmetic is that of the native trainer, torch.optim.AdamW's."""
+        """Take one AdamW step on the gradients, clipped like torch.nn.utils.clip_grad_norm_ if `max_grad_norm` is above
+        0. The arithmetic is torch.optim.AdamW's, as in the native trainer."""
         grads = self.grads
         norm = math.sqrt(self._squares(grads))
         if not math.isfinite(norm):
@@ -193,32 +193,32 @@ class HfTrainer:
         return OptimizerStep(norm, True)
 
     def _squares(self, grads: Tensor) -> float:
-        """Sum the squares over the whole model."""
+        """Return the sum of squares over the whole model."""
         return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
 
     def together(self) -> AbstractContextManager[None]:
-        """Surround a turn over this process's micro-batches: nobody waits for it here."""
+        """Return a no-op context for a loop over micro-batches: no other rank waits for this process."""
         return nullcontext()
 
 
 class NextCollective(IntEnum):
-    """What a rank is about to do. Of different wishes the largest comes first, and all ranks take part in it."""
+    """The next pass of a rank. If ranks differ, all ranks first take part in the pass with the largest value."""
 
     END = 0
     SCORE = 1
     FORWARD = 2
     FORWARD_AGAIN = 3
-    """with activations that the backward computes again"""
+    """with activations that the backward pass recomputes"""
     BACKWARD = 4
     FAIL = 5
 
 
 class ShardedTrainer(HfTrainer):
-    """As `HfTrainer`, whose model is a `ShardedModel`.
+    """An `HfTrainer` whose model is a `ShardedModel`.
 
-    A pass gathers weights of all ranks, and ranks have different numbers of micro-batches, some of which have no
-    gradient. So a rank says before each pass what it wants, and takes part in what others want: in a forward pass with
-    two tokens of its own that nobody reads, in a backward pass with a gradient of 0.
+    A pass gathers the weights of all ranks, but ranks have different numbers of micro-batches, some without a gradient.
+    Before each pass a rank therefore announces it, and takes part in the passes of other ranks: in a forward pass with
+    two dummy tokens, in a backward pass with a gradient of 0.
     """
 
     model: ShardedModel
@@ -236,8 +236,8 @@ class ShardedTrainer(HfTrainer):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Surround a turn over this rank's micro-batches. It ends when all ranks are through with theirs, or by an
-        error on each of them where one has failed."""
+        """Surround a loop over this rank's micro-batches. The context ends once all ranks have finished their loops, or
+        with an error on every rank if a rank fails."""
         try:
             yield
             self._agree(NextCollective.END)
@@ -248,13 +248,13 @@ class ShardedTrainer(HfTrainer):
             raise
 
     def _say(self, wish: NextCollective) -> list[int]:
-        """Tell what this rank wants, and return what all ranks want."""
+        """Announce this rank's next pass, and return the next passes of all ranks."""
         every = torch.empty(self._ranks.size, 1, dtype=torch.int64)
         self._ranks.communicator.all_gather(every, torch.tensor([int(wish)]), phase="agreeing on the next pass")
         return every.flatten().tolist()
 
     def _agree(self, wish: NextCollective) -> None:
-        """Take part in what comes before `wish`, until it is what all others take part in."""
+        """Take part in the passes that precede `wish`, until all ranks are ready for `wish`."""
         while True:
             first = NextCollective(max(self._say(wish)))
             if first == NextCollective.FAIL:
@@ -279,13 +279,13 @@ class ShardedTrainer(HfTrainer):
         super().backward(d_out, d_unfiltered)
 
     def zero_grad(self) -> None:
-        """Begin a new sum of gradients."""
+        """Reset the accumulated gradients."""
         self._kept = None
         self.model.forget()
 
     @property
     def shard(self) -> tuple[int, int]:
-        """This rank's rows are all of its flat buffers."""
+        """The range of this rank in its flat buffers: everything."""
         return 0, self.model.flat_layout.total
 
     @property

@@ -1,5 +1,5 @@
-"""Rows of a global batch as micro-batches, packed into bins of a token budget by `sequence_packing.algorithm` or by
-dynamic batching."""
+"""Splits the rows of a global batch into micro-batches: packed within a token budget by `sequence_packing.algorithm`,
+or by dynamic batching."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Bins = list[list[int]]
 
 
 def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
-    """Pack by first fit in an order that is the same for each number of costs."""
+    """Pack by first fit, in a shuffled order that depends only on the number of costs."""
     order = list(range(len(costs)))
-    random.Random(0).shuffle(order)  # of its own, so that a resumed run packs as the whole one did
+    random.Random(0).shuffle(order)  # a separate generator, so that a resumed run packs identically
     return C.pack_first_fit(costs, order, capacity)
 
 
 def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str) -> Bins:
-    """Pack rows into bins, in the order of their first rows.
+    """Pack rows into bins, ordered by their first rows.
 
-    Every one of `rows` (ascending) wants a token. Neighbouring rows with one prompt stay together, where the budget allows it,
-    because the prompt is then computed once. A row that is longer than the budget stands alone.
+    Each of `rows` (ascending) has a wanted token. Neighbouring rows with the same prompt stay together if the budget
+    allows, because the prompt is then computed once. A row longer than the budget gets its own bin.
     """
     units, costs = C.prompt_units(batch, rows, max_tokens, share_prefix)
     chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []
@@ -36,9 +36,9 @@ def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefi
 
 
 def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
-    """Put rows of similar lengths together: shortest first, a row joins while rows x longest length stays within `max_tokens`.
+    """Group rows of similar lengths, shortest first, while rows x longest length stays within `max_tokens`.
 
-    A length counts rounded up to a multiple of `multiple`, at most `width`. A row that is longer than the budget stands alone.
+    Lengths are rounded up to a multiple of `multiple`, at most `width`. A row longer than the budget gets its own bin.
     """
     if not rows:
         return []
@@ -50,10 +50,10 @@ def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: in
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How rows are cut into micro-batches: by samples, or by a budget of tokens.
+    """How rows are split into micro-batches: by number of samples, or by a token budget.
 
-    With a budget, rows are packed by `algorithm` (`sequence_packing`), or, with `length_round` > 0, put together by their
-    lengths, which count rounded up to a multiple of it (`dynamic_batching`).
+    With a budget, rows are packed by `algorithm` (`sequence_packing`), or, with `length_round` > 0, grouped by their
+    lengths, rounded up to a multiple of it (`dynamic_batching`).
     """
 
     max_samples: int = 0
@@ -66,7 +66,7 @@ class MicroBatching:
 
 
 class RowBatch(C.RowBatch):
-    """The native view of a batch, and the batch; samples share prompts by `group_id` (none without that name).
+    """A batch with its native view; samples share prompts by `group_id` (no sharing without that name).
 
     Attributes:
         data: the batch.
@@ -79,20 +79,20 @@ class RowBatch(C.RowBatch):
         self.data, self.wanted = data, wanted
 
     def wanted_of(self, row: int) -> Tensor:
-        """Return bool [its length]: the wanted tokens of a sample."""
+        """Return bool [length of the sample]: its wanted tokens."""
         start = int(self.data.starts[row])
         return self.wanted[start : start + int(self.data.lengths[row])]
 
 
 def group_ids(data: RaggedBatch) -> Tensor:
-    """Return int64 [B], -1 without `group_id`: such samples share with none."""
+    """Return int64 [B]; -1 (no sharing) without `group_id`."""
     groups = data.samples.get("group_id")
     groups = torch.full((data.size,), -1) if groups is None else torch.as_tensor(groups)
     return groups.to(torch.int64).contiguous()
 
 
 def wanted_tokens(data: RaggedBatch) -> Tensor:
-    """Return bool [T]: trained tokens of samples that count; every token but the first of a sample if no mask is given."""
+    """Return bool [T]: trained tokens of valid samples; without masks all tokens except each sample's first."""
     wanted = torch.ones(data.num_tokens, dtype=torch.bool)
     if "token_mask" in data.tokens:
         wanted &= data.tokens["token_mask"] != 0
@@ -105,8 +105,8 @@ def wanted_tokens(data: RaggedBatch) -> Tensor:
 def plan(
     data: RaggedBatch, wanted: Tensor, rows: Iterable[int], batching: MicroBatching, apart: Tensor | None = None
 ) -> tuple[RowBatch, list[list[int]]]:
-    """Return the native batch and the micro-batches of `rows`, ascending samples; those without a wanted token are left
-    out, and those of `apart` (bool [B]) come last, in micro-batches of their own."""
+    """Return the native batch and the micro-batches of `rows`, ascending samples. Samples without a wanted token are
+    omitted; samples in `apart` (bool [B]) come last, in separate micro-batches."""
     batch = RowBatch(data, wanted)
     used = (data.by_sample(wanted.int()) > 0).tolist()
     last = [False] * data.size if apart is None else apart.tolist()
@@ -116,7 +116,7 @@ def plan(
 
 
 def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bins:
-    """Cut `rows`, ascending rows of which each wants a token, into micro-batches."""
+    """Split `rows`, ascending rows with a wanted token each, into micro-batches."""
     if not batching.max_tokens:
         count = batching.max_samples or max(len(rows), 1)
         return [rows[begin : begin + count] for begin in range(0, len(rows), count)]
@@ -131,13 +131,13 @@ def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bin
 
 @dataclass
 class MicroBatch:
-    """Some samples of a batch as a loss sees them: padded to the longest of them.
+    """Some samples of a batch in the layout for a loss: padded to the longest of them.
 
     Attributes:
-        rows: which samples.
-        width: tokens of the longest, at least 2.
-        places: int64 [b, width] which token of the batch stands there.
-        inside: bool [b, width] whether one does.
+        rows: indices of the samples.
+        width: tokens of the longest sample, at least 2.
+        places: int64 [b, width] index of each position's token in the batch.
+        inside: bool [b, width] whether the position holds a token.
     """
 
     rows: list[int]
@@ -152,7 +152,7 @@ class MicroBatch:
         return MicroBatch(rows, width, *data.places(index, width))
 
     def padded(self, of_tokens: Tensor) -> Tensor:
-        """Pad [T, ...] of the batch to [b, width, ...], 0 behind the end of a sample."""
+        """Pad [T, ...] of the batch to [b, width, ...], with 0 after the end of a sample."""
         picked = of_tokens[self.places]
         picked[~self.inside] = 0
         return picked

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: torch's own classes by name, or Megatron's warm-up and decay."""
+"""Learning-rate schedules: torch's classes by name, or Megatron's warm-up and decay."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 
 class _StandInOptimizer(torch.optim.Optimizer):
-    """What a scheduler writes its learning rate to. The base constructor is left out on purpose: it imports torch's
+    """Holds the learning rate that a scheduler sets. The base constructor is skipped, because it imports torch's
     compiler, which takes seconds."""
 
     def __init__(self, lr: float):
@@ -21,13 +21,13 @@ class _StandInOptimizer(torch.optim.Optimizer):
         self.param_groups = [{"params": [], "lr": lr}]
 
     def step(self, closure: object = None) -> None:
-        """Do nothing: the update itself is the native core's."""
+        """Do nothing: the native core makes the update."""
 
 
 class TorchLearningRate:
-    """torch.optim.lr_scheduler classes on a stand-in optimizer: the same numbers as torch, whatever the schedule.
+    """torch.optim.lr_scheduler classes on a stand-in optimizer: the same values as torch for every schedule.
 
-    Several stages run one after another at `milestones` (SequentialLR); no stages: constant.
+    Several stages follow each other at `milestones` (SequentialLR); no stages: constant.
     """
 
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
@@ -58,7 +58,7 @@ class TorchLearningRate:
 
     def step(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "lr_scheduler.step() before optimizer.step()": our optimizer is elsewhere
+            warnings.simplefilter("ignore")  # "lr_scheduler.step() before optimizer.step()": a stand-in
             self._optimizer.step()
             self._scheduler.step()
 
@@ -72,8 +72,8 @@ class TorchLearningRate:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue where `state` was taken. If it was taken of another schedule or learning rate, this one takes as many
-        steps as that one had taken: a changed configuration counts from the next step on."""
+        """Resume from `state`. If it belongs to a different schedule or learning rate, advance this schedule by the
+        same number of steps, so that a changed configuration takes effect from the next step."""
         if not self._is_mine(state):
             for _ in range(steps_of(state)):
                 self.step()
@@ -87,7 +87,7 @@ class TorchLearningRate:
     def _is_mine(self, state: dict[str, object]) -> bool:
         if "definition" in state:
             return state["definition"] == json.loads(json.dumps(self._definition))
-        own = self.state_dict()  # a state without a definition: by what it shows
+        own = self.state_dict()  # an old state without a definition is compared by its contents
         return (
             state.get("initial_lr") == own["initial_lr"]
             and len(state.get("stages", [])) == len(own["stages"])
@@ -96,16 +96,16 @@ class TorchLearningRate:
 
 
 def steps_of(state: dict[str, object]) -> int:
-    """Return how many steps the schedule had taken whose `state_dict` this is."""
+    """Return the number of steps of the schedule with this `state_dict`."""
     return int(state["steps"] if "steps" in state else state["scheduler"]["last_epoch"])
 
 
 class MegatronLearningRate:
     """Megatron's scheduler: linear warm-up from `lr_warmup_init` to `max_lr`, then decay to `min_lr`.
 
-    lr(n) = init + (max - init) n / warmup while n <= warmup; then with r = (n - warmup) / (decay - warmup):
-    linear 1 - r, cosine (cos(pi r) + 1) / 2, both scaling max - min above min; inverse-square-root max sqrt(warmup / n).
-    Weight decay goes from its start to its end over the whole run, `total_steps`, however long the rate decays.
+    lr(n) = init + (max - init) n / warmup while n <= warmup; then with r = (n - warmup) / (decay - warmup): linear 1 -
+    r, cosine (cos(pi r) + 1) / 2, both scaling max - min above min; inverse-square-root max sqrt(warmup / n). Weight
+    decay changes from its start to its end value over the whole run, `total_steps`, whatever the decay length.
     """
 
     def __init__(self, schedule: MegatronSchedule, total_steps: int | None = None):
@@ -150,11 +150,11 @@ class MegatronLearningRate:
 
 
 LearningRateSchedule = TorchLearningRate | MegatronLearningRate
-"""The learning rate and weight decay of the next optimizer step; `step` is called once a `train()` call."""
+"""The learning rate and weight decay of the next optimizer step; `step` is called once per `train()` call."""
 
 
 def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) -> LearningRateSchedule:
-    """Make the schedule of a `policy` or `value` section."""
+    """Create the schedule of a `policy` or `value` section."""
     optimizer, schedule = config.effective_optimizer(), config.effective_scheduler()
     if isinstance(schedule, MegatronSchedule):
         return MegatronLearningRate(schedule, total_steps)
@@ -162,7 +162,7 @@ def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) 
 
 
 def _plain(value: object) -> object:
-    """Return a scheduler's state as JSON: plain numbers, lists and dictionaries, without attributes that are code."""
+    """Return a scheduler's state as JSON values: numbers, strings, lists and dictionaries, without code."""
     if isinstance(value, dict):
         return {
             k: _plain(v)

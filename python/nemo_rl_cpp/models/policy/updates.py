@@ -1,4 +1,4 @@
-"""What the optimizer steps of one `train` call came to, of one rank or of all."""
+"""The results of the optimizer steps of one `train` call, for one rank or all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ Value = TypeVar("Value")
 
 @dataclass
 class Updates:
-    """What the global batches of one `train` call came to. `blocks`: how many micro-batches each block of a global batch has;
-    `in_turns`: ranks have taken the blocks in turns."""
+    """The results of the global batches of one `train` call. `blocks`: number of micro-batches of each block, per
+    global batch; `in_turns`: blocks were assigned to ranks round-robin."""
 
     num_global_batches: int
     in_turns: bool = False
@@ -39,7 +39,7 @@ class Updates:
 
     @classmethod
     def of_ranks(cls, parts: Sequence[Self]) -> Self:
-        """Join those of all ranks as if one process had made them: micro-batches in the order of blocks."""
+        """Combine the results of all ranks in block order, as a single process would have produced them."""
         whole = cls(parts[0].num_global_batches, norms=parts[0].norms)
         whole.losses = _in_block_order(parts, [part.losses for part in parts])
         whole.metrics = _in_block_order(parts, [part.metrics for part in parts])
@@ -58,7 +58,7 @@ class Updates:
 
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
-    """Return one list a global batch, of the values of all ranks' micro-batches."""
+    """Return one list per global batch with the values of all ranks' micro-batches."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:
@@ -75,13 +75,13 @@ _NUMERATOR = "token_mult_prob_error_sum"
 
 
 def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, list[float]]:
-    """Return name -> values from the metrics of each micro-batch of each global batch, without micro-batches that have no
-    valid sample.
+    """Return name -> values from the metrics of each micro-batch of each global batch, without micro-batches that have
+    no valid sample.
 
-    A share has one value a micro-batch, divided by the number of global batches as in NeMo RL; minima and maxima are not
-    divided. What describes a global batch (`lr`, `wd`, the counts of valid samples and tokens, and
-    `token_mult_prob_error_sum`, which is summed) has one value a global batch, so that its mean does not depend on the size
-    of micro-batches.
+    A share has one value per micro-batch, divided by the number of global batches as in NeMo RL; minima and maxima are
+    not divided. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens, and
+    `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does not depend on
+    the size of micro-batches.
     """
     collected: dict[str, list[float]] = {}
     for micro_batches in global_batches:

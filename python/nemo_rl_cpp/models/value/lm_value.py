@@ -1,4 +1,4 @@
-"""PPO's critic on the native core: the policy's architecture with a scalar head in place of the language-model head."""
+"""PPO's critic on the native core: the policy's architecture with a scalar head instead of the language-model head."""
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
@@ -14,12 +14,12 @@ from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 class Value(TrainedModel, ValueInterface):
     """A value model in training: values, optimizer steps, checkpoints.
 
-    V(state before token t) = score · norm(h), h the hidden state after token t - 1. `config.model_name` is any checkpoint
-    of a supported architecture: its `score.weight` [1, D] is taken where it has one (a checkpoint of this class, a
-    transformers `...ForSequenceClassification` with one label); where it has none, the head starts at zero, so that the
-    first values are exactly 0 whatever the seed. (NeMo RL draws a random head.)
+    V(state before token t) = score · norm(h), h the hidden state after token t - 1. `config.model_name` is any
+    checkpoint of a supported architecture. If it has a `score.weight` [1, D] (a checkpoint of this class, a
+    transformers `...ForSequenceClassification` with one label), that is used; otherwise the head starts at zero, so
+    that the first values are exactly 0 for any seed. (NeMo RL draws a random head.)
 
-    The arguments are those of `TrainedModel`, `config` is the section `value`.
+    The arguments are those of `TrainedModel`; `config` is the section `value`.
     """
 
     section = "value"
@@ -28,8 +28,9 @@ class Value(TrainedModel, ValueInterface):
     def get_values(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Return {"values": [T], or [B, S] of padded `data`}: the value of the state before each token; 0 where `token_mask` or
-        `sample_mask` is 0, at first tokens and on padding. Without masks in `data`, of every token but the first."""
+        """Return {"values": [T], or [B, S] for padded `data`}: the value of the state before each token; 0 if
+        `token_mask` or `sample_mask` is 0, at first tokens and on padding. Without masks in `data`, all tokens but the
+        first have values."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size)))
 
@@ -37,14 +38,14 @@ class Value(TrainedModel, ValueInterface):
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """Make one optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
+        """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         Args:
-            data: a batch with what the loss needs: `returns`, and for clipping `values` of `get_values`.
+            data: a batch with the loss's inputs: `returns`, and for clipping `values` from `get_values`.
             loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`.
 
         Returns:
-            {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch}.
+            {"loss", "grad_norm": [global batches], "all_mb_metrics": name -> one value per micro-batch}.
         """
         return self.train_part(RaggedBatch.of(data), loss_fn, eval_mode, gbs, mbs).report()
 
@@ -60,7 +61,7 @@ class Value(TrainedModel, ValueInterface):
         return self._pass_over(data, gbs, way, eval_mode)
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return a config.json that names transformers' class with one label, which reads the checkpoint unchanged."""
+        """Return a config.json with transformers' class with one label, which can load the checkpoint unchanged."""
         title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title
         one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}
         return {**self.folder.config, "architectures": [f"{title}ForSequenceClassification"], **one_label}

@@ -1,1 +1,1 @@
-"""vLLM as the generator: a server, whose interpreter has another torch."""
+"""Generation by a vLLM server, whose interpreter uses a different torch version."""

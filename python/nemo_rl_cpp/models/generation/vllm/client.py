@@ -1,4 +1,4 @@
-"""Calls of a vLLM server over HTTP, with deadlines."""
+"""HTTP calls to a vLLM server, with timeouts."""
 
 import contextlib
 import http.client
@@ -15,11 +15,11 @@ _LARGEST_ANSWER = 1 << 28
 
 
 class VllmError(RuntimeError):
-    """vLLM could not do what it was asked; its server still runs."""
+    """vLLM could not execute a request; its server still runs."""
 
 
 class ServerStatusError(VllmError):
-    """The server refused a call with HTTP's `status`."""
+    """The server rejected a call with the HTTP status `status`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -27,13 +27,13 @@ class ServerStatusError(VllmError):
 
 
 class ServerClient:
-    """A vLLM server.
+    """A client of a vLLM server.
 
     Args:
-        url: http://host:port, perhaps with a path before the routes.
-        key: sent as `Authorization: Bearer`; None: none.
-        timeout: seconds without a sign of life in any call.
-        why: says what is known of a server that no longer answers; added to the error.
+        url: http://host:port, optionally with a path prefix of the routes.
+        key: sent as `Authorization: Bearer`; None: no key.
+        timeout: seconds without received data after which a call fails.
+        why: returns what is known about a server that no longer responds; added to the error.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: "") -> None:
@@ -49,16 +49,16 @@ class ServerClient:
         self._given_up = False
 
     def call(self, what: str, method: str, path: str, body: object = None) -> dict:
-        """Return what the server answers, `{}` if that is no JSON object.
+        """Return the server's response, `{}` if it is not a JSON object.
 
-        Raises ServerStatusError where it refuses, WorkerLostError where it cannot be reached or gives no sign of life.
+        Raises ServerStatusError if the server rejects the call, WorkerLostError if it is unreachable or times out.
         """
         with self._asked(what, method, path, body) as response, self._told(what):
             return _event(response.read(_LARGEST_ANSWER)) or {}
 
     def stream(self, what: str, path: str, body: object) -> Iterator[dict]:
-        """Yield the events of an answer, until the server tells that there are no more. Leaving it early closes the
-        connection, and vLLM gives the request up. Raises as `call`; VllmError for an event that is an error."""
+        """Yield the events of a response until the server ends it. Leaving the generator early closes the connection,
+        and vLLM aborts the request. Raises the errors of `call`, and VllmError for an event that is an error."""
         with self._asked(what, "POST", path, body) as response:
             while True:
                 with self._told(what):
@@ -78,7 +78,7 @@ class ServerClient:
                 yield event
 
     def give_up(self) -> None:
-        """Close all connections: calls under way fail, and vLLM gives their requests up. No call begins until `take_up`."""
+        """Close all connections: calls in flight fail, and vLLM aborts their requests. New calls fail too."""
         with self._lock:
             self._given_up, open_ones = True, list(self._open)
         for one in open_ones:
@@ -86,7 +86,7 @@ class ServerClient:
                 one.shutdown(socket.SHUT_RDWR)
 
     def take_up(self) -> None:
-        """Let calls begin again."""
+        """Allow new calls again after `give_up`."""
         with self._lock:
             self._given_up = False
 
@@ -148,7 +148,7 @@ def _event(text: bytes) -> dict | None:
 
 
 def _message_of(body: dict) -> str:
-    """Return the text of an error, as OpenAI's servers, FastAPI and vLLM's own routes write it."""
+    """Return the message of an error in the formats of OpenAI's servers, FastAPI and vLLM's own routes."""
     error = body.get("error", body.get("detail", body))
     text = error.get("message", error) if isinstance(error, dict) else error
     return str(text)[:_MOST_OF_A_TEXT]

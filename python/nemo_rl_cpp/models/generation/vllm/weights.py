@@ -1,4 +1,4 @@
-"""How weights reach vLLM's server: through memory that both processes map, or by NCCL."""
+"""The transfer of weights to vLLM's server: shared memory or NCCL."""
 
 import base64
 import mmap
@@ -19,16 +19,16 @@ from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import
 
 _ALIGNED = 64  # bytes
 REFIT = "a refit"
-_ID = "nccl_unique_id"  # where csrc/distributed/nccl_communicator.cpp leaves it in the store
+_ID = "nccl_unique_id"  # key of the store under which csrc/distributed/nccl_communicator.cpp writes the id
 
 
 class WeightBuffer:
-    """Memory without a name that holds a copy of a model's weights: it goes with the last process that has it open.
+    """Anonymous shared memory that holds a copy of the weights; freed when the last process closes it.
 
     Attributes:
         manifest: [name, dtype, shape, offset, bytes] of each tensor, as `nemo_rl_cpp_vllm.SharedWeights` reads it.
-        size: of the whole, in bytes.
-        descriptor: an open file, which the other process opens by its path in /proc.
+        size: total size in bytes.
+        descriptor: file descriptor, which the server process opens by its path in /proc.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -40,21 +40,19 @@ class WeightBuffer:
             end = offset + size
         self.size = max(end, 1)
         self.descriptor = os.memfd_create("nemo_rl_cpp_weights")
-        self._closing = weakref.finalize(
-            self, os.close, self.descriptor
-        )  # where an engine fails while it is made, nobody closes
+        self._closing = weakref.finalize(self, os.close, self.descriptor)  # closes it if creating the engine fails
         os.ftruncate(self.descriptor, self.size)
         self._memory = torch.frombuffer(mmap.mmap(self.descriptor, self.size), dtype=torch.uint8)
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all tensors."""
+        """The total bytes of all tensors."""
         return sum(size for *_, size in self.manifest)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> str:
-        """Copy the present weights, and return their digest, taken from the weights themselves, not from the copy.
+        """Copy the current weights; return the digest of the weights themselves, not of the copy.
 
-        Raise ValueError if they are not the tensors that the memory was made for.
+        Raise ValueError if names, dtypes or shapes differ from the tensors that the memory was created for.
         """
         found = {
             name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()
@@ -69,21 +67,21 @@ class WeightBuffer:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the file; the memory goes with the last view of it. Safe to call twice."""
+        """Close the file; the memory is freed when the last view of it is released. Idempotent."""
         self._closing()
         self.descriptor = -1
 
 
 class SharedMemoryTransport:
-    """Memory that this process and the server's worker map. It has no name but that of this process' open file, so that it goes
-    with the last of the two, however they end."""
+    """Anonymous memory that this process and the server's worker map. It is reachable only by this process's open file,
+    so it is freed after both processes have ended, even if they are killed."""
 
     def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
         self._client, self._buffer, self._sent = client, WeightBuffer(weights), ""
         self.weight_bytes = self._buffer.weight_bytes
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the weights, and let vLLM compare the digest of what it finds. A failure leaves vLLM its old weights."""
+        """Copy the weights; let vLLM verify the digest of the memory. After a failure vLLM keeps its old weights."""
         self._sent = self._buffer.fill(weights)
         info = {
             "path": f"/proc/{os.getpid()}/fd/{self._buffer.descriptor}", "size": self._buffer.size, "manifest": self._buffer.manifest,
@@ -92,20 +90,21 @@ class SharedMemoryTransport:
         self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """Let vLLM load the weights, and return the digest of what was sent."""
+        """Let vLLM load the weights, and return the digest of the sent weights."""
         self._client.call(REFIT, "POST", "/update_weights", {"update_info": {}})
         return self._sent
 
     def close(self) -> None:
-        """Give the memory back. Safe to call twice."""
+        """Release the memory. Idempotent."""
         self._buffer.close()
 
 
 class NcclTransport:
-    """NCCL from the trainer's GPU, rank 0, to the server's workers behind it, tensor after tensor in the order of `update_info`.
+    """NCCL broadcast from the trainer's GPU, rank 0, to the server's workers, one tensor at a time in `update_info`'s
+    order.
 
-    The workers get NCCL's id by HTTP, greet with a sum of one number, and take a broadcast for each tensor: vLLM's engine `nccl`,
-    not packed.
+    The workers receive NCCL's id by HTTP, join a sum of one number as a greeting, and receive one broadcast per tensor,
+    as in vLLM's engine `nccl` without packing.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
@@ -114,7 +113,7 @@ class NcclTransport:
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Meet the workers, at the first refit. A failure leaves vLLM its old weights."""
+        """At the first refit, rendezvous with the workers. After a failure vLLM keeps its old weights."""
         if self._communicator is None:
             self._communicator = self._meet()
 
@@ -137,10 +136,10 @@ class NcclTransport:
                 f"the workers of vLLM at {self._client.url} did not meet the trainer: {error}"
             ) from error
         finally:
-            thread.shutdown(wait=False)  # where vLLM refuses, the meeting ends at its deadline
+            thread.shutdown(wait=False)  # if vLLM refuses, the rendezvous ends at its deadline
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """Let vLLM load the weights, and return the digest of what was sent. After an error the communicator is of no more use."""
+        """Let vLLM load the weights; return the sent weights' digest. After an error the communicator is unusable."""
         manifest = [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights.items()
         ]
@@ -164,19 +163,19 @@ class NcclTransport:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the communicator. Safe to call twice."""
+        """Close the communicator. Idempotent."""
         self._communicator = None
 
 
 def connect(store: dist.Store, size: int, device: torch.device, seconds: float) -> C.Communicator:
-    """Connect rank 0 of `size`, once all others are there and have greeted."""
+    """Connect as rank 0 of `size` ranks, once all other ranks have joined and greeted."""
     communicator = C.nccl_communicator(store, 0, size, device, seconds)
     C.nccl_greeting(communicator, "greeting vLLM's workers")
     return communicator
 
 
 def _id_of(store: dist.Store, meeting: Future[C.Communicator]) -> bytes:
-    """Return NCCL's id, as soon as the thread of the meeting has made it; raise what that thread raised."""
+    """Wait for the rendezvous thread to create NCCL's id and return the id; re-raise any exception from that thread."""
     failed = threading.Event()
     meeting.add_done_callback(lambda _: failed.set())
     while not store.check([_ID]):

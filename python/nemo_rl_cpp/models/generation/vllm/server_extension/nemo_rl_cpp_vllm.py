@@ -1,15 +1,15 @@
-"""The part of vLLM's server through which a run brings it weights. vLLM's interpreter loads this file:
+"""The extension of vLLM's server that receives weights from a run. vLLM's interpreter loads this file:
 
     VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this folder> python -m vllm.entrypoints.openai.api_server --model MODEL \
         --worker-extension-cls nemo_rl_cpp_vllm.Weights --weight-transfer-config '{"backend": "nemo_rl_cpp_shared_memory"}' ...
 
-`docs/vllm.md` has the whole command. A plain file that imports the standard library, torch and vLLM, and nothing of this package,
-which needs another torch: on another machine it is enough alone. vLLM learns two weight transfers from it:
+`docs/vllm.md` shows the whole command. The file imports only the standard library, torch and vLLM, not this package,
+which needs a different torch, so it suffices alone on a remote machine. It adds two weight transfers to vLLM:
 
-    nemo_rl_cpp_shared_memory   the trainer is a process of this machine and of this user; weights lie in memory that both map
-    nemo_rl_cpp_nccl            the trainer's GPU broadcasts each tensor, as vLLM's own engine `nccl` expects it (not packed)
+    nemo_rl_cpp_shared_memory   for a trainer on the same machine with the same user; both processes map the same memory
+    nemo_rl_cpp_nccl            the trainer's GPU broadcasts each tensor, as vLLM's own engine `nccl` expects (unpacked)
 
-Both take a digest of what arrived, and keep it for the trainer to ask for. The trainer imports the digest and the names from here.
+Both keep a digest of the received weights, which the trainer requests. The trainer imports names and digest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import os
 from dataclasses import dataclass, field
 
 TESTED_VERSION = "0.32.0"
-"""The one version of vLLM whose interfaces are used here, and with which the tests have run."""
+"""The only supported version of vLLM, with which the tests have run."""
 SHARED_MEMORY, NCCL = "nemo_rl_cpp_shared_memory", "nemo_rl_cpp_nccl"
 PROTOCOL = 1
-"""Rises where a trainer and the extension of a server no longer understand one another."""
+"""Increases with every incompatible change between a trainer and a server's extension."""
 
 
 def begin_digest(manifest: list) -> hashlib.blake2b:
-    """A digest that has taken in the names, types, shapes and places of all tensors; their bytes follow in this order."""
+    """Return a digest over all tensors' names, dtypes, shapes and offsets; the caller adds their bytes in this
+    order."""
     return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16)
 
 
@@ -40,7 +41,7 @@ class SharedWeights:
         self.memory = mmap.mmap(descriptor, size)
 
     def digest(self) -> str:
-        """Of what has arrived."""
+        """Return the digest of the received weights."""
         digest = begin_digest(self.manifest)
         view = memoryview(self.memory)
         for _, _, _, offset, size in self.manifest:
@@ -48,7 +49,7 @@ class SharedWeights:
         return digest.hexdigest()
 
     def tensors(self):
-        """(name, tensor) one after the other, as views of the shared memory."""
+        """Yield (name, tensor) for each tensor, as views of the shared memory."""
         import torch
 
         for name, dtype, shape, offset, size in self.manifest:
@@ -57,7 +58,7 @@ class SharedWeights:
 
 
 def open_memory(path: str, size: int, manifest: list):
-    """The trainer's memory, whose path is that of a file that only its process has open."""
+    """Open the trainer's anonymous memory by a /proc path, which only exists while the trainer has it open."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError as error:
@@ -76,7 +77,7 @@ def open_memory(path: str, size: int, manifest: list):
 
 
 def check_all_loaded(expected: set, loaded: set | None) -> None:
-    """RuntimeError where a parameter of vLLM's model got nothing: it would keep its old values."""
+    """Raise RuntimeError if a parameter of vLLM's model received no values, because it would keep its old values."""
     missing = sorted(expected - set(loaded or ()))
     if missing:
         raise RuntimeError(
@@ -85,7 +86,7 @@ def check_all_loaded(expected: set, loaded: set | None) -> None:
 
 
 def check_digest(found: str, sent: str) -> None:
-    """RuntimeError where other bytes arrived than the trainer sent."""
+    """Raise RuntimeError if the received bytes differ from the bytes that the trainer sent."""
     if found != sent:
         raise RuntimeError(
             f"the weights that arrived are not the trainer's: digest {found} against {sent}; vLLM keeps the old ones"
@@ -93,14 +94,14 @@ def check_digest(found: str, sent: str) -> None:
 
 
 def pack_again(model) -> None:
-    """On a CPU a head that shares the embedding's weights has a packed copy of its own, which the reload forgets."""
+    """Repack, on a CPU, a head tied to the embedding: it has a separate packed copy, which a reload does not update."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
 
 
 def shared_memory_engine() -> type:
-    """Return the class of the weight transfer through shared memory: it reloads layer after layer, as vLLM's own engines do."""
+    """Return the class of the shared-memory weight transfer, which reloads layer by layer like vLLM's own engines."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -124,8 +125,8 @@ def shared_memory_engine() -> type:
         weights = digest = None
 
         def init_transfer_engine(self, init_info: Init) -> None:
-            """Before each update: what lies in the memory now must be what the trainer has, or vLLM keeps the weights
-            that it has."""
+            """Check, before each update, that the memory holds the trainer's weights; otherwise vLLM keeps its current
+            weights."""
             self.weights = self.digest = None
             weights = open_memory(init_info.path, init_info.size, init_info.manifest)
             self.found = weights.digest()
@@ -155,7 +156,7 @@ def shared_memory_engine() -> type:
 
 
 def nccl_engine() -> type:
-    """vLLM's own engine `nccl` for tensors that come one by one, with a digest of what came."""
+    """Return vLLM's engine `nccl` for tensors sent one by one, extended by a digest of the received tensors."""
     import torch
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
@@ -187,7 +188,7 @@ def nccl_engine() -> type:
 
 
 def __getattr__(name: str) -> type:
-    """The classes of the transfers, which vLLM asks for by name: that of NCCL is made only where it is used."""
+    """Return the transfer class that vLLM requests by name; the NCCL class is only created on use."""
     makers = {"SharedMemoryOfATrainer": shared_memory_engine, "NcclOfATrainer": nccl_engine}
     if name not in makers:
         raise AttributeError(name)
@@ -195,7 +196,7 @@ def __getattr__(name: str) -> type:
 
 
 def register() -> None:
-    """Makes the transfers known to vLLM."""
+    """Register the transfers with vLLM."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY, __name__, "SharedMemoryOfATrainer")
@@ -203,11 +204,11 @@ def register() -> None:
 
 
 class Weights:
-    """Becomes a part of vLLM's worker (`--worker-extension-cls`): answers what a trainer asks before and after it
-    brings weights."""
+    """The extension of vLLM's worker (`--worker-extension-cls`), which answers a trainer's queries before and after a
+    transfer."""
 
     def nemo_rl_cpp_weights(self) -> dict:
-        """What this server is, as far as a trainer must know it, and the digest of the weights that it was last brought."""
+        """Return the facts about this server that a trainer needs, and the digest of the last received weights."""
         import vllm
         from vllm.platforms import current_platform
 

@@ -6,7 +6,7 @@ import pytest
 from forked_workers import Forker
 
 
-def test_a_forking_process_that_has_ended_starts_nothing():
+def test_starting_a_worker_from_an_ended_forking_process_is_an_error():
     forker = object.__new__(Forker)
     forker._socket, theirs = socket.socketpair()
     with forker._socket, theirs:

@@ -16,7 +16,7 @@ def a_terminal_that_may_close():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_the_first_ctrl_c_only_asks():
+def test_first_ctrl_c_only_requests_a_stop():
     said = []
     before = signal.getsignal(signal.SIGINT)
     with GracefulStop(said.append) as stop:
@@ -35,7 +35,7 @@ def test_the_second_ctrl_c_stops_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_sigterm_and_its_repetition():
+def test_second_sigterm_exits_with_status_143():
     with pytest.raises(SystemExit) as caught, GracefulStop(lambda text: None) as stop:
         signal.raise_signal(signal.SIGTERM)
         assert stop.reason == "terminated"
@@ -54,7 +54,7 @@ def test_a_closed_terminal_and_a_scheduler_s_warning_end_a_run_like_sigterm(numb
     assert signal.getsignal(number) is before
 
 
-def test_what_the_caller_ignores_stays_ignored():
+def test_signals_ignored_by_the_caller_stay_ignored():
     """nohup: the run outlives its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -66,7 +66,7 @@ def test_what_the_caller_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_outside_the_main_thread_it_does_nothing():
+def test_graceful_stop_does_nothing_outside_the_main_thread():
     results = []
 
     def work():
@@ -99,7 +99,7 @@ def test_a_real_process_finishes_its_step_and_exits_cleanly():
     assert process.returncode == 0 and out == "saved terminated\n" and "SIGTERM: the run ends after this step" in err
 
 
-def test_a_call_that_does_not_come_back_is_ended_after_the_second_signal():
+def test_call_that_never_returns_is_ended_after_the_second_signal():
     """Python runs signal handlers between two of its own instructions: a call that swallows what they raise, or that never
     returns, is ended from beside."""
     program = (
@@ -139,7 +139,7 @@ def test_a_run_that_saves_nothing_does_not_promise_a_checkpoint():
     assert said[1] == "SIGTERM: the run ends after this step, with a checkpoint; once more to stop at once"
 
 
-def test_a_forked_child_holds_nothing_up_and_its_signals_are_its_own():
+def test_forked_child_does_not_delay_exit_and_keeps_default_signals():
     """A reward function may leave a forked worker behind, and end its workers by SIGTERM."""
     program = (
         "import multiprocessing, os, signal, time\n"
@@ -180,7 +180,7 @@ def test_code_that_ignores_signals_is_undone_at_the_next_look():
         assert stop.reason == "interrupted"
 
 
-def test_a_terminal_that_closes_may_say_so_twice():
+def test_repeated_sighup_is_one_request_to_stop():
     with GracefulStop(lambda text: None) as stop:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)

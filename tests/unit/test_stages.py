@@ -12,7 +12,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_share_of_a_long_work_is_said_now_and_then_and_that_of_a_short_one_never(clock, capsys):
+def test_progress_is_printed_occasionally_for_long_work_only(clock, capsys):
     with stages.work("reading", 200.0, always=True) as advance:
         for seconds, amount in ((1.0, 50.0), (2.0, 50.0), (1.0, 10.0), (15.0, 70.0), (0.1, 20.0)):
             clock[0] += seconds
@@ -32,7 +32,7 @@ def test_a_terminal_draws_over_the_last_line_and_leaves_none(clock, capsys, monk
     )
 
 
-def test_a_library_says_nothing(clock, capsys):
+def test_progress_is_printed_only_within_stages_shown(clock, capsys):
     def read():
         with stages.work("reading", 2.0) as advance:
             clock[0] += 10.0

@@ -9,7 +9,7 @@ from nemo_rl_cpp.stages import stage, stages_shown
 from nemo_rl_cpp.threads import SPIN_COUNT, bound_spinning, cores, threads_at_start
 
 
-def test_spinning_is_bounded_unless_the_user_has_said_how_to_wait():
+def test_spinning_is_bounded_unless_the_user_set_a_wait_policy():
     environment = {}
     bound_spinning(environment)
     assert environment == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
@@ -28,14 +28,14 @@ def test_libgomp_reads_the_bound_that_the_package_sets():
     assert done.returncode == 0 and f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in done.stderr
 
 
-def test_threads_of_a_run_are_those_of_its_key_then_the_variable_then_the_cores():
+def test_thread_count_comes_from_the_key_then_the_variable_then_the_cores():
     assert threads_at_start(5, {"OMP_NUM_THREADS": "3"}) == 5
     assert threads_at_start(None, {"OMP_NUM_THREADS": "3,2"}) == 3
     assert threads_at_start(None, {"OMP_NUM_THREADS": "no"}) == threads_at_start(None, {}) == cores()
     assert 1 <= cores() <= len(os.sched_getaffinity(0))
 
 
-def test_stages_are_shown_to_command_lines_alone(capsys):
+def test_stages_are_printed_only_within_stages_shown(capsys):
     stage("unheard")
     with stages_shown():
         stage("loading torch")

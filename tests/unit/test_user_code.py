@@ -13,12 +13,12 @@ def here():
     return threading.current_thread()
 
 
-def test_calls_of_the_run_are_made_by_the_thread_that_began_it():
+def test_user_calls_run_in_the_thread_that_started_the_run():
     seen = serve(lambda: (here(), call_user(here)))
     assert seen[0] is not here() and seen[1] is here()
 
 
-def test_another_thread_of_the_program_may_begin_a_run():
+def test_run_can_be_started_from_any_thread():
     found = []
 
     def begin():
@@ -58,7 +58,7 @@ def test_coroutines_of_several_threads_run_together():
 
 
 @pytest.mark.parametrize("how", ["run", "run_until_complete"])
-def test_a_function_may_run_a_loop_itself_beside_a_coroutine_that_waits(how):
+def test_user_function_can_run_an_event_loop_while_a_coroutine_waits(how):
     async def value():
         await asyncio.sleep(0)
         return 7
@@ -82,7 +82,7 @@ def test_a_function_may_run_a_loop_itself_beside_a_coroutine_that_waits(how):
     assert serve(work) == [7, 7, 7]
 
 
-def test_a_run_may_begin_where_an_event_loop_runs_as_in_a_notebook():
+def test_run_can_be_started_inside_a_running_event_loop():
     async def cell():
         async def value():
             return 7
@@ -94,7 +94,7 @@ def test_a_run_may_begin_where_an_event_loop_runs_as_in_a_notebook():
     assert asyncio.run(cell()) == (here(), 7, 7)
 
 
-def test_what_the_code_raises_reaches_the_run():
+def test_exceptions_of_user_code_reach_the_run():
     class OwnError(Exception):
         pass
 
@@ -115,7 +115,7 @@ def test_a_nested_run_makes_its_calls_in_the_same_thread():
     assert serve(lambda: call_user(lambda: serve(lambda: call_user(here)))) is here()
 
 
-def test_the_process_is_put_back_after_each_call(tmp_path, monkeypatch):
+def test_process_state_is_restored_after_each_user_call(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def test_a_run_that_fails_waits_for_calls_that_other_threads_have_begun():
     assert results == [7]
 
 
-def test_a_call_after_the_run_is_made_by_the_thread_that_asks():
+def test_user_call_after_the_run_runs_in_the_calling_thread():
     late, go = [], threading.Event()
 
     def ask():

@@ -28,7 +28,7 @@ def changes(rewards=REWARDS, lengths=LENGTHS, bands=None, **params):
     ({"pass_rate_length_penalty_weight": 0.4}, [0.7, 0, 1 - 0.4 * 0.75 * 0.4, 0.7]),
     ({"total_bonus": 0.5, "longest_total_penalty": 0.25}, [0.75, 0, 1.5, 1]),
 ])  # fmt: skip
-def test_each_term(params, expected):
+def test_each_length_penalty_term_changes_rewards_as_computed_by_hand(params, expected):
     assert changes(**params) == pytest.approx(expected)
 
 
@@ -67,7 +67,7 @@ def test_the_gate_compares_the_mean_length_of_right_responses(field, expected):
 @pytest.mark.parametrize("text, expected", [
     ("<think>a b</think>c", ("a b", "c")), ("a b</think>c", ("a b", "c")), ("<think>cut off", ("cut off", "")), ("plain", ("", "plain")),
 ])  # fmt: skip
-def test_reasoning_and_answer(text, expected):
+def test_response_is_split_into_reasoning_and_answer(text, expected):
     assert reasoning_and_answer(text) == expected
 
 

@@ -87,7 +87,7 @@ def test_training_metrics_report_exactness():
     assert metrics["max_logprob_gap"] == 0.25 and metrics["logprob_mismatched_tokens"] == 3
 
 
-def test_baselines_in_percent():
+def test_baseline_metrics_give_the_share_of_zero_one_and_mixed_rewards():
     assert baseline_metrics(torch.tensor([0.0, 0.0, 1.0, 0.5])) == {
         "baseline_reward/pct_0": 50.0, "baseline_reward/pct_1": 25.0, "baseline_reward/pct_mixed": 25.0,
     }  # fmt: skip

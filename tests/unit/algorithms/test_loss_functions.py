@@ -83,7 +83,7 @@ def test_loss_accepts_its_settings_as_model_or_mapping():
         assert fn.ratio_clip_min == 0.1 and fn.reference_policy_kl_penalty == 0 and fn.ratio_clip_max == 0.2
 
 
-def test_types_of_the_losses():
+def test_losses_declare_their_input_and_loss_type():
     fn = ClippedPGLossFn(ClippedPGLossConfig(**TIS))
     assert fn.input_type is LossInputType.LOGPROB and fn.loss_type is LossType.TOKEN_LEVEL
     gspo = ClippedPGLossFn(ClippedPGLossConfig(token_level_loss=False, sequence_level_importance_ratios=True))

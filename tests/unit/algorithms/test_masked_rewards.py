@@ -71,7 +71,7 @@ def test_dynamic_sampling_ignores_samples_that_an_environment_masks(masked, kept
     assert mixed_groups([0.0, 1.0, 1.0, 1.0], [False] * 4, masked, masked_reward_policy="exclude") == kept
 
 
-def test_a_group_that_voters_keep_is_trained_whole():
+def test_kept_group_includes_its_excluded_samples():
     sampler = GroupSampler.from_config(
         GRPOConfig(
             num_prompts_per_step=1, num_generations_per_prompt=4, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1,

@@ -69,7 +69,7 @@ def test_custom_advantages_may_be_nan_at_masked_tokens():
     assert advantages(estimator(lambda rewards: masked))[0, 1] == 1.0
 
 
-def test_a_critic_needs_returns():
+def test_custom_estimator_must_return_returns_for_a_critic():
     config = ppo(f"ppo.adv_estimator.name={OWN}no_critic")
     with pytest.raises(
         ValueError, match="returned no returns, which the critic learns from: return .advantages, returns., or set"
@@ -163,7 +163,7 @@ def test_component_kwargs_without_a_custom_component_are_rejected(overrides):
         grpo(*overrides)
 
 
-def test_a_run_trains_with_them(tmp_path):
+def test_run_trains_with_a_custom_estimator_and_loss(tmp_path):
     names = (
         f"grpo.adv_estimator.name={OWN}Centred",
         "grpo.adv_estimator.kwargs={power:2}",

@@ -70,7 +70,7 @@ def train(run):
     return run
 
 
-def test_a_step_in_order(tmp_path):
+def test_ppo_step_calls_policy_and_critic_in_order(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=3", "checkpointing.enabled=false"))
     epoch = ["train critic", "train"]  # critic before actor
     assert run.policy.events == [

@@ -100,7 +100,7 @@ def test_resume_prints_that_the_configuration_is_unchanged(run_of_two_steps, cap
     assert "step_2, saved 20" in out and "Nothing in the configuration has changed." in out
 
 
-def test_a_saved_configuration_is_never_followed_out_of_its_checkpoint(root, run_of_two_steps, tmp_path, capsys):
+def test_saved_configuration_cannot_load_files_outside_its_checkpoint(root, run_of_two_steps, tmp_path, capsys):
     secret = tmp_path / "secret.yaml"
     secret.write_text("grpo: {seed: 41}\n")
     step = root / "run" / "checkpoints" / "step_2"
@@ -112,7 +112,7 @@ def test_a_saved_configuration_is_never_followed_out_of_its_checkpoint(root, run
     assert "Its config.yaml cannot be read, so what changed since is not known." in capsys.readouterr().out
 
 
-def test_a_moved_model_and_moved_rows_are_the_same_run(root, run_of_two_steps, capsys):
+def test_moved_model_and_data_files_do_not_prevent_a_resume(root, run_of_two_steps, capsys):
     shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "moved" / "model", dirs_exist_ok=True)
     shutil.copy(run_of_two_steps / "rows.jsonl", run_of_two_steps / "moved.jsonl")
     resume(root, run_of_two_steps, model="moved/model", rows="moved.jsonl")

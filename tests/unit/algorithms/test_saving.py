@@ -144,7 +144,7 @@ def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, 
     assert run.state.step == 1
 
 
-def test_a_validation_by_other_environments_is_waited_for(tmp_path):
+def test_metric_of_separate_validation_environments_is_checked_at_validation(tmp_path):
     """Their metrics cannot be known from training's."""
     run = make(
         tmp_path,
@@ -171,7 +171,7 @@ def test_validation_at_start_reports_an_unknown_checkpoint_metric(tmp_path):
     "name",
     ["train:loss", "train:reward", "val:accuracy", "val:avg_length", "val:pass_k", "val:mean_gen_tokens_per_sample"],
 )
-def test_metrics_that_are_there_pass(tmp_path, name):
+def test_checkpoint_stores_the_configured_metric(tmp_path, name):
     config = (
         "grpo.max_num_steps=2",
         "checkpointing.save_period=2",

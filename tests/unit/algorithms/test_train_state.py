@@ -29,7 +29,7 @@ def test_epochs_end_a_run_and_the_first_reason_stays():
     assert other.finished and other.stop_reason == "early_stop"
 
 
-def test_best_metric():
+def test_best_metric_is_updated_only_by_a_better_value():
     state = TrainState(total_steps=10)
     assert not state.note_metric(float("nan"))
     assert state.note_metric(0.5) and not state.note_metric(0.5) and state.note_metric(0.7)

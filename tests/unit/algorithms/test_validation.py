@@ -94,7 +94,7 @@ def test_greedy_when_val_temperature_is_zero(temperature, greedy):
     assert set(seen) == {greedy}
 
 
-def test_when_it_is_due():
+def test_validation_is_due_by_period_at_start_and_at_end():
     checked = validator(val_period=3, val_start_at=6)
     assert [s for s in range(1, 13) if checked.due(s, is_last=False)] == [6, 9, 12]
     assert not checked.due(7, is_last=True)
@@ -114,7 +114,7 @@ def test_no_interval_for_rewards_outside_0_and_1():
     assert "accuracy_ci95_low" not in checked.run(step=0).metrics
 
 
-def test_early_stop_by_metric():
+def test_run_stops_when_the_validation_metric_reaches_its_threshold():
     stop = loop(stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.9)
     assert reached_target({"accuracy": 0.9}, stop)
     assert not reached_target({"accuracy": 0.89}, stop)

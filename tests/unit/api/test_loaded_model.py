@@ -38,7 +38,7 @@ def test_loaded_model_generates_the_texts_of_the_training_result(result, model):
     assert model._repr_html_().startswith("<p>LoadedModel(")
 
 
-def test_options_of_generation(result, model):
+def test_generation_options_apply_to_result_and_loaded_model_alike(result, model):
     drawn = result.generate(["12=", "3="], n=6, temperature=1.0)
     assert [len(texts) for texts in drawn] == [6, 6] and len(set(drawn[0])) > 1
     assert result.generate(["12=", "3="], n=6, temperature=1.0) == drawn
@@ -71,7 +71,7 @@ def test_options_of_generation(result, model):
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
     ],
 )
-def test_wrong_options(model, options, words):
+def test_invalid_generation_options_are_rejected(model, options, words):
     if words == "n=2":  # sampled, since n asks for it
         assert len(model.generate("12=", max_new_tokens=1, **options)[0]) == 2
         return
@@ -106,7 +106,7 @@ def test_evaluation_scores_match_the_reward_functions(result, model):
     assert result.generate("12=") == model.generate("12=", max_new_tokens=3)  # nothing of it is left
 
 
-def test_several_answers(model):
+def test_evaluation_with_several_answers_computes_pass_at_k(model):
     found = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=4, temperature=1.0, max_new_tokens=1, seed=1)
     alone = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=1, temperature=1.0, max_new_tokens=1, seed=1)
     assert (
@@ -132,7 +132,7 @@ def test_several_answers(model):
         (lambda m: nemo_rl_cpp.evaluate(m, [{"prompt": "1" * 600, "answer": "1"}], share_right), "prompt 0 has 600 tokens, which leaves no room"),
     ],
 )  # fmt: skip
-def test_wrong_calls(model, call, words):
+def test_invalid_calls_are_rejected_with_a_one_line_error(model, call, words):
     with pytest.raises(ValueError, match=words) as caught:
         call(model)
     assert "\n" not in str(caught.value)

@@ -244,7 +244,7 @@ def own_loss(next_token_logprobs):
     return next_token_logprobs.sum()
 
 
-def test_an_object_is_no_built_in_component(tmp_path, monkeypatch):
+def test_component_given_as_an_object_is_recorded_by_its_name(tmp_path, monkeypatch):
     from nemo_rl_cpp.config.access import to_plain
 
     config, _ = captured(

@@ -128,7 +128,7 @@ def test_invalid_train_grpo_call_is_a_one_line_error_before_training(tmp_path, m
         ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, a dotted name, not 'grpo'"),
     ],
 )  # fmt: skip
-def test_a_wrong_call_of_train_ppo(tmp_path, monkeypatch, given, words):
+def test_invalid_train_ppo_call_is_a_one_line_error_before_training(tmp_path, monkeypatch, given, words):
     monkeypatch.setattr(training, "_train", lambda *parts: pytest.fail("training began"))
     with pytest.raises(ValueError) as caught:
         nemo_rl_cpp.train_ppo("tiny-random", ROWS, reward, **SMALL | given, log_dir=tmp_path)

@@ -168,7 +168,7 @@ def test_folders_with_similar_names_are_not_treated_as_checkpoints(three):
     assert all((three / "ck" / name).is_dir() for name in ("step_01", "tmp_step_02", "step_1_backup"))
 
 
-def test_a_manifest_that_leaves_its_folder_is_no_manifest(tmp_path):
+def test_manifest_that_lists_files_outside_its_folder_is_invalid(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "outside").write_text("x")
     (tmp_path / "a" / "f").symlink_to("../outside")

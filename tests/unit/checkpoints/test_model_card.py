@@ -9,7 +9,7 @@ from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 FACTS = CardFacts(20, ["right", "short (weight 0.1)"], {"reward, last step": 0.51234}, {})
 
 
-def test_facts_of_a_run():
+def test_model_card_lists_the_facts_of_the_run():
     card = ModelCard(card_text(load_grpo_config("grpo_arithmetic_smollm2.yaml"), FACTS))
     assert card.data.to_dict() == {
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "library_name": "transformers", "pipeline_tag": "text-generation",

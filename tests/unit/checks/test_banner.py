@@ -67,7 +67,7 @@ def test_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypat
     assert rows["device"].startswith("cpu, 1 thread")
 
 
-def test_an_evaluation_has_fewer_lines():
+def test_banner_of_an_evaluation_lists_model_device_and_data():
     title, rows = lines_of(load_eval_config("configs/evals/arithmetic_smollm2.yaml", []))
     assert title == "Evaluation of smollm2-135m-instruct" and list(rows) == ["model", "device", "data"]
 

@@ -80,14 +80,14 @@ def test_environments_of_all_data_sets_are_checked():
     assert second.startswith("env.nowhere.Env cannot be used: ") and "no module nowhere" in second
 
 
-def test_check_reports_it(capsys):
+def test_check_command_reports_a_misspelt_reward_function(capsys):
     assert cli.main(["check", "--config", "grpo_tiny.yaml", *rewards("preflight_module.wright")]) == 2
     assert "did you mean right?" in capsys.readouterr().err
     assert cli.main(["check", "--config", "grpo_tiny.yaml", *rewards("preflight_module.right")]) == 0
 
 
 @pytest.mark.parametrize("name", ["", "right", ".right", "a..b", "a.b c", "1.2", None, 3, ["a.b"]])
-def test_odd_names_are_refused(name):
+def test_names_that_are_not_dotted_names_are_rejected(name):
     with pytest.raises(LoadingError, match="is no dotted name"):
         import_object(name, "reward function")
 

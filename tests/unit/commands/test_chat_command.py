@@ -52,7 +52,7 @@ def test_chat_sends_the_history_until_it_is_reset(asked, capsys):
     assert capsys.readouterr().out.split() == ["ab", "cd", "ef"]
 
 
-def test_a_stopped_answer_stays_as_far_as_it_came(asked, capsys):
+def test_interrupted_answer_stays_in_the_history_as_far_as_generated(asked, capsys):
     messages, _ = asked("ab^cd", "more")
     assert messages[1] == ["user: ab^cd", "assistant: ab", "user: more"]
     assert "ab [stopped]" in capsys.readouterr().out

@@ -86,7 +86,7 @@ def test_an_empty_text_any_number_of_times_is_empty(tmp_path):
         assert (data, problems) == ({"a": "", "b": ""}, "")
 
 
-def test_the_largest_numbers(tmp_path):
+def test_numbers_at_the_64_bit_limits_are_read(tmp_path):
     data, problems = load(
         tmp_path, "a: 2562047788015215:30:07\nb: -2562047788015215:30:08\nc: -9223372036854775808\nd: 1:00:00:00"
     )
@@ -103,7 +103,7 @@ def test_long_numbers_and_tags_that_fit(tmp_path):
     assert data == expected and not problems
 
 
-def test_what_is_within_the_limits(tmp_path):
+def test_configurations_within_the_limits_load(tmp_path):
     data, problems = load(
         tmp_path, "a: " + "${add:1," * 40 + "1" + "}" * 40 + "\nb: [&x {c: 1}" + ", *x" * 1000 + "]\nd: 日本\n"
     )
@@ -136,7 +136,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_overrides(tmp_path, name):
+def test_overrides_beyond_the_limits_are_rejected_with_a_short_error(tmp_path, name):
     override, message = OVERRIDES[name]
     _, problems = load(tmp_path, "x: 1\n", [override])
     assert re.search(message, problems), problems[:500]

@@ -208,7 +208,7 @@ def test_the_composed_file_is_good_without_a_change():
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_file(case):
+def test_invalid_file_is_reported_with_key_and_line(case):
     change, key, line, words = BAD_FILES[case]
     Path("bad.yaml").write_text(compose(change))
     with pytest.raises(ConfigError) as caught:
@@ -220,7 +220,7 @@ def test_bad_file(case):
         assert word in str(caught.value)
 
 
-def test_all_mistakes_of_a_file_come_at_once_in_the_order_of_lines():
+def test_all_errors_of_a_file_are_reported_at_once_in_line_order():
     Path("bad.yaml").write_text(
         textwrap.dedent("""\
         grpo:
@@ -251,7 +251,7 @@ def test_all_mistakes_of_a_file_come_at_once_in_the_order_of_lines():
     ]
 
 
-def test_a_mistake_in_a_parent_names_the_parent_and_one_in_an_override_the_override():
+def test_config_errors_name_the_parent_file_or_override_that_caused_them():
     Path("parent.yaml").write_text(compose("grpo:\n  seed: 1.5"))
     Path("child.yaml").write_text("defaults: parent.yaml\nloss_fn:\n  ratio_clip_c: 1\n")
     with pytest.raises(ConfigError) as caught:
@@ -263,7 +263,7 @@ def test_a_mistake_in_a_parent_names_the_parent_and_one_in_an_override_the_overr
     }
 
 
-def test_a_follow_up_of_a_mistake_is_not_reported_again():
+def test_consequence_of_a_config_error_is_not_reported_separately():
     Path("bad.yaml").write_text(compose("policy:\n  model_name: m\n  max_total_sequence_length: long"))
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("bad.yaml")
@@ -288,7 +288,7 @@ PPO_CASES = {
 
 
 @pytest.mark.parametrize("case", PPO_CASES)
-def test_bad_ppo_override(case):
+def test_invalid_ppo_override_is_reported_with_its_key(case):
     overrides, key, words = PPO_CASES[case]
     overrides = [overrides] if isinstance(overrides, str) else overrides
     override = overrides[-1]
@@ -304,7 +304,7 @@ def test_bad_ppo_override(case):
 @pytest.mark.parametrize(
     "epochs, batch, words", [(1, 256, "train_global_batch_size to 512"), (2, 512, "ppo_epochs to 1"), (1, 512, None)]
 )
-def test_ppo_has_one_update_a_batch_where_the_ratio_is_held_at_one(epochs, batch, words):
+def test_force_on_policy_ratio_requires_one_update_per_ppo_batch(epochs, batch, words):
     overrides = [
         "loss_fn.force_on_policy_ratio=true",
         f"ppo.ppo_epochs={epochs}",
@@ -317,7 +317,7 @@ def test_ppo_has_one_update_a_batch_where_the_ratio_is_held_at_one(epochs, batch
         load_ppo_config(overrides=overrides)
 
 
-def test_keys_without_effect_may_stand_where_they_are_the_defaults_or_a_parents():
+def test_keys_without_effect_are_accepted_as_default_or_from_a_parent():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.95"])
     Path("parent.yaml").write_text(
         compose("grpo:\n  adv_estimator: {name: reinforce_plus_plus, minus_baseline: false}")
@@ -326,7 +326,7 @@ def test_keys_without_effect_may_stand_where_they_are_the_defaults_or_a_parents(
     assert load_grpo_config("child.yaml").grpo.adv_estimator.minus_baseline is False
 
 
-def test_epochs_that_end_no_run_are_told():
+def test_max_num_epochs_with_several_loaders_requires_max_num_steps():
     several = ["data.use_multiple_dataloader=true", "+data.num_prompts_per_dataloader=8"]
     assert load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3", "grpo.max_num_steps=9"])
     with pytest.raises(ConfigError, match="grpo.max_num_epochs ends no run.*set grpo.max_num_steps"):
@@ -346,7 +346,7 @@ EVAL_CASES = {
 
 
 @pytest.mark.parametrize("case", EVAL_CASES)
-def test_bad_eval_override(case):
+def test_invalid_eval_override_is_reported_with_its_key(case):
     override, key, words = EVAL_CASES[case]
     with pytest.raises(ConfigError) as caught:
         load_eval_config(overrides=[override])
@@ -392,13 +392,13 @@ def test_configuration_of_the_other_algorithm_names_its_script():
         load_ppo_config("configs/grpo_tiny.yaml")
 
 
-def test_unknown_file_names_the_nearest():
+def test_missing_config_file_error_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"grpo_maths_1B.yaml does not exist.*did you mean grpo_math_1B.yaml"):
         load_grpo_config("configs/grpo_maths_1B.yaml")
 
 
 @pytest.mark.slow
-def test_mistakes_are_reported_soon_and_without_torch():
+def test_config_errors_are_reported_quickly_and_without_torch():
     Path("bad.yaml").write_text(compose("grpo:\n  num_promts_per_step: 8"))
     code = (
         "import sys\n"

@@ -42,13 +42,13 @@ VALUES = {
 
 
 @pytest.mark.parametrize("override", VALUES)
-def test_value(override):
+def test_override_value_is_parsed_to_the_expected_type(override):
     got = applied([override])["a"]
     assert got == VALUES[override]
     assert (dict if isinstance(got, dict) else type(got)) is type(VALUES[override])
 
 
-def test_nan():
+def test_override_nan_is_parsed_as_a_float():
     assert math.isnan(applied(["a=nan"])["a"])
 
 
@@ -72,7 +72,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("override", CHANGES)
-def test_change(override):
+def test_override_changes_the_configuration_as_expected(override):
     want = base()
     CHANGES[override](want)
     assert applied([override]) == want
@@ -87,7 +87,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("override", FAILURES)
-def test_failure(override):
+def test_invalid_override_is_reported_with_its_text(override):
     [(where, _)] = failures([override])
     assert where == f"override '{override}'"
 
@@ -118,7 +118,7 @@ def small(tmp_path, monkeypatch):
     return "c.yaml"
 
 
-def test_a_key_of_the_schema_may_be_changed_though_the_file_does_not_set_it(small):
+def test_override_can_set_a_schema_key_that_the_file_does_not_set(small):
     config = load_grpo_config(
         small,
         ["policy.megatron_cfg.optimizer.lr=1e-3", "+grpo.seed=7", "logger.wandb.project=p", "data.train.max_number=9"],
@@ -128,7 +128,7 @@ def test_a_key_of_the_schema_may_be_changed_though_the_file_does_not_set_it(smal
     assert config.positions["grpo.seed"] == "override '+grpo.seed=7'"
 
 
-def test_a_null_section_becomes_one(small):
+def test_override_turns_a_null_section_into_a_mapping(small):
     config = load_grpo_config(small, ["policy.optimizer.kwargs.lr=1e-3", "policy.megatron_cfg.enabled=false"])
     assert config.policy.effective_optimizer().lr == 1e-3
 
@@ -138,6 +138,6 @@ def test_a_null_section_becomes_one(small):
     [["grpo.dapo_batch_multiplier=3"], ["grpo.batch_multiplier=3"], ["+grpo.dapo_batch_multiplier=3"], ["grpo={dapo_batch_multiplier: 3}"],
      ["grpo.dapo_batch_multiplier=3", "grpo.batch_multiplier=3"]],
 )  # fmt: skip
-def test_both_spellings_of_a_key(small, overrides):
+def test_override_accepts_both_spellings_of_a_key(small, overrides):
     config = load_grpo_config(small, ["grpo.use_dynamic_sampling=true", *overrides])
     assert config.grpo.batch_multiplier == 3

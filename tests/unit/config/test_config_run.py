@@ -30,13 +30,13 @@ def test_dry_run_says_when_sizes_are_unknown(capsys):
     assert "gae_lambda" in capsys.readouterr().out
 
 
-def test_mistakes_end_with_status_2(capsys):
+def test_config_errors_exit_with_status_2(capsys):
     assert run_ppo.main(["ppo.sed=3", "policy.precision=float16"]) == 2
     errors = capsys.readouterr().err
     assert "has 2 mistakes" in errors and "did you mean seed" in errors
 
 
-def test_check_command(capsys):
+def test_check_command_reports_valid_and_invalid_configurations(capsys):
     assert cli.main(["check", "--config", "prorlv2.yaml", "logger.wandb.project=x"]) == 0
     assert "prorlv2.yaml: no mistakes (grpo)" in capsys.readouterr().out
     assert cli.main(["check", "--config", "evals/eval.yaml"]) == 0
@@ -55,7 +55,7 @@ def test_examples_are_thin_wrappers(script):
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_had_is_reported_before_torch_loads():
+def test_unavailable_model_is_reported_before_torch_loads():
     code = (
         "import sys\n"
         "from nemo_rl_cpp.run_grpo_math import main\n"
@@ -84,7 +84,7 @@ SMOL = dict(
 )
 
 
-def test_parameter_count_by_hand():
+def test_parameter_count_matches_a_hand_computed_case():
     sizes = model_sizes("nowhere", SMOL)
     # a layer: q and o 8x8 each, k and v 8x4 each, three 8x16 of the MLP, two norms of 8
     layer = 64 + 64 + 32 + 32 + 3 * 128 + 16
@@ -94,14 +94,14 @@ def test_parameter_count_by_hand():
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": "8"}', '"a"', "\xff"])
-def test_a_file_that_says_nothing_has_no_sizes(tmp_path, text):
+def test_invalid_model_config_gives_no_sizes(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     assert model_sizes(str(tmp_path), {}) is None
     assert model_sizes(str(tmp_path), SMOL | {"hidden_size": "8"}) is None
     assert model_sizes("nowhere", SMOL | {"head_dim": -1}) is None
 
 
-def test_parameter_count_of_a_real_model():
+def test_parameter_count_of_smollm2_matches_transformers():
     sizes = model_sizes("smollm2-135m-instruct", {})
     assert sizes.parameters == 134_515_008  # as transformers counts
 

@@ -57,7 +57,7 @@ def loader(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_loads(path):
+def test_every_shipped_configuration_loads(path):
     assert loader(path)(path, MUST_BE_GIVEN.get(path.name, [])).model_dump()
 
 
@@ -128,7 +128,7 @@ def test_resolved_values_are_nemo_rls(name, tmp_path):
     assert different == {}
 
 
-def test_nemo_rls_own_file_loads_as_it_is(tmp_path):
+def test_nemo_rl_math_configuration_loads_unchanged(tmp_path):
     text = (
         (ROOT / "configs/grpo_math_1B.yaml")
         .read_text()
@@ -219,7 +219,7 @@ def test_effective_settings_follow_the_enabled_backend():
     assert (megatron.policy.effective_max_grad_norm(), megatron.value.effective_max_grad_norm()) == (1.0, None)
 
 
-def test_what_is_left_out_follows_from_other_keys(tmp_path):
+def test_omitted_keys_are_derived_from_other_keys(tmp_path):
     (tmp_path / "small.yaml").write_text(
         "policy: {model_name: m, max_total_sequence_length: 64, train_micro_batch_size: 2}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
         "data: {train: {dataset_name: arithmetic}}\n"
@@ -252,7 +252,7 @@ def test_lax_values_as_in_nemo_rl(tmp_path, monkeypatch):
     assert (config.grpo.max_num_steps, config.grpo.seed, config.grpo.val_at_end) == (8, 8, True)
 
 
-def test_data_sets_and_their_keys_are_those_of_the_data_sets():
+def test_registered_keys_are_exactly_those_each_data_set_accepts():
     from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
 
     for name, entry in DATASET_REGISTRY.entries.items():
@@ -273,14 +273,14 @@ def test_data_sets_and_their_keys_are_those_of_the_data_sets():
         assert known == common | set(keys)
 
 
-def test_environments_are_those_of_the_registry():
+def test_schema_covers_every_registered_environment():
     assert {name for name in ENV_REGISTRY if name not in environment_sections()} == {"reward_functions"}
     for name in ENV_REGISTRY:
         environment_class(name)
 
 
 @pytest.mark.parametrize("parent", ["grpo_tiny.yaml", "configs/grpo_tiny.yaml", "[grpo_math_1B.yaml, grpo_tiny.yaml]"])
-def test_a_file_of_ones_own_names_a_shipped_parent_by_its_name(tmp_path, monkeypatch, parent):
+def test_user_file_can_name_a_shipped_configuration_as_parent(tmp_path, monkeypatch, parent):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(f"defaults: {parent}\ngrpo:\n  max_num_steps: 7\n")
     config = load_grpo_config("mine.yaml")
@@ -288,7 +288,7 @@ def test_a_file_of_ones_own_names_a_shipped_parent_by_its_name(tmp_path, monkeyp
     assert kind_of("mine.yaml") == "grpo"
 
 
-def test_a_parent_beside_its_file_comes_before_a_shipped_one(tmp_path):
+def test_parent_file_in_the_same_folder_wins_over_a_shipped_one(tmp_path):
     (tmp_path / "grpo_tiny.yaml").write_text("defaults: configs/grpo_tiny.yaml\ngrpo:\n  max_num_steps: 3\n")
     (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
     assert load_grpo_config(tmp_path / "mine.yaml").grpo.max_num_steps == 3

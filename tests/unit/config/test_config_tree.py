@@ -36,7 +36,7 @@ SCALARS = {
 
 
 @pytest.mark.parametrize("text", SCALARS)
-def test_scalar(text):
+def test_yaml_scalar_is_read_with_the_expected_type(text):
     got = load(f"a: {text}\n")["a"]
     assert got == SCALARS[text]
     assert (dict if isinstance(got, dict) else type(got)) is type(SCALARS[text])
@@ -77,7 +77,7 @@ RESOLVED = {
 
 
 @pytest.mark.parametrize("case", RESOLVED)
-def test_interpolation(case, monkeypatch):
+def test_interpolation_resolves_to_the_expected_value(case, monkeypatch):
     monkeypatch.setenv("CFG_X", "8")
     monkeypatch.delenv("CFG_NO", raising=False)
     text, want = RESOLVED[case]

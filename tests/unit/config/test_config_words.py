@@ -33,12 +33,12 @@ def test_an_override_is_quoted_as_a_shell_needs_it(override, key):
 
 
 @pytest.mark.parametrize("text", ["grpo:\n  seed: 3\n\tval_period: 4\n", "grpo:\n\tseed: 3\n", "grpo:\tseed: 3\n"])
-def test_a_tab_is_named(text):
+def test_tab_in_a_file_is_reported_with_its_line(text):
     (problem,) = problems(text)
     assert re.match(r"run.yaml:\d+: there is a tab in this line", problem)
 
 
-def test_the_plus_remedy_is_there_where_it_works():
+def test_unknown_key_error_suggests_a_plus_only_if_it_helps():
     (problem,) = problems(overrides=["env.mine.digits=3"])
     assert problem.endswith("env.mine is unknown (to add a key of your own write +env.mine.digits=3)")
     load_grpo_config("run.yaml", ["+env.mine.digits=3"])
@@ -56,7 +56,7 @@ def test_the_plus_remedy_is_there_where_it_works():
 
 
 @pytest.mark.parametrize("theirs", ["use_rslora", "use_dora", "layers_pattern", "modules_to_save", "rank_pattern"])
-def test_nothing_is_suggested_for_a_key_that_is_like_none(theirs):
+def test_unknown_key_without_a_similar_key_gets_no_suggestion(theirs):
     (problem,) = problems(overrides=[f"++policy.dtensor_cfg.lora_cfg.{theirs}=8"])
     assert "is unknown; policy.dtensor_cfg.lora_cfg knows alpha, dim" in problem and "did you mean" not in problem
 
@@ -68,11 +68,11 @@ def test_nothing_is_suggested_for_a_key_that_is_like_none(theirs):
      ("max_model_length", "max_model_len", "max_model_len"), ("keep_topk", "keep_top_k", "keep_top_k"), ("clip", "cliprange", "cliprange"),
      ("numsamples", "num_samples", "num_samples"), ("max_model", "max_model_len", "max_model_len")],
 )  # fmt: skip
-def test_names_are_alike_where_their_own_words_are(name, known, meant):
+def test_nearest_name_compares_the_distinguishing_words(name, known, meant):
     assert nearest(name, [known], 0.55) == meant
 
 
-def test_who_asks_for_adapters_without_enabled_is_told():
+def test_lora_keys_set_without_enabled_are_reported():
     """By the place where each is written: what a parent says is switched off, what is nearer than `enabled: false` is asked for."""
     lora = "policy.dtensor_cfg.lora_cfg"
     Path("parent.yaml").write_text(

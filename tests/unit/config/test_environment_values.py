@@ -60,7 +60,7 @@ def test_a_value_that_defaults_are_filled_with_is_hidden_too(tmp_path, monkeypat
     assert "a-model-folder" not in str(written(config)["policy"])
 
 
-def test_nothing_changes_without_such_values(tmp_path):
+def test_configuration_without_environment_values_is_written_unchanged(tmp_path):
     config = load(tmp_path, "logger: {wandb: {entity: plain, name: '${logger.wandb.entity}'}}\n")
     assert config.environment_texts == {} and written(config) == config.model_dump()
     assert value(written(config), "logger.wandb.name") == "plain"

@@ -27,18 +27,18 @@ def test_one_line_names_devices_engine_time_and_memory():
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "megatron", "trtllm", "dynamo"])
-def test_every_engine_of_nemo_rl_is_taken_for_the_native_one(backend):
+def test_every_nemo_rl_generation_backend_runs_on_the_native_engine(backend):
     config = load_grpo_config("grpo_tiny.yaml", [f"policy.generation.backend={backend}"])
     assert fold_text(config) == f"written for the engine {backend}: runs with the native engine; same mathematics"
 
 
-def test_nothing_is_said_where_nothing_is_folded():
+def test_no_message_is_printed_if_nothing_is_folded():
     assert fold_text(load_grpo_config("grpo_tiny.yaml")) is None
     assert fold_text(load_ppo_config("ppo_tiny.yaml")) is None
     assert fold_text(load_eval_config("evals/eval.yaml")) is None
 
 
-def test_devices_are_those_of_the_cluster_or_of_the_largest_cut():
+def test_device_count_is_that_of_the_cluster_or_of_the_largest_parallelism():
     def of(*overrides):
         return devices_of(load_grpo_config("grpo_math_1B.yaml", list(overrides)))
 
@@ -56,7 +56,7 @@ def test_devices_are_those_of_the_cluster_or_of_the_largest_cut():
     )
 
 
-def test_the_critic_counts_where_there_is_one():
+def test_critic_sizes_are_checked_only_if_the_run_has_a_critic():
     overrides = ["value.megatron_cfg.tensor_model_parallel_size=2", "cluster.strict_sizes=true"]
     with pytest.raises(ConfigError, match="value.megatron_cfg.tensor_model_parallel_size is 2.*set it to 1"):
         load_ppo_config(overrides=overrides)
@@ -64,7 +64,7 @@ def test_the_critic_counts_where_there_is_one():
     assert sizes_of(raw) == {}
 
 
-def test_strict_sizes_refuses_each_size_and_devices_of_its_own():
+def test_strict_sizes_rejects_parallel_sizes_and_dedicated_devices():
     overrides = [*EIGHT, "cluster.strict_sizes=true", "policy.generation.colocated.enabled=false"]
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_math_1B.yaml", overrides)
@@ -73,7 +73,7 @@ def test_strict_sizes_refuses_each_size_and_devices_of_its_own():
     ]  # fmt: skip
 
 
-def test_an_engine_with_devices_of_its_own_shares_the_one_device():
+def test_dedicated_generation_devices_are_folded_onto_the_single_device():
     config = load_grpo_config("grpo_tiny.yaml", ["policy.generation.colocated.enabled=false"])
     assert "generation on devices of its own: runs on 1 device (cpu)" in fold_text(config)
 
@@ -92,7 +92,7 @@ def test_an_evaluation_is_folded_too():
     "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
     "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=in_order",
 ])  # fmt: skip
-def test_what_changes_results_is_never_folded(override):
+def test_settings_that_change_results_are_rejected_not_folded(override):
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_math_1B.yaml", [*EIGHT, override])
     assert caught.value.problems[0].key.startswith(override.lstrip("+").partition("=")[0].partition(".sampler")[0])
@@ -124,7 +124,7 @@ def test_a_configuration_made_in_python_is_folded_with_the_same_line(capsys, mon
     assert capsys.readouterr().err == ""
 
 
-def test_dry_run_lists_keys_that_only_steer_another_implementation_once(capsys):
+def test_dry_run_lists_each_key_without_effect_once(capsys):
     arguments = [
         "--dry-run",
         "policy.generation.vllm_cfg.gpu_memory_utilization=0.9",
@@ -152,7 +152,7 @@ def large_model(tmp_path, layers):
     return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={tmp_path}"])
 
 
-def test_what_this_machine_cannot_hold_is_refused_by_its_figure(tmp_path):
+def test_model_too_large_for_this_machine_is_rejected_with_its_size(tmp_path):
     config = large_model(tmp_path, 4000)
     [finding] = list(model.check_memory(config))
     assert (finding.level, finding.key) == ("error", "policy.model_name")
@@ -180,7 +180,7 @@ def test_the_newest_keys_of_the_base_files_load():
     assert config.ppo.critic_ppo_epochs == config.ppo.ppo_epochs == 4
 
 
-def test_an_unknown_size_is_said_not_refused():
+def test_unknown_model_size_gives_a_warning_not_an_error():
     config = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=owner/nameless", "cluster.gpus_per_node=8"])
     assert forecast_summary(config) == "not known, the sizes of owner/nameless are not on this machine"
     assert [finding.level for finding in model.check_memory(config)] == ["warning"]
@@ -197,7 +197,7 @@ def test_keys_of_free_mappings_need_no_plus(override, expected):
     assert evaluation.tokenizer.chat_template_kwargs == expected
 
 
-def test_other_unknown_keys_still_need_one():
+def test_unknown_keys_outside_free_mappings_are_rejected():
     with pytest.raises(ConfigError, match="did you mean"):
         load_grpo_config("grpo_math_1B.yaml", ["env.math.num_wokers=3"])
     config = load_grpo_config(
@@ -249,7 +249,7 @@ def test_an_evaluation_with_one_environment_needs_no_name_of_it():
         load_eval_config("evals/eval.yaml", ["~data.env_name", "+env.arithmetic={}"])
 
 
-def test_an_evaluation_of_a_file_in_nemo_rls_words():
+def test_evaluation_accepts_nemo_rl_names_of_data_keys():
     data = load_eval_config("evals/local_eval.yaml", ["data.dataset_name=mine.jsonl", "data.problem_key=p"]).data
     assert (data.dataset_name, data["data_path"], data["input_key"], data["output_key"]) == (
         "ResponseDataset",
@@ -283,7 +283,7 @@ def test_tensor_parallelism_that_does_not_divide_the_processes_is_folded_or_refu
     assert load_grpo_config("grpo_tiny.yaml", [TP]).policy.tensor_parallel(1) == 1  # all in this process
 
 
-def test_engines_of_their_own_need_whole_models():
+def test_dedicated_engines_reject_tensor_parallelism():
     apart = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2")
     with pytest.raises(
         ConfigError, match="tensor_parallel_size is 2, but engines with processes of their own have whole models"
@@ -293,7 +293,7 @@ def test_engines_of_their_own_need_whole_models():
     assert list(sizes_of(config)) == [TP.partition("=")[0]]
 
 
-def test_a_slice_of_the_model_takes_a_share_of_the_memory():
+def test_tensor_parallelism_divides_the_memory_estimate():
     def weights(*overrides):
         phases = forecast(
             of_workers("policy.precision=bfloat16", "policy.hf_config_overrides.vocab_size=4096", *overrides)
@@ -307,7 +307,7 @@ def test_a_slice_of_the_model_takes_a_share_of_the_memory():
     assert sliced["logits"] == 2 * one["logits"]  # whole rows in both
 
 
-def test_a_model_that_cannot_be_cut_is_found_before_the_run():
+def test_preflight_reports_a_model_that_tensor_parallelism_cannot_split():
     config = of_workers(
         "cluster.gpus_per_node=4",
         "policy.dtensor_cfg.tensor_parallel_size=4",

@@ -26,7 +26,7 @@ def test_the_mean_over_sequences_wins_over_the_shipped_token_level_loss():
     assert not loss.token_level_loss
 
 
-def test_dr_grpo_divides_by_the_longest_answer():
+def test_dr_grpo_divides_by_max_new_tokens_unless_a_factor_is_set():
     assert (
         load_grpo_config(BASE, ["loss_fn.name=dr_grpo", "policy.generation.max_new_tokens=7"]).loss_fn.loss_scale_factor
         == 7

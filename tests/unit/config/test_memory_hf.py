@@ -27,7 +27,7 @@ def phases(*overrides, load=load_grpo_config, config="grpo_tiny.yaml"):
 
 
 @pytest.mark.parametrize(("precision", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_logits_and_the_tape_are_counted(precision, width):
+def test_memory_estimate_includes_logits_and_autograd_tape(precision, width):
     found = phases(f"policy.precision={precision}")
     training = found["policy training"]
     chunk = TOKENS * V * 16
@@ -43,7 +43,7 @@ def test_logits_and_the_tape_are_counted(precision, width):
     assert ("policy master weights" in training) == (width == 2) and "packed weights" not in training
 
 
-def test_experts_are_counted():
+def test_parameter_count_includes_all_experts():
     sizes = model_sizes("tiny-random", {**vars_of(), "num_local_experts": 8, "num_experts_per_tok": 2})
     assert sizes.layer_parameters == LAYER + 7 * 3 * D * INNER and sizes.experts_per_token == 2
     narrow = model_sizes("tiny-random", {**vars_of(), "n_routed_experts": 4, "moe_intermediate_size": 32})
@@ -75,6 +75,6 @@ def test_a_critic_is_shared_too():
     assert ppo["value weights"] == ppo["value gradients"] == ppo["value optimizer"] / 2
 
 
-def test_the_text_says_nothing_of_kept_activations():
+def test_hf_memory_estimate_does_not_mention_kept_activations():
     assert "kept beside it" not in forecast_text(load_grpo_config("grpo_tiny.yaml", list(HF)))
     assert "kept beside it" in forecast_text(load_grpo_config("grpo_tiny.yaml", [MODEL]))

@@ -34,12 +34,12 @@ def grpo(*overrides):
         (("policy.overlap_grad_reduce=true",), False, True),
     ],
 )
-def test_what_is_shared_out_and_when(overrides, sharded, beside):
+def test_sharding_strategy_sets_gradient_sharding_and_overlap(overrides, sharded, beside):
     policy = grpo(*overrides).policy
     assert (policy.shards_gradients, policy.overlaps_grad_reduce) == (sharded, beside)
 
 
-def test_the_critic_does_as_the_policy_unless_it_is_told():
+def test_critic_inherits_the_policys_sharding_unless_set():
     config = load_ppo_config("ppo_tiny.yaml", [f"{STRATEGY}=optim_grads", "policy.overlap_grad_reduce=true"])
     assert config.value.shards_gradients and config.value.overlaps_grad_reduce
     config = load_ppo_config(
@@ -48,7 +48,7 @@ def test_the_critic_does_as_the_policy_unless_it_is_told():
     assert config.policy.shards_gradients and not config.value.shards_gradients
 
 
-def test_gradients_that_are_shared_out_are_added_beside_the_backward():
+def test_sharded_gradients_require_overlap_grad_reduce():
     with pytest.raises(ConfigError, match="overlap_grad_reduce.* is false, but gradients that are shared out"):
         grpo(f"{STRATEGY}=optim_grads", "policy.overlap_grad_reduce=false")
 
@@ -57,7 +57,7 @@ def test_gradients_that_are_shared_out_are_added_beside_the_backward():
     "sharing, advice",
     [(FSDP, f"{DDP}.use_custom_fsdp to false"), ((*MEGATRON, f"{STRATEGY}=optim_grads"), f"{STRATEGY} to optim")],
 )
-def test_also_where_megatrons_key_says_when(sharing, advice):
+def test_sharded_gradients_reject_megatrons_overlap_key_set_to_false(sharing, advice):
     with pytest.raises(ConfigError) as caught:
         grpo(*sharing, f"{DDP}.overlap_grad_reduce=false")
     assert f"{DDP}.overlap_grad_reduce is false" in str(caught.value) and f"set it to true, or {advice}" in str(
@@ -73,7 +73,7 @@ def gradients(*overrides):
     return next(size for phase in phases for name, size in phase.parts if name == "policy gradients")
 
 
-def test_the_forecast_knows_that_shards_are_smaller_where_a_block_is_one_micro_batch():
+def test_memory_estimate_uses_smaller_shards_if_a_block_is_one_micro_batch():
     blocks = ("policy.gradient_blocks=8", "policy.train_global_batch_size=64")
     one = (*blocks, "policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=8")
     sharded = gradients(*one, f"{STRATEGY}=optim_grads")
@@ -89,7 +89,7 @@ def test_the_forecast_knows_that_shards_are_smaller_where_a_block_is_one_micro_b
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "2"}, 2),
     ],
 )  # fmt: skip
-def test_what_a_launcher_has_started(environment, ranks):
+def test_launched_rank_count_is_read_from_the_environment(environment, ranks):
     assert launched_ranks(environment) == ranks
 
 
@@ -121,7 +121,7 @@ def test_auto_is_the_ranks_of_a_launcher(launcher):
         grpo("cluster.gpus_per_node=8", "cluster.strict_sizes=true")
 
 
-def test_what_needs_one_process_says_that_a_launcher_has_started_two(launcher):
+def test_single_process_features_are_rejected_under_a_launcher_of_two_ranks(launcher):
     with pytest.raises(
         ConfigError,
         match="auto under a launcher of 2 ranks is for training: an evaluation runs in one process; start one process",

@@ -61,7 +61,7 @@ def changed(tree, dotted, value):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_text_is_what_the_caller_gave(text):
+def test_strings_given_in_python_are_kept_verbatim(text):
     config = load_grpo_config(
         "grpo_notebook.yaml",
         values=NOTEBOOK
@@ -99,7 +99,7 @@ def test_interpolations_of_the_file_see_values():
         ("grpo.max_num_gen_batches", 3, 3),
     ],
 )
-def test_what_a_value_becomes(key, given, held):
+def test_python_values_are_converted_to_the_types_of_the_schema(key, given, held):
     found = load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | {key: given})
     for part in key.split("."):
         found = found[part]
@@ -126,7 +126,7 @@ def test_what_a_value_becomes(key, given, held):
         ({"größe": 1}, "argument x: größe is unknown"),
     ],
 )  # fmt: skip
-def test_mistakes_name_the_argument(values, message):
+def test_invalid_python_values_are_reported_by_argument(values, message):
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | values, places=dict.fromkeys(values, "argument x"))
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
@@ -153,7 +153,7 @@ def test_a_configuration_made_in_python_is_checked(tiny, key, value, message):
 
 
 @pytest.mark.parametrize(("key", "value", "message"), UNSUPPORTED[:-1])
-def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
+def test_values_assigned_after_construction_are_checked_at_setup(tiny, key, value, message):
     from nemo_rl_cpp.algorithms.build import build_run
 
     config = GRPOMasterConfig(**tiny)
@@ -197,7 +197,7 @@ def test_a_loaded_configuration_made_again_is_the_same(load, name, model):
     assert pickle.loads(pickle.dumps(config)).model_dump() == copy.deepcopy(config).model_dump() == tree
 
 
-def test_a_wrong_assignment_is_refused_where_it_stands(tiny):
+def test_invalid_assignment_to_a_section_raises_immediately(tiny):
     config = GRPOMasterConfig(**tiny)
     with pytest.raises(ConfigError, match="^GRPOConfig: seed must be an integer, not 'x'$"):
         config.grpo.seed = "x"
@@ -210,7 +210,7 @@ def test_a_wrong_assignment_is_refused_where_it_stands(tiny):
         checked(config, GRPOMasterConfig)
 
 
-def test_the_guides_names_are_known():
+def test_names_used_in_nemo_rl_guides_are_accepted():
     assert GRPOConfig(dapo_batch_multiplier=3, max_num_gen_batches=2, reward_scaling={"incorrect": -1}).model_dump(exclude_unset=True) == {
         "batch_multiplier": 3.0, "dynamic_sampling_max_gen_batches": 2, "reward_scaling": {"target_min": -1.0}}  # fmt: skip
     assert PPOConfig(dapo_batch_multiplier=3)["dapo_batch_multiplier"] == 3
@@ -249,7 +249,7 @@ def test_settings_in_other_forms_are_as_strict():
         MathEnvironment({"num_worker": 1})
 
 
-def test_a_section_wants_keywords():
+def test_configuration_section_accepts_only_keyword_arguments():
     with pytest.raises(ConfigError, match=r"ClippedPGLossConfig\(\*\*mapping\)"):
         ClippedPGLossConfig({"ratio_clip_max": 0.28})
     with pytest.raises(ConfigError, match="must be a GRPOMasterConfig or a mapping, not list"):
@@ -266,7 +266,7 @@ def test_a_section_wants_keywords():
         ({"loss_fn.positive_example_nll_weight": 0.5}, False),
     ],
 )
-def test_a_group_of_one_is_refused_where_it_teaches_nothing(changes, refused):
+def test_one_generation_per_prompt_is_rejected_if_every_advantage_is_zero(changes, refused):
     values = {
         "grpo.num_generations_per_prompt": 1,
         "grpo.num_prompts_per_step": 32,
@@ -288,13 +288,13 @@ def test_a_group_of_one_is_refused_where_it_teaches_nothing(changes, refused):
     assert not estimator.compute_advantage(torch.zeros(3, 1), rewards, mask, group_id=torch.arange(3)).any()
 
 
-def test_a_group_of_one_may_serve_ppo():
+def test_ppo_accepts_one_generation_per_prompt():
     config = load_ppo_config("ppo_tiny.yaml", values={"ppo.num_generations_per_prompt": 1, "ppo.num_prompts_per_step": 32,
                                                       "policy.train_global_batch_size": 32, "value.train_global_batch_size": 32})  # fmt: skip
     assert config.ppo.num_generations_per_prompt == 1
 
 
-def test_a_policy_section_of_its_own_is_checked():
+def test_standalone_policy_section_is_checked():
     good = {"model_name": "tiny-random", "dtensor_cfg": {"tensor_parallel_size": 1}}
     assert checked_policy(good).generation.max_new_tokens == 512
     for change, message in (

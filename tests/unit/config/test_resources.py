@@ -29,7 +29,7 @@ def workers(nodes, each):
         ((APART, f"{RESOURCES}.gpus_per_node=1"), 1, 0),  # auto: folded
     ],
 )
-def test_engines_are_taken_out_of_the_clusters_workers(overrides, trainers, engines):
+def test_dedicated_engines_are_taken_from_the_clusters_workers(overrides, trainers, engines):
     config = load(*overrides)
     assert (trainers_of(config), engines_of(config)) == (trainers, engines)
 
@@ -51,12 +51,12 @@ def test_engines_are_taken_out_of_the_clusters_workers(overrides, trainers, engi
         ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.refit_buffer_size_gb=0"), "refit_buffer_size_gb"),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_are_said(overrides, said):
+def test_inconsistent_engine_sizes_are_rejected(overrides, said):
     with pytest.raises(ConfigError, match=said):
         load(APART, *overrides)
 
 
-def test_the_forecast_counts_engines():
+def test_memory_estimate_includes_dedicated_engines():
     def parts(*overrides):
         return {name: size for phase in forecast(load(*overrides)) for name, size in phase.parts}
 

@@ -15,7 +15,7 @@ def mistakes(*overrides):
     return str(error.value)
 
 
-def test_an_agent_needs_the_server_and_counts_its_turns_itself():
+def test_agent_requires_the_http_server_and_rejects_max_rollout_turns():
     load_grpo_config("grpo_tiny.yaml", [*AGENT, EXPOSE])
     assert "expose_http_server is false, but the agent of env.agent asks" in mistakes(*AGENT)
     assert "max_rollout_turns is 3, but the agent" in mistakes(*AGENT, EXPOSE, "grpo.max_rollout_turns=3")

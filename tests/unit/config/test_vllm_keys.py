@@ -15,7 +15,7 @@ def mistakes(*overrides):
     return str(error.value)
 
 
-def test_the_interpreter_is_what_asks_for_vllm():
+def test_vllm_runs_only_if_its_interpreter_is_configured():
     config = load_grpo_config("grpo_tiny.yaml", VLLM)
     assert config.policy.generation.runs_vllm and fold_text(config) is None
     folded = load_grpo_config("grpo_tiny.yaml", VLLM[:1])
@@ -63,14 +63,14 @@ def test_every_pair_that_can_be_has_a_row():
         (["policy.generation.vllm_cfg.timeout_s=0"], "timeout_s"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_beside_it(overrides, text):
+def test_settings_incompatible_with_vllm_are_rejected(overrides, text):
     assert text in mistakes(*VLLM, *overrides)
 
 
 SERVER = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:8000"]
 
 
-def test_a_servers_address_asks_for_vllm_too():
+def test_server_url_selects_vllm_and_importance_sampling_correction():
     config = load_grpo_config("grpo_tiny.yaml", SERVER)
     assert config.policy.generation.runs_vllm and fold_text(config) is None
     assert config.loss_fn.use_importance_sampling_correction is True and not exactness_of(config.policy).equal
@@ -92,12 +92,12 @@ def test_a_servers_address_asks_for_vllm_too():
         (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_beside_a_server(overrides, text):
+def test_settings_incompatible_with_a_vllm_server_are_rejected(overrides, text):
     assert text in mistakes(*SERVER, *overrides)
 
 
 @pytest.mark.parametrize("key", [f"python={sys.executable}", "server_url=http://127.0.0.1:8000"])
-def test_an_evaluation_refuses_it(key):
+def test_evaluation_rejects_vllm_keys(key):
     with pytest.raises(ConfigError, match="is for training: an evaluation generates with native or hf"):
         load_eval_config("evals/eval.yaml", [f"++generation.vllm_cfg.{key}"])
 

@@ -24,7 +24,7 @@ BARRIER = "  sums[warp][lane] = sum;\n  __syncthreads();\n"
     ],
     ids=["barrier removed", "constant changed"],
 )
-def test_a_mistake_gives_another_result(kernels, objects, tmp_path, old, new):
+def test_injected_kernel_bug_is_detected(kernels, objects, tmp_path, old, new):
     assert column_sums(kernels)
     assert not column_sums(build.with_mistake(objects, "flat_reduce.cu", old, new, tmp_path))
 
@@ -52,7 +52,7 @@ def test_misuse_fails_with_a_message(kernels, number, message):
     assert out.tolist() == [*range(32), *range(32)]
 
 
-def test_a_copy_is_there_once_it_was_waited_for_and_not_before(kernels):
+def test_async_copy_is_visible_only_after_its_wait(kernels):
     x, out = torch.randn(64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
     kernels.copied(x, 0, out)
     assert out.isnan().all()
@@ -86,6 +86,6 @@ def attends(kernels):
     ],
     ids=["keys not hidden", "a tile's weights not made", "maxima by lane"],
 )
-def test_a_mistake_on_tensor_cores_gives_another_result(kernels, objects, tmp_path, old, new):
+def test_injected_tensor_core_bug_is_detected(kernels, objects, tmp_path, old, new):
     assert attends(kernels)
     assert not attends(build.with_mistake(objects, "attention_forward_mma.cu", old, new, tmp_path))

@@ -54,7 +54,7 @@ def test_sampled_tokens_equal_the_cpus_and_score_the_same_bits(kernels, rule):
     assert torch.equal(scored_entropy.view(torch.int32), entropy.view(torch.int32))
 
 
-def test_greedy_takes_the_first_best_and_says_where_a_row_is_not_finite(kernels):
+def test_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_rows(kernels):
     logits = randn(4, 700)
     logits[0, 7] = logits[0, 9] = 10.0
     logits[1, 3], logits[2] = math.nan, -math.inf
@@ -63,7 +63,7 @@ def test_greedy_takes_the_first_best_and_says_where_a_row_is_not_finite(kernels)
     assert logprobs[1:3].tolist() == [-math.inf, -math.inf]
 
 
-def test_pairs_that_the_filter_removes_or_that_cannot_be_scored(kernels):
+def test_filtered_pairs_score_minus_infinity_and_non_finite_rows_nan(kernels):
     logits = randn(2, 700)
     logits[1, 3] = math.inf
     best, worst = int(logits[0].argmax()), int(logits[0].argmin())

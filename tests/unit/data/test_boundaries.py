@@ -76,7 +76,7 @@ def test_without_a_bos_token_nothing_is_added(tiny):
     assert prompt_ids(tiny, "12=") == prompt_ids(tiny, "12=", [{"role": "user", "content": "12="}]) == [5, 6, 15]
 
 
-def test_a_tokenizer_that_ends_every_text_is_said(tiny):
+def test_tokenizer_that_appends_its_end_token_gives_a_warning(tiny):
     ends = with_post_processor(tiny, "<bos> $A <eos>")
     with pytest.warns(UserWarning, match="puts its end token '<eos>' behind every text"):
         assert prompt_ids(ends, "1") == [BOS, 5, EOS]  # as in transformers
@@ -86,7 +86,7 @@ QA = {"messages": [{"role": "user", "content": "12="}, {"role": "assistant", "co
 
 
 @pytest.mark.parametrize("template", [None, "default"])
-def test_processors_begin_prompts_by_the_rule(begins, tmp_path, template):
+def test_data_processors_begin_each_prompt_with_one_bos_token(begins, tmp_path, template):
     begins.chat_template = WRITES_BOS
     begins.save_pretrained(tmp_path)
     tokenizer = get_tokenizer({"name": str(tmp_path), "chat_template": template})
@@ -105,7 +105,7 @@ def test_processors_begin_prompts_by_the_rule(begins, tmp_path, template):
     assert ids(multichoice_qa_processor, {"question": "12=", "options": {}, "answer": "3"}) == [chat]
 
 
-def test_a_system_prompt_as_plain_text_begins_once(begins, tmp_path):
+def test_plain_text_system_prompt_gets_one_bos_token(begins, tmp_path):
     (tmp_path / "system.txt").write_text("34")
     spec = TaskDataSpec("t", None, tmp_path / "system.txt")
     datum = math_data_processor({"problem": "12", "expected_answer": "3"}, spec, begins, 100, 0)
@@ -128,7 +128,7 @@ def test_a_system_prompt_as_plain_text_begins_once(begins, tmp_path):
         (None, {}, []),
     ],
 )
-def test_the_ends_that_a_model_names(tmp_path, tiny, generation, config, expected):
+def test_end_tokens_are_read_from_generation_config_or_model_config(tmp_path, tiny, generation, config, expected):
     if generation is not None:
         write(tmp_path, generation_config=generation)
     assert named_ends(tmp_path, config) == expected
@@ -138,7 +138,7 @@ def test_the_ends_that_a_model_names(tmp_path, tiny, generation, config, expecte
 
 
 @pytest.mark.filterwarnings("ignore:the model's end tokens are")
-def test_the_tokenizers_end_counts_where_the_model_names_none(tiny):
+def test_tokenizers_end_token_is_used_if_the_model_names_none(tiny):
     assert end_token_ids(None, {}, tiny) == [EOS]
     assert end_token_ids(None, {}, None) == []
     assert end_token_ids(None, {"eos_token_id": [9, EOS]}, tiny) == [9, EOS]
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_named(tmp_path, text):
         (None, {}, {"eos_token_id": EOS}),
     ],
 )
-def test_what_a_checkpoint_says_of_the_ends(tmp_path, tiny, base, config, saved):
+def test_saved_generation_config_holds_the_end_tokens(tmp_path, tiny, base, config, saved):
     (tmp_path / "out").mkdir()
     if base is not None:
         write(tmp_path, generation_config=base)
@@ -210,7 +210,7 @@ def test_tokens_of_side_files_as_in_transformers(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_added_tokens_decoder_alone_counts_where_it_is(tiny, tmp_path):
+def test_added_tokens_decoder_overrides_the_older_special_token_files(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tiny.save_pretrained(tmp_path)
@@ -227,7 +227,7 @@ def test_added_tokens_decoder_alone_counts_where_it_is(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_id_that_no_token_can_get_is_said(tiny, tmp_path):
+def test_added_token_with_an_impossible_id_gives_a_warning(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tiny.save_pretrained(write(tmp_path, added_tokens={"<late>": 99}))

@@ -160,7 +160,7 @@ def test_a_prompt_that_lost_a_message_is_refused(name, smollm2):
         smollm2.chat_template = own
 
 
-def test_a_content_that_is_in_the_text_by_chance_is_lost_all_the_same(smollm2):
+def test_dropped_message_is_detected_even_if_its_text_appears_by_chance(smollm2):
     smollm2.chat_template, own = (
         "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}",
         smollm2.chat_template,
@@ -205,7 +205,7 @@ def test_a_json_file_holds_the_template_in_an_entry(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["gone.j2", "gone.jinja", "folder/gone", "gone.txt"])
-def test_a_path_that_is_not_there_is_refused(value):
+def test_missing_chat_template_file_is_an_error(value):
     with pytest.raises(FileNotFoundError, match="policy.tokenizer.chat_template: the file '.*gone"):
         choose_template(value, None, KEY)
 
@@ -223,7 +223,7 @@ def test_names_are_looked_up_among_the_tokenizers_templates():
 @pytest.mark.parametrize(
     "value", ["chatml", "tool_use", "", " ", "Question: {question}", "{}", "messages", "User: x\nAssistant:"]
 )
-def test_what_is_no_template_is_never_taken_for_one(value):
+def test_value_that_is_neither_template_nor_path_is_rejected(value):
     with pytest.raises(ChatTemplateError, match="policy.tokenizer.chat_template is .*neither a template"):
         choose_template(value, None, KEY)
 
@@ -255,7 +255,7 @@ def test_errors_inside_are_always_chat_template_errors(template):
 
 
 @pytest.mark.parametrize("messages", ["text", None, 5, {"role": "user", "content": "x"}, ["text"], [None]])
-def test_what_is_no_conversation_is_refused_in_words(messages):
+def test_invalid_conversation_is_rejected_with_the_reason(messages):
     with pytest.raises(ChatTemplateError, match="conversation is a list|message is a mapping"):
         render_chat_template(PASSTHROUGH, messages)
 

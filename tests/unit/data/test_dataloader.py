@@ -18,7 +18,7 @@ def test_permutations_are_pure_functions_of_seed_and_epoch():
     assert permutation(50, 3, 2) == orders[3, 2] and permutation(0, 1, 1) == []
 
 
-def test_draws():
+def test_draws_are_reproducible_and_distinct_draws_do_not_repeat():
     draws = Draws(1, 2)
     assert [draws.below(10) for _ in range(5)] == [Draws(1, 2).below(10), *[draws_n(i) for i in range(1, 5)]]
     assert sorted(Draws(0).distinct(4, 5, exclude=2)) == [0, 1, 3, 4]
@@ -35,7 +35,7 @@ def draws_n(turn):
 
 @pytest.mark.parametrize("drop_last, sizes", [(True, [3, 3, 3]), (False, [3, 3, 3, 1])])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_epochs(drop_last, sizes, num_workers):
+def test_each_epoch_visits_every_row_in_its_seeded_order(drop_last, sizes, num_workers):
     plain = loader(drop_last=drop_last, num_workers=num_workers)
     batches = list(plain)
     assert [len(batch) for batch in batches] == sizes and len(plain) == len(sizes)
@@ -69,7 +69,7 @@ def test_resume_at_every_position(num_workers):
         first.close()
 
 
-def test_the_position_counts_rows_so_the_batch_size_may_change():
+def test_loader_resumes_at_the_row_with_a_different_batch_size():
     first = loader(batch_size=2)
     iterator = iter(first)
     next(iterator), next(iterator)
@@ -78,14 +78,14 @@ def test_the_position_counts_rows_so_the_batch_size_may_change():
     assert list(second) == [[4, 5, 6], [7, 8, 9]]
 
 
-def test_an_epoch_that_was_left_begins_again():
+def test_abandoned_epoch_restarts_at_its_first_row():
     validation = loader()
     for _ in validation:
         break
     assert sum(validation, []) == list(range(10)), "an early stop must not shift the next validation"
 
 
-def test_an_abandoned_iterator_says_so():
+def test_abandoned_iterator_raises_if_it_is_used_again():
     data = loader()
     old = iter(data)
     next(old)
@@ -101,7 +101,7 @@ def test_an_abandoned_iterator_says_so():
         next(old)
 
 
-def test_mistakes():
+def test_invalid_loader_options_and_states_are_rejected():
     for options, message in (
         ({"batch_size": 0}, "batch_size"),
         ({"n": 0}, "empty"),
@@ -164,7 +164,7 @@ def taken(batch):
     return [f"{task}{i}" for task, i in zip(batch["task_name"], batch["idx"])]
 
 
-def test_loaders_take_turns_and_begin_again():
+def test_several_loaders_are_read_round_robin_and_restart_at_their_end():
     batches = several()
     assert [taken(next(batches)) for _ in range(4)] == [
         ["a0", "a1", "b0", "b1"],
@@ -193,7 +193,7 @@ def only_b(data_iterators, dataloaders, wanted="b"):
     return BatchedDataDict.from_batches([next(data_iterators[wanted]), next(data_iterators[wanted])]), data_iterators
 
 
-def test_custom_function(monkeypatch):
+def test_custom_dataloader_function_selects_the_batches_and_resumes(monkeypatch):
     import sys
     import types
 

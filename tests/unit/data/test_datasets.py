@@ -38,7 +38,7 @@ def test_missing_files_subsets_and_splits(tmp_path):
         load_dataset_from_path(path, None, "test")
 
 
-def test_response_dataset(tmp_path):
+def test_response_dataset_reads_rows_by_input_and_output_key(tmp_path):
     (tmp_path / "math").mkdir()
     path = write(tmp_path / "math" / "train.v1.jsonl", [{"q": "1", "a": 2}, {"q": "3", "a": 4.5}])
     data = ResponseDataset(path, input_key="q", output_key="a")
@@ -109,7 +109,7 @@ def test_load_response_dataset_binds_processor_and_prompts(tmp_path):
         ({"dataset_name": "reverse_digits", "num_digits": 9}, "num_digits"),
     ],
 )
-def test_mistakes_in_a_section(config, message):
+def test_invalid_data_set_sections_are_rejected(config, message):
     with pytest.raises(ValueError, match=message):
         load_response_dataset(config)
 
@@ -139,7 +139,7 @@ def test_a_class_by_dotted_path(monkeypatch):
     }
 
 
-def test_load_eval_dataset_takes_the_held_out_side(tmp_path):
+def test_load_eval_dataset_uses_the_held_out_split(tmp_path):
     data = load_eval_dataset({"dataset_name": "arithmetic", "max_input_seq_length": 100, "num_samples": 5})
     held_out = load_response_dataset({"dataset_name": "arithmetic", "split": "validation", "num_samples": 5})
     assert list(data.dataset) == list(held_out.dataset)
@@ -203,7 +203,7 @@ def test_formats_of_hub_data_sets(monkeypatch):
 # -- list data sets, joining, configuration ---------------------------------------------------------------------------
 
 
-def test_list_dataset():
+def test_list_dataset_supports_selection_mapping_and_copies_rows():
     data = ListDataset.from_dict({"a": [1, 2, 3], "b": "xyz"})
     assert (len(data), data[-1], data["a"], data.column_names) == (3, {"a": 3, "b": "z"}, [1, 2, 3], ["a", "b"])
     data[0]["a"] = 99
@@ -270,7 +270,7 @@ def test_rows_go_to_the_processor_of_their_task(tiny):
     assert data[1] == {"by": "A", "prompt": "default", "limit": 9, "idx": 1}
 
 
-def test_unknown_tasks_and_defaultdicts(tiny):
+def test_task_without_a_processor_is_an_error_unless_a_defaultdict_has_one(tiny):
     spec = TaskDataSpec()
     with pytest.raises(AssertionError, match="task processor not provided for b"):
         AllTaskProcessedDataset(rows_of("b"), tiny, spec, {"a": (spec, naming("A"))})[0]
@@ -323,7 +323,7 @@ def test_the_task_of_a_path(path, name):
 @pytest.mark.parametrize(("pieces", "doubled"), [
     ([[1, 5], [1, 1, 6]], True), ([[1], [1, 6]], True), ([[1, 5], [1, 6]], False), ([[5], [5]], False), ([[1]], False), ([], False),
 ])  # fmt: skip
-def test_every_message_of_a_prompt_is_looked_at_for_a_double_bos(tiny, pieces, doubled):
+def test_double_bos_is_detected_in_any_message_of_a_prompt(tiny, pieces, doubled):
     """One BOS token at a later message is right: SmolLM2's begins each of its messages."""
 
     def process(row, spec, tokenizer, limit, idx):

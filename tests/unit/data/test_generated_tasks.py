@@ -46,13 +46,13 @@ def test_arithmetic_sides_stay_disjoint_over_seeds_sizes_and_sections():
     assert len(pairs(split="validation")) >= 256
 
 
-def test_arithmetic_prompt_ends_where_the_tokens_do(smollm2):
+def test_arithmetic_prompt_ends_at_a_token_boundary(smollm2):
     row = load_response_dataset({"dataset_name": "arithmetic", "num_samples": 1}).dataset[0]
     prompt, answer = (m["content"] for m in row["messages"])
     assert smollm2.encode(prompt) + smollm2.encode(answer + "\n") == smollm2.encode(prompt + answer + "\n")
 
 
-def test_made_up_rows_depend_on_the_seed_alone():
+def test_generated_rows_depend_only_on_the_seed():
     def rows(name, **options):
         return list(load_response_dataset({"dataset_name": name, "num_samples": 20, **options}).dataset)
 

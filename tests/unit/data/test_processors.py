@@ -34,7 +34,7 @@ def contents(datum):
     return [(m["role"], m["content"]) for m in datum["message_log"]]
 
 
-def test_math_hf(tiny):
+def test_math_hf_processor_tokenizes_the_prompt_and_keeps_the_ground_truth(tiny):
     datum = math_hf_data_processor(QA, TaskDataSpec(), tiny, 10, 7)
     assert (
         datum["message_log"][0]["token_ids"].tolist() == [5, 6, 15]
@@ -49,14 +49,14 @@ def test_math_hf_merges_system_and_user(chat, spec):
     assert contents(datum) == [("user", "[system]Sys[user]Q: 12= \\boxed{}>")]
 
 
-def test_math_keeps_system_and_user_apart(chat, spec):
+def test_math_processor_keeps_system_and_user_messages_separate(chat, spec):
     datum = math_data_processor({"problem": "5", "expected_answer": 7}, spec, chat, 1000, 0)
     assert contents(datum) == [("system", "[system]Sys"), ("user", "[user]Q: 5 \\boxed{}>")]
     assert datum["extra_env_info"] == {"ground_truth": "7"} and "task_name" not in datum
     assert datum["length"] == sum(len(m["token_ids"]) for m in datum["message_log"])
 
 
-def test_multichoice(chat, spec):
+def test_multichoice_processor_lists_the_options_in_the_prompt(chat, spec):
     row = {
         "question": "5?",
         "options": {"A": "x", "B": "y", "C": None},
@@ -79,7 +79,7 @@ def test_raw_completion_uses_no_template(chat, spec):
 
 
 @pytest.mark.parametrize("limit, kept, weight", [(4, 3, 1.0), (3, 3, 0.0), (2, 2, 0.0), (None, 3, 1.0)])
-def test_a_prompt_that_leaves_no_room_is_cut_and_masked(tiny, limit, kept, weight):
+def test_prompt_that_leaves_no_room_for_a_response_is_cut_and_masked(tiny, limit, kept, weight):
     datum = math_hf_data_processor(QA, TaskDataSpec(), tiny, limit, 0)
     assert (len(datum["message_log"][0]["token_ids"]), datum["loss_multiplier"], datum["length"]) == (kept, weight, 3)
 
@@ -111,7 +111,7 @@ def test_register_processor(monkeypatch):
         register_processor("mine", math_data_processor)
 
 
-def test_collation(tiny):
+def test_collate_function_stacks_lengths_and_fills_missing_fields(tiny):
     data = [math_hf_data_processor(QA, TaskDataSpec(), tiny, limit, i) for i, limit in enumerate((10, 2))]
     data[1]["stop_strings"] = ["x"]
     del data[1]["task_name"]

@@ -53,7 +53,7 @@ def test_the_question_goes_to_the_place_and_everything_else_stays(prompt, expect
         ('Use \\boxed{{}} and {"x": 1}.\n{}', "line 1 has doubled braces"),
     ],
 )
-def test_what_is_not_clear_is_refused_with_the_line(prompt, message):
+def test_ambiguous_prompt_placeholder_is_rejected_with_its_line(prompt, message):
     with pytest.raises(ValueError, match=message):
         fill_prompt(prompt, "q")
 

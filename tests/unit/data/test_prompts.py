@@ -179,7 +179,7 @@ def test_tools_reach_the_template(chat):
         ),
     ],
 )
-def test_rows_of_another_shape_are_refused(process, row, message):
+def test_rows_of_an_unexpected_shape_are_rejected(process, row, message):
     with pytest.raises(ValueError, match=message):
         process(row, TaskDataSpec(), ByteTokenizer(), None, 3)
 

@@ -90,7 +90,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_rows_whichever_way_they_come(tmp_path, way):
+def test_every_kind_of_source_gives_the_same_rows(tmp_path, way):
     assert rows_of(WAYS[way](tmp_path), "prompts") == ROWS
 
 
@@ -110,7 +110,7 @@ def test_missing_numbers_of_a_frame_are_null():
 
 
 @pytest.mark.parametrize("given", ["list", "jsonl"])
-def test_nulls_that_somebody_wrote_stay(tmp_path, given):
+def test_explicit_nulls_are_kept(tmp_path, given):
     schema = {"type": "string", "default": None, "enum": ["a", None]}
     row = {"prompt": "a", "answer": None, "tools": [{"parameters": {"properties": {"x": schema}}}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -131,7 +131,7 @@ def test_a_map_of_arrow_is_a_mapping(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "saved data set"])
-def test_a_run_gets_the_tools_and_calls_of_each_row_alone(tmp_path, way):
+def test_each_row_keeps_only_its_own_tools_and_calls(tmp_path, way):
     rows = [
         {"messages": [*talk(name), {"role": "assistant", "content": "7"}], "tools": [tool(name)]}
         for name in ("city", "x")

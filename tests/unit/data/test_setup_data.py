@@ -122,7 +122,7 @@ def test_typed_configurations(smollm2):
         ({"train": {"dataset_name": "aritmetic", "env_name": "math"}}, "did you mean arithmetic"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_started(smollm2, environments, sections, message):
+def test_invalid_data_sections_are_rejected_before_environments_start(smollm2, environments, sections, message):
     with pytest.raises(ValueError, match=message):
         load_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
     assert environments == []

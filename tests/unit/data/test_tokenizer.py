@@ -198,7 +198,7 @@ PIECES = ["Hello there", " Hello", "the <s> x</s> y", "x<s>", "  two"]
 )
 @pytest.mark.parametrize("key", ["split_special_tokens", "add_prefix_space", "legacy", "clean_up_tokenization_spaces"])
 @pytest.mark.parametrize("value", [True, False])
-def test_keys_that_change_ids_do_what_they_do_in_transformers(name, key, value, tmp_path):
+def test_tokenizer_keys_that_change_ids_work_as_in_transformers(name, key, value, tmp_path):
     from transformers import AutoTokenizer
 
     makers = {"byte level": lambda: byte_level(["<s>", "</s>"], qwen=name == "Qwen2TokenizerFast")}
@@ -338,7 +338,7 @@ def test_get_tokenizer_chat_template_choices(tmp_path, monkeypatch):
         get_tokenizer({})
 
 
-def test_get_tokenizer_takes_typed_models(tmp_path):
+def test_get_tokenizer_accepts_a_tokenizer_config(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "own"
     tokenizer.save_pretrained(tmp_path)

@@ -16,14 +16,14 @@ def test_one_rank_needs_no_communicator():
 
 
 @pytest.mark.parametrize("gpus, numbers", [(4, [0, 1, 2, 3]), (2, [0, 1, 0, 1]), (1, [0, 0, 0, 0])])
-def test_ranks_take_the_gpus_that_they_see_in_turn(monkeypatch, gpus, numbers):
+def test_ranks_are_assigned_visible_gpus_round_robin(monkeypatch, gpus, numbers):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert [ranks._own_gpu(rank).index for rank in range(4)] == numbers == [gpu.index for gpu in chosen]
 
 
-def test_nccl_of_the_core_is_for_gpus_and_where_it_was_built():
+def test_native_nccl_requires_gpus_and_a_cuda_build():
     store = dist.PrefixStore("test", dist.HashStore())
     with pytest.raises(ValueError, match="NCCL connects GPUs.*not cpu; on the CPU take Gloo"):
         C.nccl_communicator(store, 0, 2, torch.device("cpu"), 1.0)

@@ -28,7 +28,7 @@ def test_fewer_groups_than_parts_are_divided():
     assert deal(batch([5, 5, 5, 5], [0, 0, 0, 0]), 0, 4, 2) == [[0, 2], [1, 3]]
 
 
-def test_samples_of_no_group_are_alone():
+def test_samples_without_a_group_are_dealt_individually():
     assert deal(batch([2, 2, 2, 2], [-1, -1, -1, -1]), 0, 4, 4) == [[0], [1], [2], [3]]
 
 
@@ -58,7 +58,7 @@ def test_blocks_do_not_depend_on_the_number_of_ranks(size):
     assert [block for turn in zip(*in_turns) for block in turn] == one
 
 
-def test_samples_are_trained_where_they_were_generated():
+def test_samples_are_trained_on_the_rank_that_generated_them():
     """Two answers a prompt; the prompts' tokens decide, unless the answers make a block much too long."""
     prompts = batch([6, 6, 2, 2, 5, 5, 3, 3], [0, 0, 1, 1, 2, 2, 3, 3])
     for answers, kept in (([1, 2, 1, 3, 2, 1, 3, 1], True), ([1, 1, 40, 50, 1, 1, 30, 1], False)):

@@ -39,7 +39,7 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_J
         (SRUN | TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
     ],
 )
-def test_what_a_launcher_says(environment, wanted):
+def test_launcher_environment_variables_are_read(environment, wanted):
     assert launched(environment) == wanted
 
 
@@ -68,7 +68,7 @@ class Deadly:
         return (os.abort, ())
 
 
-def test_a_launcher_of_what_is_no_launched_run_is_an_error():
+def test_launcher_with_an_incompatible_executor_or_engines_is_an_error():
     with pytest.raises(
         ConfigError, match="cluster.executor.* is ray, but WORLD_SIZE is 2, so every rank would be a run of its own"
     ):

@@ -49,7 +49,7 @@ def test_calls_and_results(lasting):
     assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
-def test_a_failure_is_the_ranks_own_and_all_stay(lasting):
+def test_error_names_the_failed_rank_and_all_workers_stay_usable(lasting):
     group = WorkerGroup(lasting, partial(make, 0))
     with pytest.raises(ValueError, match="rank 1 does not like this") as caught:
         group.call_all("fail_on", 1)
@@ -82,13 +82,13 @@ def test_a_lost_process_is_named_and_none_is_left(cluster, number, said):
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_builder_that_fails_says_where(lasting):
+def test_error_of_a_failing_builder_names_its_rank(lasting):
     with pytest.raises(TypeError, match="unsupported operand") as caught:
         WorkerGroup(lasting, fails)
     assert "raised on rank" in caught.value.__notes__[0]
 
 
-def test_a_worker_that_died_while_idle_is_known_at_once(forked_workers, cluster):
+def test_death_of_an_idle_worker_is_detected_at_once(forked_workers, cluster):
     group = WorkerGroup(cluster, partial(make, 0))
     pids, began = cluster.workers.pids, time.monotonic()
     os.kill(pids[0], signal.SIGKILL)
@@ -100,14 +100,14 @@ def test_a_worker_that_died_while_idle_is_known_at_once(forked_workers, cluster)
         group.run_single_worker_single_data("number", 0, 0).result(timeout=5)
 
 
-def test_a_stopped_worker_that_reads_nothing_does_not_stop_the_run(forked_workers, cluster):
+def test_unresponsive_worker_is_reported_as_lost_instead_of_hanging_the_run(forked_workers, cluster):
     group = WorkerGroup(cluster, partial(make, 0))
     os.kill(cluster.workers.pids[1], signal.SIGSTOP)
     with pytest.raises(WorkerLostError, match="rank 1 of 2 .* gave no sign of life"):
         group.call_all("size_of", b"0" * 8_000_000)
 
 
-def test_a_job_that_is_signalled_is_ended_by_its_own_process(lasting):
+def test_workers_ignore_signals_sent_to_the_job(lasting):
     group = WorkerGroup(lasting, partial(make, 0))
     group.call_all("number", 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -115,7 +115,7 @@ def test_a_job_that_is_signalled_is_ended_by_its_own_process(lasting):
     assert group.call_all("number", 1) == [1, 2]
 
 
-def test_an_error_in_the_users_code_says_so(cluster, tmp_path, monkeypatch):
+def test_worker_error_in_user_code_names_file_line_and_rank(cluster, tmp_path, monkeypatch):
     file = tmp_path / "users_builder.py"
     file.write_text("def build(ranks):\n    raise KeyError('truth')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -12,7 +12,7 @@ def padded():
     }  # fmt: skip
 
 
-def test_what_belongs_to_tokens_and_what_to_samples():
+def test_padded_fields_are_split_into_per_token_and_per_sample():
     batch = RaggedBatch.of(padded())
     assert batch.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6] and batch.tokens["mask"].tolist() == [
         0,
@@ -29,7 +29,7 @@ def test_what_belongs_to_tokens_and_what_to_samples():
     assert RaggedBatch.of(batch) is batch
 
 
-def test_padding_comes_back_as_zeros_and_pad_tokens():
+def test_padded_view_is_filled_with_zeros_and_pad_tokens():
     batch = RaggedBatch.of(padded())
     batch.pad_token_id = -1
     assert batch["input_ids"].tolist() == [[1, 2, -1, -1], [3, 4, 5, -1], [6, -1, -1, -1]]
@@ -49,7 +49,7 @@ def test_places_of_some_samples():
     assert places.tolist() == [[5, 0], [0, 1]] and inside.tolist() == [[True, False], [True, True]]
 
 
-def test_a_copy_has_names_of_its_own():
+def test_assignments_to_a_copy_leave_the_batch_unchanged():
     batch = RaggedBatch.of(padded())
     other = batch.copy()
     other["reward"], other.tokens["mask"] = torch.zeros(3), torch.zeros(6)

@@ -10,7 +10,7 @@ from nemo_rl_cpp.config.cluster import ClusterConfig
 SCRIPTS = sorted((Path(__file__).resolve().parents[3] / "examples" / "slurm").glob("*.sh"))
 
 
-def test_there_is_one_for_each_way():
+def test_slurm_scripts_exist_for_ray_and_srun():
     assert [script.name for script in SCRIPTS] == ["ray.sh", "srun.sh"]
 
 

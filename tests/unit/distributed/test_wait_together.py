@@ -39,7 +39,7 @@ def test_values_by_cluster():
         (ValueError("mine"), C.PeerRefused("rank 1 has refused")),
     ],
 )
-def test_the_reason_counts_whichever_cluster_has_it(order, reason, consequence):
+def test_root_cause_is_raised_whichever_cluster_reports_it(order, reason, consequence):
     clusters = [Cluster(error=reason), Cluster(error=consequence)][::order]
     with pytest.raises(type(reason), match=str(reason)):
         wait_together(*((cluster, []) for cluster in clusters))

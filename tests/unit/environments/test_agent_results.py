@@ -26,7 +26,7 @@ class Playing(AgentEnvironment):
         return self.run_rollouts([AgentTask(str(n), [], {}, None) for n in range(len(self.outcomes))])
 
 
-def test_a_timeout_of_the_agent_s_own_is_an_error(capsys):
+def test_timeout_error_raised_by_the_agent_is_counted_as_an_error(capsys):
     playing = Playing(TimeoutError("the page did not load"))
     (result,) = playing.play()
     assert "the page did not load" in result.error
@@ -35,7 +35,7 @@ def test_a_timeout_of_the_agent_s_own_is_an_error(capsys):
     assert "the page did not load" in capsys.readouterr().out
 
 
-def test_a_rollout_that_is_late_is_counted_and_said_once(capsys):
+def test_late_rollouts_are_counted_as_timeouts_and_reported_once(capsys):
     playing = Playing(None, None, AgentResult(1.0), timeout_s=0.01)
     late, _, good = playing.play()
     assert late.error == "it was not over within 0.01 s (timeout_s)" and good.reward == 1.0
@@ -61,6 +61,6 @@ def test_numbers_are_finite(result, said):
     assert playing.pop_metrics()["agent_errors"] == 1
 
 
-def test_whole_numbers_become_floats():
+def test_integer_and_boolean_agent_rewards_become_floats():
     (result,) = Playing(AgentResult({"a": True, "b": 2}, metrics={"m": 3})).play()
     assert result == AgentResult({"a": 1.0, "b": 2.0}, metrics={"m": 3.0})

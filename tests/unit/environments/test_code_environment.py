@@ -30,7 +30,7 @@ def score(env, program, truth, **info):
 DOUBLE = {"inputs": ["1\n", "21\n", "-4"], "outputs": ["2", "42\n", "-8\n\n"]}
 
 
-def test_standard_input_and_output(env):
+def test_standard_input_and_output_tests_are_scored(env):
     assert score(env, "print(2 * int(input()))", DOUBLE) == (1.0, "passed")
     assert score(env, "print(2 * int(input()), ' ')", json.dumps(DOUBLE)) == (
         1.0,
@@ -45,7 +45,7 @@ def test_standard_input_and_output(env):
     assert score(env, "print('\\udcff')", DOUBLE)[0] == 0.0
 
 
-def test_calls(env):
+def test_function_call_tests_are_scored(env):
     truth = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"], [[1], [2]]], "outputs": [3, "ab", [1, 2]]}
     assert score(env, "def add(a, b):\n    print('noise')\n    return a + b", truth) == (1.0, "passed")
     assert score(env, "class Solution:\n    def add(self, a, b):\n        return a + b", truth) == (1.0, "passed")
@@ -54,7 +54,7 @@ def test_calls(env):
     assert score(env, "def add(a, b): return {1, 2}", truth)[1].startswith("runtime_error: TypeError")
 
 
-def test_asserts(env):
+def test_assert_tests_are_scored(env):
     truth = ["assert f(2) == (2, 4)", "assert f(3)[1] == 9", "assert abs(f(0.5)[1] - 0.25) < 1e-9"]
     assert score(env, "def f(x): return x, x * x", truth) == (1.0, "passed")
     assert score(env, "def f(x): return [x, x * x]", truth) == (0.0, "wrong_answer: 2 of 3 tests passed")
@@ -62,7 +62,7 @@ def test_asserts(env):
     assert score(env, "def f(x): return x / 0", truth)[1].startswith("runtime_error: ZeroDivisionError")
 
 
-def test_success_is_not_taken_on_trust(env):
+def test_forged_success_is_not_rewarded(env):
     """Programs that end early, that print what looks like success, or that equal everything."""
     truth = ["assert f(2) == 4", "assert f(3) == 9"]
     assert score(env, "import os; os._exit(0)", truth)[0] == 0.0
@@ -118,7 +118,7 @@ BOMBS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)  # half an hour was needed by a pattern that looked for the compiler's words
-def test_nothing_that_a_response_causes_happens_outside_the_limits():
+def test_responses_cannot_exceed_the_limits_of_their_worker():
     """All on one worker: it lives on, and does not grow."""
     env = CodeEnvironment(
         {"time_limit_s": 1.0, "total_time_limit_s": 2.0, "memory_mb": 128, "max_output_kb": 256, "num_workers": 1}
@@ -144,7 +144,7 @@ SYNTAX_ERRORS = ["print(", " x", "(" * 300, "if 1:\n\tx\n        y", "x = '\udcf
 
 
 @pytest.mark.parametrize("program", SYNTAX_ERRORS)
-def test_what_is_no_python_is_called_so(env, program):
+def test_response_that_is_not_valid_python_is_a_syntax_error(env, program):
     assert score(env, program, DOUBLE) == (0.0, "syntax_error")
     assert score(env, program, ["assert f(2) == 4"]) == (0.0, "syntax_error")
 
@@ -154,7 +154,7 @@ def test_a_syntax_error_while_running_is_a_runtime_error(env):
     assert score(env, "raise SyntaxError('x')", ["assert f(2) == 4"])[1] == "runtime_error: SyntaxError: x"
 
 
-def test_fraction():
+def test_fraction_reward_is_the_share_of_passed_tests():
     env = create_env("code", {"reward": "fraction", "time_limit_s": 60.0})
     assert score(env, "print(abs(2 * int(input())))", DOUBLE)[0] == pytest.approx(2 / 3)
     env.shutdown()
@@ -168,7 +168,7 @@ def test_code_in_a_response(env):
     assert score(env, " 2 * x\n", ["assert f(4) == 8"], code_prefix="def f(x):\n    return")[0] == 1.0
 
 
-def test_reasons_are_counted():
+def test_failure_reasons_are_counted_in_the_metrics():
     env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
     programs = [
         "print(2 * int(input()))",
@@ -205,7 +205,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_of_the_data(env, case):
+def test_invalid_test_specifications_are_rejected(env, case):
     truth, message = MISTAKES[case]
     with pytest.raises(ValueError, match=message):
         parse_tests(truth)
@@ -213,7 +213,7 @@ def test_mistakes_of_the_data(env, case):
         score(env, "print(1)", truth)
 
 
-def test_mistakes_of_the_configuration():
+def test_invalid_code_environment_settings_are_rejected():
     for config, message in (
         ({"reward": "some"}, "env.code.reward"),
         ({"memory_mb": 8}, "64"),
@@ -228,7 +228,7 @@ def test_mistakes_of_the_configuration():
 
 
 @pytest.mark.slow
-def test_it_refuses_to_run_unprotected(monkeypatch, tmp_path):
+def test_code_environment_refuses_to_run_without_a_sandbox(monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\n"
         "from nemo_rl_cpp.environments.sandbox import kernel\n"
@@ -241,7 +241,7 @@ def test_it_refuses_to_run_unprotected(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_check_tries_to_get_out(monkeypatch):
+def test_sandbox_check_reports_files_and_network_that_a_program_can_reach(monkeypatch):
     assert check.missing_protections() == []
     monkeypatch.setattr(check, "_PROBE", "print('files: the program sees /etc/passwd')")
     monkeypatch.setattr(check, "_SOCKET", "print('connected')")

@@ -23,11 +23,11 @@ from nemo_rl_cpp.environments import verifiers as dapo
         ("", ""),
     ],
 )
-def test_normalisation(answer, normal):
+def test_final_answer_is_normalized_as_expected(answer, normal):
     assert dapo.normalize_final_answer(answer) == normal
 
 
-def test_the_last_answer_near_the_end_counts():
+def test_last_answer_line_near_the_end_is_judged():
     assert dapo.judge("Answer: 1\nAnswer: $2$", "2") == (True, "2")
     assert dapo.judge("answer : 3 units", "3") == (True, "3")
     assert dapo.judge("it is 3", "3") == (False, "[INVALID]")

@@ -67,7 +67,7 @@ def its_workers_killed(trainer):
 @pytest.mark.parametrize(
     "end", [killed, stopped_and_killed, left_by_an_abort, its_workers_killed], ids=lambda end: end.__name__
 )
-def test_nothing_outlives_a_killed_trainer(end):
+def test_no_environment_process_outlives_a_killed_trainer(end):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], env=env)
     try:

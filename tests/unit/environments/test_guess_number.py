@@ -72,7 +72,7 @@ def test_the_configuration_can_end_games_early():
     assert result["total_reward"].sum() == 1 and metrics["max_turns_reached_rate"] == pytest.approx(6 / 7)
 
 
-def test_what_the_environment_says_is_not_trained():
+def test_environment_messages_are_excluded_from_training():
     _, result, _ = play()
     batch = build_train_batch(result, pad_token_id=256)
     for row, log in enumerate(result["message_log"]):

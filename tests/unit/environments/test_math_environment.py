@@ -41,7 +41,7 @@ CASES = [
 
 
 @pytest.mark.slow
-def test_mathematics(env):
+def test_math_answers_are_scored_with_reward_and_observation(env):
     result = get(env.step.remote(says(*(c[0] for c in CASES)), truths(*(c[1] for c in CASES)), True))
     assert result.rewards.tolist() == [case[2] for case in CASES]
     assert result.observations[0] == {"role": "environment", "content": "Environment: correct"}
@@ -51,13 +51,13 @@ def test_mathematics(env):
     assert env.step(says("1"), truths("1")).answers is None
 
 
-def test_all_assistant_messages_count(env):
+def test_math_answer_is_read_from_all_assistant_messages(env):
     log = [{"role": "assistant", "content": r"\boxed{1"}, {"role": "user", "content": "go on"}]
     log.append({"role": "assistant", "content": "2}"})
     assert env.step([log], truths("12")).rewards.tolist() == [1.0]
 
 
-def test_truths_that_no_response_can_match_are_counted(env):
+def test_unmatchable_ground_truths_are_counted(env):
     """math-verify's own error for a truth without a value is not one of the response."""
     env.pop_metrics()
     env.step(says(r"\boxed{10}", r"\boxed{None}", "10", r"\boxed{3}"), truths("", None, "}", "3"))
@@ -77,7 +77,7 @@ def test_truths_of_multiple_choice_are_letters(verifier, truth, right):
     assert worker.verify([right, right, right], [truth, "(B) two", ""]) == [1.0, 0.0, 0.0] and worker.unmatchable == 2
 
 
-def test_an_empty_truth_matches_nothing_under_dapos_rule():
+def test_empty_ground_truth_matches_no_response_under_the_dapo_rule():
     worker = HFVerifyWorker()
     assert worker.verify(["Answer: units", "Answer: 3"], ["", "3"], math_verify_impl="dapo_math_verify") == [0.0, 1.0]
     assert worker.unmatchable == 1
@@ -145,7 +145,7 @@ def test_shortcut_agrees_with_the_library():
         ("1", "1"),
     ],
 )
-def test_shortcut_declines_what_is_not_certain(text, truth):
+def test_shortcut_gives_no_verdict_on_uncertain_answers(text, truth):
     assert HFVerifyWorker.shortcut(text, truth) is None
 
 
@@ -174,7 +174,7 @@ def test_multilingual_multiple_choice():
     assert worker.verify(texts, ["C", "D", "B", "A", "D", "B", "A", "E"]) == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
-def test_a_worker_used_on_a_thread_says_so():
+def test_verifying_outside_the_main_thread_is_an_error():
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="main thread"):

@@ -91,7 +91,7 @@ def advantages(estimator, *names):
     return estimator.compute_advantage(torch.zeros(2, 1), None, torch.ones(2, 1), parts)[:, 0].tolist()
 
 
-def test_gdpo_weighs_the_parts_of_a_configuration_by_their_weights():
+def test_gdpo_uses_the_configured_weights_of_reward_functions():
     estimator = gdpo("grpo.adv_estimator.normalize_rewards=false")
     assert estimator.part_weights == {"longer": 0.5, "even": -2.0} and estimator.reward_weights is None
     explicit = gdpo(
@@ -104,14 +104,14 @@ def test_gdpo_weighs_the_parts_of_a_configuration_by_their_weights():
     assert advantages(estimator, "even", "of another")[0] < 0  # -2 * 0.5 + 1 * -1.5
 
 
-def test_gdpo_takes_no_weights_of_functions_that_the_data_does_not_use():
+def test_gdpo_ignores_weights_of_reward_functions_that_are_not_in_use():
     """The section may be another run's, which the environment in use has nothing to do with."""
     estimator = gdpo("data.train.env_name=math", "++env.math={num_workers: 1}")
     assert estimator.part_weights == {} and estimator.reward_weights is None
     assert len(advantages(estimator, "a", "b")) == 2
 
 
-def test_gdpo_refuses_weights_that_are_given_twice():
+def test_gdpo_rejects_reward_weights_given_in_two_sections():
     with pytest.raises(
         ValueError, match="env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing"
     ):

@@ -79,14 +79,14 @@ def test_without_ray_the_same_call_stays_in_this_process():
         EchoEnvironment.options(num_gpus=1)
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_missing_ray_error_names_the_install_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'nemo_rl_cpp\[ray\]'"):
         ray_module()
     assert ray_in_use() is None and isinstance(EchoEnvironment.remote({}), LocalActor)
 
 
-def test_an_error_of_a_configuration_survives_its_way():
+def test_config_error_survives_pickling():
     with pytest.raises(ConfigError) as caught:
         MathEnvironment({"num_workers": 0})
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -106,7 +106,7 @@ def pid_of(ray, env):
 
 
 @pytest.mark.slow
-def test_code_written_for_nemo_rl(ray):
+def test_environment_calls_written_for_nemo_rl_work(ray):
     """`Class.remote(cfg)`, `env.step.remote`, `ray.get`; an actor that is lost once; its constructor's own errors."""
     here = MathEnvironment({"num_workers": 1})
     wanted, metrics = here.step(LOGS, TRUTHS, return_extracted_answer=True), here.pop_metrics()
@@ -132,7 +132,7 @@ def test_code_written_for_nemo_rl(ray):
 
 
 @pytest.mark.slow
-def test_an_actor_that_is_killed_answers_again_and_counts_anew(ray):
+def test_killed_environment_actor_restarts_with_reset_metrics(ray):
     env = ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
     logs = [[{"role": "assistant", "content": text}] for text in ("12", "1", "21", "12")]
     infos = [{"ground_truth": "12"}] * 4
@@ -184,7 +184,7 @@ def says_where(prompts, completions, **columns):
 
 
 @pytest.mark.slow
-def test_plain_reward_functions_are_asked_again_when_their_actor_is_killed(ray):
+def test_reward_functions_are_called_again_after_their_actor_was_killed(ray):
     env = ray_environment(RewardFunctionEnvironment, ({"functions": f"{__name__}.says_where"},), {}, SETTINGS)
     first = answer_of(env, env.step.remote(LOGS, TRUTHS), "rewards").rewards
     os.kill(int(first[0]), signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_plain_reward_functions_are_asked_again_when_their_actor_is_killed(ray):
 
 
 @pytest.mark.slow
-def test_one_that_may_not_be_asked_again_ends_the_run_by_its_name(ray, tmp_path, monkeypatch):
+def test_lost_environment_that_cannot_be_retried_is_an_error_that_names_it(ray, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # not where Ray was started
     env = ray_environment(WhereItRuns, ({},), {}, SETTINGS)
     folder, pid = ray.get(env.where.remote())
@@ -213,7 +213,7 @@ def test_one_that_may_not_be_asked_again_ends_the_run_by_its_name(ray, tmp_path,
 
 
 @pytest.mark.slow
-def test_an_actor_that_does_not_start_ends_the_run_by_its_name(ray, monkeypatch):
+def test_environment_actor_that_does_not_start_is_an_error_that_names_it(ray, monkeypatch):
     monkeypatch.setattr(remote, "START_SECONDS", 0.0)  # as if its process were stopped
     with pytest.raises(
         TimeoutError, match="no answer from an actor of ReverseDigitsEnvironment within 0 s of its start"
@@ -221,7 +221,7 @@ def test_an_actor_that_does_not_start_ends_the_run_by_its_name(ray, monkeypatch)
         ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
 
 
-def test_settings_come_from_the_cluster():
+def test_actor_settings_are_derived_from_the_cluster_section():
     cluster = ClusterConfig(
         executor="ray", gpus_per_node=2, cpus_per_worker=3, worker_timeout_s=5.0, environment_restarts=1
     )

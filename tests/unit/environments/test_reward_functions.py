@@ -34,7 +34,7 @@ async def later(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
 
 
-def test_each_function_has_a_metric_of_its_own():
+def test_each_reward_function_has_a_separate_metric():
     def metrics(*functions):
         environment = RewardFunctionEnvironment(functions)
         environment.step(LOGS, INFO)
@@ -112,7 +112,7 @@ def test_numbers_in_any_sequence(values):
         ([1, 2j, 3], "returned a complex for completion 1"),
     ],
 )
-def test_what_is_no_reward_is_refused(returned, message):
+def test_invalid_rewards_are_rejected_with_a_one_line_error(returned, message):
     def mine(completions):
         return returned
 
@@ -123,7 +123,7 @@ def test_what_is_no_reward_is_refused(returned, message):
     assert "\n" not in str(caught.value)
 
 
-def test_completions_without_any_reward_are_said_once(capsys):
+def test_completions_without_any_reward_are_reported_once(capsys):
     environment = RewardFunctionEnvironment(lambda completions: [None, 1.0, None])
     assert environment.step(LOGS, INFO).rewards.tolist() == [0.0, 1.0, 0.0]
     environment.step(LOGS, INFO)
@@ -153,7 +153,7 @@ def test_completions_without_any_reward_are_said_once(capsys):
         ({"functions": scaled, 1: 2}, None, "takes functions, weights, names and as_parts"),
     ],
 )
-def test_what_is_no_reward_function_is_refused(functions, weights, message):
+def test_invalid_reward_functions_and_weights_are_rejected(functions, weights, message):
     with pytest.raises(ValueError, match=message) as caught:
         RewardFunctionEnvironment(functions, weights)
     assert "\n" not in str(caught.value)

@@ -87,7 +87,7 @@ def impatient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
-def test_contained(env, impatient, name, tmp_path):
+def test_attack_program_is_contained_by_the_sandbox(env, impatient, name, tmp_path):
     program, reason = ATTACKS[name]
     env = impatient if reason in ("time_limit", "process_limit", "any") else env
     secret = tmp_path / "secret"
@@ -106,13 +106,13 @@ def test_contained(env, impatient, name, tmp_path):
     assert good.rewards.tolist() == [1.0]  # and goes on working
 
 
-def test_only_its_own_files_are_there(env):
+def test_sandboxed_program_sees_no_folders_of_the_host(env):
     truth = {"fn_name": "f", "inputs": [[]], "outputs": [[]]}
     check = "import os\ndef f():\n    return [p for p in ('/tmp', '/home', '/proc', '/sys', '/var', '/run', '/mnt', '/opt', '/srv') if os.path.exists(p)]"
     assert env.step([[{"role": "assistant", "content": check}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
 
 
-def test_nothing_but_three_descriptors_is_inherited(env):
+def test_sandboxed_program_inherits_only_the_standard_descriptors(env):
     program = "import os\ndef f():\n    return [i for i in range(64) if is_open(i)]\ndef is_open(i):\n    try: os.fstat(i)\n    except OSError: return False\n    return True"
     truth = {"fn_name": "f", "inputs": [[]], "outputs": [[0, 1, 2, 3]]}  # 3: the harness' own copy of standard output
     leaky = os.open("/etc/passwd", os.O_RDONLY)
@@ -141,7 +141,7 @@ def test_files_last_for_one_run(env):
     assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
 
 
-def test_a_killed_worker_takes_its_program_with_it():
+def test_sandboxed_program_ends_if_its_worker_is_killed():
     """As at the pool's own deadline, or when the run is killed."""
     script = (
         "import os, signal, sys, threading\n"
@@ -177,7 +177,7 @@ def interpreter_for_everyone() -> str | None:
     "name",
     ["fork bomb", "10 GB", "memory of many processes", "read a file", "caught socket", "kill everything", "orphans"],
 )
-def test_contained_for_an_unprivileged_user(name):
+def test_attack_program_is_contained_for_an_unprivileged_user(name):
     python = interpreter_for_everyone()
     if python is None:
         pytest.skip("no Python that another user may run")

@@ -175,12 +175,12 @@ def outcomes():
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_no_way_holds_more_than_the_limit(outcomes, name):
+def test_no_way_of_allocating_exceeds_the_memory_limit(outcomes, name):
     outcome = outcomes[name]
     assert outcome["stdout"].count(".") / 4 <= LIMIT_MB
     assert (outcome["stopped"] or ("error" if outcome["exit_code"] else "fine")) in WAYS[name][1], outcome
 
 
-def test_what_is_within_the_limit_is_let_be():
+def test_programs_within_the_memory_limit_succeed():
     outcomes = run_all({name: f"{program}\nprint('good')" for name, program in FINE.items()}, time_s=30.0)
     assert {name: outcome["stdout"] for name, outcome in outcomes.items()} == dict.fromkeys(FINE, "good\n"), outcomes

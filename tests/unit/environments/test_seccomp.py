@@ -53,7 +53,7 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_verdicts(machine):
+def test_seccomp_filter_gives_the_expected_verdict_for_each_system_call(machine):
     program = seccomp.filter_program(machine)
 
     def verdict(number, *arguments):

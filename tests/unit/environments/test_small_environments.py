@@ -14,7 +14,7 @@ def says(*texts):
     return [[{"role": "user", "content": "3 + 4 = "}, {"role": "assistant", "content": text}] for text in texts]
 
 
-def test_arithmetic():
+def test_arithmetic_environment_scores_the_leading_integer():
     env = ArithmeticEnvironment()
     texts = ["7\n", " 7", "7 apples\n", "7 apples", "so 7", "-7\n", "1,234\n", "", "07\n", "7.0\n", "8\n7\n", "٧\n"]
     gold = ["7", "7", 7, "7", "7", "-7", "1234", "7", "7", "7", "7", "7"]
@@ -30,7 +30,7 @@ def test_arithmetic():
         env.step(says("7"), [{"ground_truth": "seven"}])
 
 
-def test_reverse_digits():
+def test_reverse_digits_environment_scores_the_share_of_right_digits():
     env = create_env("reverse_digits")
     result = get(env.step.remote(says("321", "331", "3", " 321 9", "123"), [{"ground_truth": "321"}] * 5))
     assert result.rewards.tolist() == pytest.approx([1, 2 / 3, 1 / 3, 1, 1 / 3])
@@ -93,7 +93,7 @@ def test_answers_of_several_lines(text, answer_format, several_lines, answer):
 
 
 @pytest.mark.slow
-def test_reasoning_gyms_own_answers_are_right_without_tags():
+def test_reasoning_gym_reference_answers_score_one_without_tags():
     """A grid, a list of moves, one line, and a task that checks responses without an answer of its own."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
     env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
@@ -146,7 +146,7 @@ def test_reasoning_gym():
     env.shutdown()
 
 
-def test_registry(monkeypatch):
+def test_environments_are_created_by_registered_or_dotted_name(monkeypatch):
     monkeypatch.setattr(loading, "ENV_REGISTRY", dict(loading.ENV_REGISTRY))
     register_env("echo", "fakes.EchoEnvironment")
     env = create_env("echo", {"next_stop_strings": ["x"]})
@@ -176,7 +176,7 @@ class Slow(EnvironmentInterface):
         return self.step(None, batch), {}
 
 
-def test_remote_calls_run_beside_the_caller_and_in_order():
+def test_remote_calls_run_in_the_background_and_in_order():
     env = Slow.remote()
     first, second, third = (
         env.step.remote([], 1),

@@ -21,7 +21,7 @@ def pool():
 
 
 @pytest.mark.slow
-def test_hangs_are_killed_and_work_goes_on(pool):
+def test_hanging_verifications_are_killed_and_the_pool_continues(pool):
     before = set(verifier_pids(pool))
     verdicts = pool.verify(["ok", "bigint", "ok", "sleep", "ok", "stopped", "wrong"], ["ok"] * 7)
     assert verdicts.scores == [1, 0, 1, 0, 1, 0, 0]
@@ -79,7 +79,7 @@ def test_a_forgotten_pool_leaves_no_process():
     assert wait_until_gone(pids) == []
 
 
-def test_a_verifier_that_cannot_start_says_why():
+def test_verifier_that_cannot_start_is_an_error_with_the_reason():
     pool = VerifierPool(NeverStarts, PoolOptions())
     with pytest.raises(RuntimeError, match="the dictionary is missing"):
         pool.verify(["a"], ["a"])

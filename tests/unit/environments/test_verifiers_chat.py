@@ -117,7 +117,7 @@ def test_a_gate_may_deny_a_call_or_end_the_rollout(launch):
     assert model.gated[0] == {"tool_call_id": "c0", "name": "sums_add", "arguments": {"a": 2, "b": 3}}
 
 
-def test_without_tools_it_asks_once_and_a_refusal_ends_it(launch):
+def test_chat_without_tools_makes_one_request_and_fails_if_it_is_rejected(launch):
     model = Scripted([{"role": "assistant", "content": "hello"}])
     assert launch(model, tools=False).exit_code == 0 and "tools" not in model.asked[0]
     refused = launch(Scripted([400]), tools=False)

@@ -41,7 +41,7 @@ def leaves_with(main, arguments):
     (["--policy.generation.temperature", "-1"], "write policy.generation.temperature=-1"),
     (["grpo.seed=3", "--dryrun"], "unknown option --dryrun"),
 ])  # fmt: skip
-def test_an_option_that_is_unknown_is_called_so(words, message, capsys):
+def test_unknown_option_is_reported_in_one_line(words, message, capsys):
     assert message in unknown_option(words)
     for main in (run_grpo_math.main, run_ppo.main, run_eval.main):
         assert leaves_with(main, words) == 2
@@ -95,13 +95,13 @@ def test_one_command_for_all(capsys):
     (run_grpo_math.main, "ppo_tiny.yaml", "ppo makes the file a configuration of a PPO run"),
     (run_ppo.main, "grpo_tiny.yaml", "grpo makes the file a configuration of a GRPO run"),
 ])  # fmt: skip
-def test_a_file_of_another_kind_is_said_to_be_one_and_nothing_else(main, config, words, capsys):
+def test_configuration_of_a_different_kind_gives_a_single_error(main, config, words, capsys):
     assert main(["--config", config]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 2 and words in shown
 
 
-def test_a_sentence_of_an_evaluation_names_its_own_keys(capsys, monkeypatch):
+def test_evaluation_errors_name_evaluation_keys(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", "empty")
     assert run_eval.main(["generation.model_name=nobody/has-this"]) in (1, 2)
@@ -110,7 +110,7 @@ def test_a_sentence_of_an_evaluation_names_its_own_keys(capsys, monkeypatch):
     assert "configs/evals/arithmetic_smollm2.yaml" in shown
 
 
-def test_generate_names_its_own_option(capsys, monkeypatch):
+def test_generate_errors_name_no_configuration_key(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", "empty")
     assert cli.main(["generate", "--model", "./nowhere", "text"]) == 1
@@ -128,7 +128,7 @@ def test_warnings_are_one_plain_line():
     assert warnings.formatwarning is before
 
 
-def test_a_dry_run_begins_with_the_forecast_and_says_whether_it_fits(capsys, monkeypatch):
+def test_dry_run_prints_the_memory_estimate_and_whether_it_fits(capsys, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 23e9)
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run"]) == 0
     shown, warned = capsys.readouterr()

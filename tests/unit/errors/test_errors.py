@@ -30,7 +30,7 @@ def missing(completions, **columns):
     return columns["answer"]
 
 
-def test_an_exception_of_the_users_keeps_its_type_and_says_where():
+def test_exception_in_user_code_keeps_its_type_and_names_its_place():
     error = caught(scored, missing)
     assert isinstance(error, KeyError) and isinstance(error, UserCodeError)
     line = missing.__code__.co_firstlineno + 1
@@ -54,7 +54,7 @@ class OddError(Exception):
     (RuntimeError("one\n  two\n\nthree"), RuntimeError, "RuntimeError: one; two; three, in"),
     (json.JSONDecodeError("bad", "x", 0), json.JSONDecodeError, "JSONDecodeError: bad"),
 ])  # fmt: skip
-def test_any_exception_can_be_told(raised, kind, text):
+def test_any_exception_in_user_code_is_reported_in_one_line(raised, kind, text):
     def reward(completions):
         raise raised
 
@@ -62,7 +62,7 @@ def test_any_exception_can_be_told(raised, kind, text):
     assert isinstance(error, kind) and text in str(error) and "\n" not in str(error)
 
 
-def test_leaving_the_program_is_an_error_that_ends_nothing():
+def test_sys_exit_in_a_reward_function_becomes_an_error():
     def reward(completions):
         raise SystemExit(0)
 
@@ -85,7 +85,7 @@ class KeyboardInterruptLike(BaseException):
         BaseExceptionGroup("x", [SystemExit(0)]),
     ],
 )
-def test_what_steers_programs_is_an_error_of_the_function(raised):
+def test_control_flow_exceptions_in_a_reward_function_become_errors(raised):
     """None of them may end a loop or a generator of ours without a word."""
 
     def reward(completions):
@@ -96,7 +96,7 @@ def test_what_steers_programs_is_an_error_of_the_function(raised):
     assert str(error).startswith(f"reward function reward failed with {type(raised).__name__}") and HERE in str(error)
 
 
-def test_ctrl_c_in_a_users_function_stays_what_it_is():
+def test_keyboard_interrupt_in_a_reward_function_is_not_wrapped():
     def reward(completions):
         raise KeyboardInterrupt
 
@@ -120,7 +120,7 @@ def test_a_function_that_is_installed_as_a_package_is_the_place_too(tmp_path, mo
     assert isinstance(error, KeyError) and "installed_rewards.py:2); the samples have no column 'answer'" in str(error)
 
 
-def test_what_our_own_code_raises_is_told_as_it_is():
+def test_errors_raised_by_this_package_are_reported_unchanged():
     error = caught(scored, lambda completions: [1.0, 2.0])
     assert user_place(error) is None and type(error) is ValueError
     assert one_sentence(error) == "reward function <lambda> returned 2 rewards for 1 completions"
@@ -147,7 +147,7 @@ def test_other_sentences(tmp_path):
     assert one_sentence(noisy) == "bad shape"
 
 
-def test_a_mistake_of_ours_names_our_function():
+def test_unexpected_internal_error_names_the_function_and_line():
     from nemo_rl_cpp.algorithms.advantage_estimator import get_gdpo_reward_component_keys
 
     sentence = one_sentence(caught(get_gdpo_reward_component_keys, 3))
@@ -197,7 +197,7 @@ def test_debug_prints_the_traceback_too(capsys, monkeypatch, tmp_path):
     )
 
 
-def test_an_error_is_told_although_the_working_folder_is_gone(tmp_path, monkeypatch):
+def test_error_is_reported_even_if_the_working_folder_was_deleted(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

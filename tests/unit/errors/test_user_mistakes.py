@@ -238,7 +238,7 @@ def one_line(capsys):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_sentence(case, capsys, monkeypatch):
+def test_user_error_is_one_line_with_the_expected_exit_status(case, capsys, monkeypatch):
     overrides, status, words, *prepare = CASES[case]
     arguments = [*SMALL, "logger.log_dir=logs", *overrides()]
     for change in prepare:
@@ -260,7 +260,7 @@ def test_one_sentence(case, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["option", "misspelt module", "no file", "no such folder", "no tokenizer"])
-def test_a_command_says_it_before_torch_is_loaded(case):
+def test_user_error_is_reported_before_torch_is_loaded(case):
     overrides, *_ = CASES[case]
     code = (
         "import sys\nfrom nemo_rl_cpp.run_grpo_math import main\n"

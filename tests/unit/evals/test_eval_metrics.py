@@ -54,14 +54,14 @@ def test_cons_at_k_against_the_listing():
         assert cons_at_k(rewards, answers, k) == pytest.approx(reference.cons_at_k(rewards, answers, k), abs=1e-12)
 
 
-def test_cons_at_k_counts_what_nobody_can_list():
+def test_cons_at_k_is_exact_for_many_responses():
     answers = ["a"] * 40 + ["b"] * 24
     rewards = [1.0] * 40 + [0.0] * 24
     share = sum(math.comb(40, v) * math.comb(24, 31 - v) for v in range(16, 32)) / math.comb(64, 31)
     assert cons_at_k(rewards, answers, 31) == pytest.approx(share)
 
 
-def test_interval():
+def test_interval_of_the_mean_matches_hand_computed_cases():
     low, high = interval_of_mean([0.0] * 10 + [1.0] * 10)
     assert (low, high) == pytest.approx((0.2993, 0.7007), abs=1e-4)  # Wilson, 10 of 20
     assert interval_of_mean([1.0] * 5).low == pytest.approx(0.5655, abs=1e-4)

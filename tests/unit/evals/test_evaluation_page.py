@@ -38,7 +38,7 @@ def folder(path, rewards, model, response="a", n=2):
 BEFORE, AFTER = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 
 
-def test_wrong_prompts_come_first_and_texts_are_no_html():
+def test_page_lists_wrong_prompts_first_and_escapes_html():
     found = prompts_of(samples(BEFORE), 2)
     assert [prompt.mean for prompt in found] == [0.0, 0.5, 1.0] and found[0].cut == [False, True]
     page = evaluation_page("m: pass@2 0.6667", {"pass@2": "0.6667 (95 % interval 0.1 to 0.9)", "time": "3 s"}, found)
@@ -50,7 +50,7 @@ def test_wrong_prompts_come_first_and_texts_are_no_html():
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_the_page_says_what_it_leaves_out():
+def test_page_reports_how_many_prompts_it_omits():
     page = evaluation_page("m", {}, prompts_of(samples([0.0] * 200), 2))
     assert page.count('class="prompt"') == 60 and "40 more are in evaluation_data.json" in page
 
@@ -92,7 +92,7 @@ def test_the_command_compares_evaluations(tmp_path, capsys):
     assert re.findall(r"<h2>([^<]*)</h2>", page.read_text()) == titles and "<script" not in page.read_text()
 
 
-def test_what_cannot_be_compared(tmp_path, capsys):
+def test_evaluations_that_cannot_be_compared_are_rejected(tmp_path, capsys):
     first, other = folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", BEFORE[:4], "new")
     for folders, words in (
         ([first, other], "have other prompts (3 and 2): compare evaluations of the same data"),

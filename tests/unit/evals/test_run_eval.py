@@ -132,7 +132,7 @@ def test_repeat_and_the_command_line(checkpoints, capsys):
     assert run_eval.main([*arguments, "eval.k_value=3"]) == 2
 
 
-def test_an_environment_must_be_named_where_there_are_several():
+def test_env_name_is_required_if_there_are_several_environments():
     assert load_eval_config("evals/eval.yaml", ["data.env_name=null"]).data.env_name == "math"
     with pytest.raises(ConfigError, match="data.env_name is missing"):
         load_eval_config("evals/eval.yaml", ["data.env_name=null", "+env.arithmetic={}"])
@@ -166,7 +166,7 @@ def sums(metric, *overrides):
     return evaluation.run_env_eval(generation, loader, create_env("arithmetic", {}), config)
 
 
-def test_consensus(capsys):
+def test_cons_at_k_elects_the_most_frequent_answer(capsys):
     assert sums("cons@k").score == 0.5  # 2, 3, 2 elect 2; two responses without an answer outvote the right one
     assert sums("pass@k").score == 1.0
     assert sums("pass@k", "eval.k_value=1").score == 0.5
@@ -219,7 +219,7 @@ def digits(completions, **columns):
 
 
 @pytest.mark.parametrize("as_parts", [True, False])
-def test_parts_of_a_reward_count_by_their_weights(as_parts):
+def test_reward_parts_are_weighted_as_in_training(as_parts):
     """As in training: a response with both parts right has 0.9 + 0.1, which is right."""
     environment = RewardFunctionEnvironment([long, digits], [0.9, 0.1], as_parts=as_parts)
     config = load_eval_config("evals/eval.yaml", ["generation.model_name=none", *REVERSE])

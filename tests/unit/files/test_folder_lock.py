@@ -38,7 +38,7 @@ def claim(folder):
     return manager
 
 
-def test_the_second_run_says_who_is_in_the_folder(tmp_path, other):
+def test_second_run_error_names_the_process_that_holds_the_folder(tmp_path, other):
     with pytest.raises(FolderInUseError) as caught:
         claim(tmp_path / "ck")
     text = str(caught.value)
@@ -54,7 +54,7 @@ def test_a_killed_run_leaves_no_lock(tmp_path, other):
     claim(tmp_path / "ck").shutdown()
 
 
-def test_a_save_of_another_process_is_kept_out_too(tmp_path, other):
+def test_save_by_a_second_process_is_rejected_while_the_folder_is_locked(tmp_path, other):
     manager = CheckpointManager({"checkpoint_dir": str(tmp_path / "ck")})
     with pytest.raises(RuntimeError, match="in use by process"), manager.saving(1, {}):
         pass
@@ -77,7 +77,7 @@ def test_a_forked_child_does_not_keep_its_parent_s_lock(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_saves_of_the_holder_go_on_and_the_claim_outlives_them(tmp_path):
+def test_lock_holder_can_save_and_keeps_the_lock_afterwards(tmp_path):
     manager = claim(tmp_path / "ck")
     with manager.saving(1, {}):
         pass
@@ -95,14 +95,14 @@ def test_a_run_that_ends_before_it_saves_leaves_no_folder(tmp_path):
     assert (tmp_path / "mine").is_dir()
 
 
-def test_a_folder_that_was_taken_away_does_not_end_the_shutdown(tmp_path):
+def test_shutdown_succeeds_if_the_locked_folder_was_deleted(tmp_path):
     manager = claim(tmp_path / "ck")
     shutil.rmtree(tmp_path / "ck")
     manager.shutdown()
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "dangling", "x" * 300])
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, name):
+def test_error_for_a_folder_that_cannot_be_created_names_the_key(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FolderError, match=KEY):
@@ -123,7 +123,7 @@ def test_a_read_only_folder_is_named(monkeypatch, tmp_path):
         claim(tmp_path / "ck")
 
 
-def test_a_file_system_without_locks_is_said(monkeypatch, tmp_path):
+def test_file_system_without_locks_gives_a_warning(monkeypatch, tmp_path):
     def no_locks(descriptor, how):
         raise OSError(95, "Operation not supported")
 
@@ -133,7 +133,7 @@ def test_a_file_system_without_locks_is_said(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff" * 9, json.dumps({"pid": "?"}).encode()])
-def test_a_lock_file_that_says_nothing_still_locks(tmp_path, content):
+def test_folder_stays_locked_with_invalid_lock_file_content(tmp_path, content):
     lock = FolderLock(tmp_path, KEY)
     (tmp_path / ".lock").write_bytes(content)
     with pytest.raises(FolderInUseError, match="in use by"):
@@ -143,7 +143,7 @@ def test_a_lock_file_that_says_nothing_still_locks(tmp_path, content):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["link", "up/../ck", "./ck", "link/../ck"])
-def test_another_name_of_the_folder_is_the_same_folder(tmp_path, other, name, monkeypatch):
+def test_lock_applies_to_every_path_of_the_same_folder(tmp_path, other, name, monkeypatch):
     (tmp_path / "up").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "ck")
     monkeypatch.chdir(tmp_path)

@@ -76,7 +76,7 @@ class Foreign:
     pass
 
 
-def test_what_cannot_be_written_is_named_before_anything_is(tmp_path):
+def test_unsupported_state_value_is_named_before_any_file_is_written(tmp_path):
     state = {"extra_env_info": [{"board": Foreign()}]}
     with pytest.raises(
         ValueError, match=r"rollouts.extra_env_info\[0\].board is a Foreign, which no checkpoint can hold"

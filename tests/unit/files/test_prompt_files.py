@@ -20,7 +20,7 @@ def test_shipped_prompts_are_found_from_anywhere(tmp_path, monkeypatch):
         assert ("THE QUESTION" in text) == (name not in {"gsm8k.txt", "multichoice.txt"}) and "{{" not in text
 
 
-def test_the_package_alone_serves_the_prompts(tmp_path, monkeypatch):
+def test_shipped_prompts_are_found_without_a_source_tree(tmp_path, monkeypatch):
     """As in an installed wheel, where there is no source tree."""
     import shutil
 
@@ -33,7 +33,7 @@ def test_the_package_alone_serves_the_prompts(tmp_path, monkeypatch):
     assert find_file("examples/prompts/cot.txt", "k") == package / "prompts/cot.txt"
 
 
-def test_the_given_path_wins_and_names_alone_are_no_match(tmp_path, monkeypatch):
+def test_existing_prompt_path_wins_and_a_missing_path_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cot.txt").write_text("mine {}")
     assert TaskDataSpec(prompt_file="cot.txt").prompt == "mine {}"
@@ -43,7 +43,7 @@ def test_the_given_path_wins_and_names_alone_are_no_match(tmp_path, monkeypatch)
         TaskDataSpec(system_prompt_file=tmp_path / "none.txt")
 
 
-def test_specification_takes_defaults():
+def test_task_specification_takes_only_missing_prompts_from_defaults():
     spec, default = TaskDataSpec("t"), TaskDataSpec()
     default.prompt, default.system_prompt = "p", "s"
     spec.system_prompt = "own"

@@ -54,7 +54,7 @@ def continued(folder, text):
 @pytest.mark.parametrize(
     "run", [None, {}, {"chat_template": "default"}, {"chat_template": OWN}, {"chat_template_kwargs": None}]
 )
-def test_the_models_own_template_needs_no_word(tmp_path, capsys, run):
+def test_chat_template_of_the_model_is_used_without_a_warning(tmp_path, capsys, run):
     folder = checkpoint(tmp_path, OWN, run)
     out = chat(folder, capsys)
     assert out.out.strip() == continued(folder, "12=") and "warning" not in out.err
@@ -75,14 +75,14 @@ def test_the_models_own_template_needs_no_word(tmp_path, capsys, run):
         ),
     ],
 )
-def test_another_template_of_the_run_is_said(tmp_path, capsys, run, said):
+def test_warning_if_the_runs_chat_template_differs_from_the_models(tmp_path, capsys, run, said):
     folder = checkpoint(tmp_path, OWN, run)
     out = chat(folder, capsys)
     assert out.out.strip() == continued(folder, "12=")
     assert out.err.count("warning: ") == 1 and said in out.err
 
 
-def test_the_runs_template_serves_a_model_without_one(tmp_path, capsys):
+def test_chat_template_of_the_run_is_used_if_the_model_has_none(tmp_path, capsys):
     folder = checkpoint(tmp_path, None, {"chat_template": OWN})
     out = chat(folder, capsys)
     assert (
@@ -92,13 +92,13 @@ def test_the_runs_template_serves_a_model_without_one(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("run", [None, {"chat_template": None}, {"chat_template": "gone.jinja"}])
-def test_no_template_at_all_is_one_sentence(tmp_path, capsys, run):
+def test_missing_chat_template_is_a_one_line_error(tmp_path, capsys, run):
     assert main(["generate", "--model", str(checkpoint(tmp_path, None, run)), "--chat", "12"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "has no chat template" in error and error.count("\n") == 1
 
 
-def test_a_template_that_passes_text_through_is_said(tmp_path, capsys):
+def test_passthrough_chat_template_is_reported(tmp_path, capsys):
     folder = checkpoint(tmp_path, PASSTHROUGH, {"chat_template": None})
     out = chat(folder, capsys)
     assert out.out.strip() == continued(folder, "12") and out.err.count("warning: ") == 1
@@ -131,7 +131,7 @@ def test_a_template_that_passes_text_through_is_said(tmp_path, capsys):
         ),
     ],
 )
-def test_an_evaluation_says_where_its_prompts_begin_otherwise_than_its_runs(tmp_path, run, section, said):
+def test_evaluation_reports_prompt_settings_that_differ_from_the_runs(tmp_path, run, section, said):
     folder = checkpoint(tmp_path, OWN, run) / "policy" / "weights"
     remarks = differences_from_run(folder, TokenizerConfig(name=str(folder), **section))
     assert (remarks == []) if said is None else (len(remarks) == 1 and said in remarks[0])
@@ -161,14 +161,14 @@ def test_bytes_that_form_no_character_do_not_end_a_text(tmp_path):
         ([{"role": "user", "content": [{"type": "image"}]}], "only text is supported"),
     ],
 )  # fmt: skip
-def test_what_the_model_would_not_see_is_refused(tmp_path, messages, said):
+def test_chat_content_dropped_by_the_template_is_rejected(tmp_path, messages, said):
     folder = checkpoint(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}")
     with pytest.raises(ValueError, match="^the ") as refused:
         TextGenerator(folder, precision="float32").generate(messages, max_new_tokens=2)
     assert said in str(refused.value) and "policy." not in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_parts_and_the_other_spelling_are_the_same_prompt(tmp_path):
+def test_text_parts_and_from_value_messages_give_the_same_prompt(tmp_path):
     generator = TextGenerator(checkpoint(tmp_path, OWN), precision="float32")
     texts = {
         generator.generate(messages, greedy=True, max_new_tokens=4).text

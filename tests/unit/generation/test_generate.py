@@ -47,7 +47,7 @@ def engines_ids(policy, greedy=False, **generation):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
-def test_tokens_are_those_of_the_engine_of_training(precision, rule, tmp_path):
+def test_text_generator_gives_the_tokens_of_the_training_engine(precision, rule, tmp_path):
     policy = make_policy(precision, **rule)
     generator = TextGenerator(save(policy, tmp_path), precision=precision)
     assert generator.generate(
@@ -61,7 +61,7 @@ def test_weights_are_converted_as_the_policy_converts_them(folder):
     assert text.token_ids == engines_ids(make_policy("bfloat16"), greedy=True)
 
 
-def test_pieces_come_as_they_are_drawn_and_make_up_the_text(folder):
+def test_streamed_pieces_join_to_the_whole_text(folder):
     pieces = []
     done = TextGenerator(folder).generate(PROMPT, max_new_tokens=12, on_text=pieces.append)
     assert len(pieces) > 1 and "".join(pieces) == done.text == tiny_tokenizer().decode(
@@ -69,7 +69,7 @@ def test_pieces_come_as_they_are_drawn_and_make_up_the_text(folder):
     )
 
 
-def test_why_a_text_ends(folder):
+def test_finish_reason_tells_length_stop_string_and_end_token_apart(folder):
     generator = TextGenerator(folder)
     texts = [generator.generate(PROMPT, max_new_tokens=20, seed=seed) for seed in range(40)]
     seed, whole = next(
@@ -83,7 +83,7 @@ def test_why_a_text_ends(folder):
     assert ended.finish_reason == "stop" and ended.token_ids[-1] == EOS and "<eos>" not in ended.text
 
 
-def test_a_text_ends_where_the_models_positions_end(folder):
+def test_generation_stops_at_the_models_last_position(folder):
     generator = TextGenerator(folder)
     seed = next(s for s in range(50) if EOS not in generator.generate(PROMPT, max_new_tokens=500, seed=s).token_ids)
     assert len(generator.generate(PROMPT, max_new_tokens=500, seed=seed).token_ids) == 64 - len(PROMPT)
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_a_run_is_found_by_its_folder(folder, tmp_path, capsys):
         (["--model", "{folder}", "--top-k", "-2", "1+1="], "top_k = -2: expected a whole number of at least -1"),
     ],
 )
-def test_mistakes_are_one_sentence(arguments, message, folder, tmp_path, capsys):
+def test_generate_reports_user_errors_in_one_line(arguments, message, folder, tmp_path, capsys):
     given = [a.format(tmp=tmp_path, folder=folder) for a in arguments]
     assert main(["generate", *given]) == 1
     error = capsys.readouterr().err
@@ -189,13 +189,13 @@ def test_one_stop_string_is_one(folder):
     assert generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=None).text == whole
 
 
-def test_words_that_are_not_in_quotes(folder, capsys):
+def test_unquoted_prompt_words_are_reported_as_unknown_arguments(folder, capsys):
     with pytest.raises(SystemExit):
         main(["generate", "--model", str(folder), "1", "+", "1"])
     assert "unknown arguments: + 1" in capsys.readouterr().err
 
 
-def test_the_prompt_may_come_from_standard_input(folder, monkeypatch, capsys):
+def test_prompt_is_read_from_standard_input(folder, monkeypatch, capsys):
     import io
 
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
@@ -204,7 +204,7 @@ def test_the_prompt_may_come_from_standard_input(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_an_end_within_a_character_is_shown_as_transformers_shows_it(cut):
+def test_incomplete_last_character_is_shown_as_in_transformers(cut):
     """Four tokens of one byte each are a character; an answer that ends before the fourth ends with U+FFFD."""
     backend = Backend(
         models.BPE({character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])

@@ -76,7 +76,7 @@ def test_draws_are_keyed(kind="gemma"):
     )
 
 
-def test_the_draws_are_those_of_the_native_engine(tmp_path):
+def test_hf_generation_samples_the_texts_of_the_native_engine(tmp_path):
     """The same Llama, seed and keys: the same texts."""
     from nemo_rl_cpp.models.hf.trained import HfPolicy
 
@@ -97,7 +97,7 @@ def test_the_draws_are_those_of_the_native_engine(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gemma", "mamba"])
-def test_responses_end_where_they_should(kind):
+def test_hf_responses_end_at_stop_strings(kind):
     policy, data = policy_of(kind, stop_token_ids=[]), prompts()
     tokenizer = tiny_tokenizer()
     whole = texts(policy.create_generation(seed=5).generate(data), data)

@@ -147,7 +147,7 @@ def test_equal_prompts_are_prefilled_once():
     assert generation.get_logger_metrics()["steps"] == 0
 
 
-def test_draw_ids_are_counted_when_missing():
+def test_missing_draw_ids_are_numbered_consecutively():
     generation = make()
     first, second = generation.generate(batch([[3, 4]] * 2)), generation.generate(batch([[3, 4]] * 2))
     texts = responses(batch([[3, 4]] * 2), first) + responses(batch([[3, 4]] * 2), second)
@@ -226,7 +226,7 @@ def test_length_limits():
         make(max_new_tokens=None).generate(data)
 
 
-def test_cache_is_allocated_by_need_and_given_back():
+def test_kv_cache_is_allocated_on_demand_and_freed():
     model = PythonModel()
     generation = make(model)
     assert generation.prepare_for_generation(tags=["weights"]) and model.cache is None
@@ -277,7 +277,7 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_place(monkeypatc
         make().generate(batch([[3, 4]]))
 
 
-def test_on_finished_is_told_of_each_response_once_and_before_the_end():
+def test_on_finished_receives_each_response_once_before_generation_ends():
     rows = [[2 + i % 5, 3 + i] for i in range(12)]
     data = batch(rows, stop_strings=[["ab"]] * 12)
     model, told = PythonModel(), []
@@ -290,7 +290,7 @@ def test_on_finished_is_told_of_each_response_once_and_before_the_end():
     assert responses(data, make(max_new_tokens=12, max_batch_size=5).generate(data)) == list(expected.values())
 
 
-def test_what_on_finished_raises_ends_the_generation():
+def test_exception_in_on_finished_ends_the_generation():
     generation = make(max_new_tokens=4, max_batch_size=2)
 
     def refuse(rows, token_ids):

@@ -151,7 +151,7 @@ def test_weights_are_packed_when_steps_of_few_texts_have_paid_for_it():
 
 
 @PACKS
-def test_weights_that_changed_are_packed_anew():
+def test_changed_weights_are_packed_again():
     inputs, model, other = prompts([5, 9]), wide_model(seed=3), wide_model(seed=4)
     generation = generation_of(model, "on")
     first = generation.generate(inputs)
@@ -191,7 +191,7 @@ def test_packing_is_off_on_or_auto(packed):
         generation_of(wide_model(), packed)
 
 
-def test_a_text_depends_on_its_own_key_only():
+def test_response_depends_only_on_its_sampling_key():
     inputs = prompts([5, 17, 40], generations=4)
     whole = make_policy(max_batch_size=64).create_generation().generate(inputs)
     for batch, chunk in ((1, 3), (5, 16)):

@@ -61,7 +61,7 @@ def test_scoring_gives_the_bits_of_sampling(rule):
     assert torch.equal(scored_entropies, entropies)
 
 
-def test_a_row_does_not_see_the_others_or_the_threads():
+def test_sampled_row_does_not_depend_on_other_rows_or_threads():
     logits = torch.randn(33, 5000, generator=torch.Generator().manual_seed(2)) * 3
     u = torch.rand(33, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     rule = C.SamplingRule(top_p=0.95, top_k=40)
@@ -123,7 +123,7 @@ def test_top_p_on_probabilities_that_a_reader_can_add():
     )
 
 
-def test_greedy_takes_the_first_largest_and_reports_the_plain_distribution():
+def test_greedy_takes_the_first_maximum_and_reports_unfiltered_logprobs():
     logits = torch.tensor([[0.0, 2.0, 2.0, -1.0]])
     u = torch.tensor([0.99], dtype=torch.float64)
     tokens, logprobs, _ = C.sample_rows(logits, u, C.SamplingRule(temperature=0.1, top_k=1, top_p=0.5, greedy=True))

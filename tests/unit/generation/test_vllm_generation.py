@@ -69,7 +69,7 @@ def interpreter(tmp_path_factory):
 @pytest.mark.parametrize(
     "kind", ["stand-in", *(pytest.param(f"vllm {tied}", marks=REALLY) for tied in ("tied", "untied"))]
 )
-def test_a_started_server_generates_by_the_policys_weights_and_ends(kind, interpreter):
+def test_started_vllm_server_generates_with_the_policys_weights_and_exits(kind, interpreter):
     policy = policy_of(interpreter[kind.partition(" ")[0]], tied="untied" not in kind)
     engine, data = engine_of(policy), prompts()
     change(policy, 1)
@@ -111,7 +111,7 @@ def test_a_server_that_does_not_start_is_an_error_and_leaves_no_process(mode, te
 
 
 @starts_processes
-def test_a_server_that_is_killed_is_an_error_with_its_end(tmp_path):
+def test_error_for_a_killed_vllm_server_names_the_signal(tmp_path):
     policy = policy_of(vllm_server_stand_in.interpreter(tmp_path, "killed"), stop_token_ids=[])
     engine = engine_of(policy)
     engine.update_weights(policy.state_dict(), 1)
@@ -121,7 +121,7 @@ def test_a_server_that_is_killed_is_an_error_with_its_end(tmp_path):
     assert ended(engine.server.pid)
 
 
-def test_a_server_ends_with_the_trainer(tmp_path):
+def test_vllm_server_ends_if_the_trainer_ends(tmp_path):
     """The kernel closes the trainer's end of standard input, however the trainer ends."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -137,7 +137,7 @@ def test_a_server_ends_with_the_trainer(tmp_path):
     server.close()
 
 
-def test_options_of_a_started_server():
+def test_started_vllm_server_gets_its_options_from_the_configuration():
     config = PolicyConfig(
         model_name="tiny-random", precision="bfloat16", max_total_sequence_length=100,
         generation={"max_batch_size": 4, "vllm_cfg": {"enforce_eager": True}, "vllm_kwargs": {"block_size": 32, "swap": {"a": 1}, "ids": [1, 2]}},
@@ -165,7 +165,7 @@ def test_options_of_a_started_server():
     ("mode", "text"),
     [("old", f"which has vLLM 0.31.0: its interfaces change with each version, and {TESTED_VERSION} is"), ("none", "which has no vLLM: install vLLM")],
 )  # fmt: skip
-def test_another_version_is_refused_before_anything_is_loaded(mode, text, tmp_path):
+def test_unsupported_vllm_is_rejected_before_anything_is_loaded(mode, text, tmp_path):
     python = vllm_server_stand_in.interpreter(tmp_path, mode)
     with pytest.raises(ValueError, match=text):
         tiny.make(
@@ -176,7 +176,7 @@ def test_another_version_is_refused_before_anything_is_loaded(mode, text, tmp_pa
         )
 
 
-def test_what_is_no_interpreter_is_refused(tmp_path):
+def test_program_that_is_no_python_interpreter_is_rejected(tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho no such thing >&2; exit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -208,7 +208,7 @@ def test_a_run_of_ppo_on_transformers(interpreter, tmp_path):
         assert row["critic/loss"] >= 0
 
 
-def test_vllm_is_refused_where_checkpoints_have_other_names(tmp_path):
+def test_vllm_is_rejected_if_checkpoint_tensors_have_different_names(tmp_path):
     """transformers keeps all experts of a layer in one tensor; vLLM reads them one by one."""
     pytest.importorskip("transformers")
     policy = hf_policy("mixtral", generation={"backend": "vllm", "vllm_cfg": {"python": "/usr/bin/python3"}})
@@ -236,7 +236,7 @@ def test_the_digest_is_of_the_weights_and_their_names():
     buffer.close()
 
 
-def test_the_memory_of_weights_goes_with_its_owner():
+def test_weight_buffer_memory_is_freed_with_its_owner():
     buffer = WeightBuffer({"a": torch.ones(3)})
     descriptor = buffer.descriptor
     os.fstat(descriptor)
@@ -246,7 +246,7 @@ def test_the_memory_of_weights_goes_with_its_owner():
         os.fstat(descriptor)
 
 
-def test_null_takes_a_variable_away(monkeypatch):
+def test_null_removes_an_environment_variable_of_the_server(monkeypatch):
     monkeypatch.setenv("PROXY", "somewhere")
     given = server_environment({"PROXY": None, "HF_HUB_OFFLINE": None, "VLLM_NO_USAGE_STATS": 0})
     assert "PROXY" not in given and "HF_HUB_OFFLINE" not in given and given["VLLM_NO_USAGE_STATS"] == "0"
@@ -255,7 +255,7 @@ def test_null_takes_a_variable_away(monkeypatch):
 
 @starts_processes
 @pytest.mark.parametrize("kind", INTERPRETERS)
-def test_a_run(kind, interpreter, tmp_path):
+def test_grpo_run_with_a_started_vllm_server_trains(kind, interpreter, tmp_path):
     """Two steps with a refit before each: digests, versions, scored batches; killed in the middle, vLLM leaves an error and no process."""
     overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in MODEL.items()]
     run = tiny.make(

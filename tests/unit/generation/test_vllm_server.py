@@ -48,7 +48,7 @@ def joined(request, model):
         engine.shutdown()
 
 
-def test_weights_arrive_and_greedy_texts_are_those_of_the_native_engine(joined):
+def test_transferred_weights_give_the_greedy_texts_of_the_native_engine(joined):
     server, policy, engine = joined
     data, seen = prompts(), []
     for version in (1, 2):
@@ -70,7 +70,7 @@ def test_weights_arrive_and_greedy_texts_are_those_of_the_native_engine(joined):
     assert seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1]
 
 
-def test_what_it_reports_is_what_the_trainer_scores(joined):
+def test_vllm_logprobs_match_the_trainers(joined):
     _, policy, engine = joined
     engine.update_weights(policy.state_dict(), 3)
     data = prompts()
@@ -84,7 +84,7 @@ def test_what_it_reports_is_what_the_trainer_scores(joined):
     torch.testing.assert_close(out["logprobs"], scored.float(), atol=1e-5, rtol=0)
 
 
-def test_samples_have_seeds_of_their_own(joined):
+def test_each_sample_has_its_own_reproducible_seed(joined):
     _, _, engine = joined
     data = prompts()
     first, again = texts(engine.generate(data), data), texts(engine.generate(data), data)
@@ -94,7 +94,7 @@ def test_samples_have_seeds_of_their_own(joined):
     assert any(first[2 * i] != first[2 * i + 1] for i in range(6))  # the two of a prompt
 
 
-def test_ends_and_rows_that_are_told(joined):
+def test_stop_strings_cut_responses_and_finished_rows_are_reported(joined):
     """Stop texts are looked for here; what vLLM would go on with is given up there."""
     server, policy, engine = joined
     data, told = prompts(), {}
@@ -113,7 +113,7 @@ def test_ends_and_rows_that_are_told(joined):
     assert full["generation_lengths"].tolist()[0] == 0 and bool(full["truncated"][0])
 
 
-def test_no_more_requests_at_a_time_than_the_server_takes(model):
+def test_requests_in_flight_do_not_exceed_the_servers_max_num_seqs(model):
     with vllm_server_stand_in.serving("good", model[True], max_num_seqs=3) as server:
         policy = policy_of(True, {"server_url": server.url})
         engine, running, most, one = engine_of(policy), set(), [], VllmGeneration._one
@@ -148,7 +148,7 @@ REFUSED = {  # what is wrong -> what is said
 
 
 @pytest.mark.parametrize("wrong", REFUSED, ids=lambda wrong: str(wrong[min(1, len(wrong) - 1)]))
-def test_a_server_that_cannot_be_used_is_refused_with_the_command_that_starts_one(wrong, model):
+def test_unusable_vllm_server_is_rejected_with_the_start_command(wrong, model):
     facts = dict([wrong[1:]]) if len(wrong) > 1 else {}
     vllm = {"precision": "bf16"} if "dtype" in facts else {}
     with vllm_server_stand_in.serving(wrong[0], model[True], **facts) as server:
@@ -158,7 +158,7 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_command_that_starts_on
     assert f"is started like this:\n  {server_command(policy)}" in str(error.value)
 
 
-def test_a_server_of_another_model_or_another_extension_is_refused(model, monkeypatch):
+def test_vllm_server_with_a_different_model_or_extension_is_rejected(model, monkeypatch):
     with vllm_server_stand_in.serving("good", {**model[True], "vocab_size": 99}) as server:
         policy = policy_of(True, {"server_url": server.url})
         with pytest.raises(ValueError, match="model has 99 tokens and the policy .*start it with the policy's model"):
@@ -169,7 +169,7 @@ def test_a_server_of_another_model_or_another_extension_is_refused(model, monkey
             engine_of(policy)
 
 
-def test_the_key(model, monkeypatch):
+def test_server_api_key_is_read_from_the_configured_variable(model, monkeypatch):
     with vllm_server_stand_in.serving("locked", model[True]) as server:
         policy = policy_of(True, {"server_url": server.url, "http_refit_api_key_env_var": "KEY_OF_VLLM"})
         monkeypatch.delenv("KEY_OF_VLLM", raising=False)
@@ -191,7 +191,7 @@ WRONG = {  # mode -> error, what it says
 
 
 @pytest.mark.parametrize("mode", WRONG)
-def test_what_goes_wrong_is_an_error_in_time(mode, model):
+def test_faults_of_the_vllm_server_are_errors_within_the_timeout(mode, model):
     error, text = WRONG[mode]
     with vllm_server_stand_in.serving(mode, model[True]) as server:
         policy = policy_of(True, {"server_url": server.url, "timeout_s": 60.0}, stop_token_ids=[])
@@ -210,7 +210,7 @@ def test_what_goes_wrong_is_an_error_in_time(mode, model):
     assert not [t for t in threading.enumerate() if t.name.startswith("vllm")]  # nobody waits for the server any more
 
 
-def test_a_pause_that_comes_too_late_is_taken_back(model):
+def test_late_pause_of_the_server_is_undone(model):
     with vllm_server_stand_in.serving("good", model[True]) as server:
         policy = policy_of(True, {"server_url": server.url, "timeout_s": 1.0})
         engine, update, resumed = engine_of(policy), server.update, threading.Event()
@@ -231,7 +231,7 @@ def test_a_pause_that_comes_too_late_is_taken_back(model):
 
 
 @pytest.mark.parametrize("error", [WorkerLostError, ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
-def test_a_server_goes_on_whatever_ends_a_refit_before_it_changes_anything(joined, monkeypatch, error):
+def test_server_resumes_if_a_refit_fails_before_changing_weights(joined, monkeypatch, error):
     server, policy, engine = joined
 
     def fails(weights):
@@ -248,7 +248,7 @@ def test_a_server_goes_on_whatever_ends_a_refit_before_it_changes_anything(joine
     assert engine.weight_version == 8
 
 
-def test_an_error_of_the_callers_callback_gives_the_requests_up(joined):
+def test_error_in_the_callers_callback_cancels_open_requests(joined):
     server, _, engine = joined
     data = prompts()
     events = server.events
@@ -319,7 +319,7 @@ def test_weights_by_nccl_as_vllms_engine_expects_them(by_nccl):
     assert moved.digest == by_hand.hexdigest()
 
 
-def test_nccl_that_fails_is_an_error_and_the_server_stays_paused(by_nccl, monkeypatch):
+def test_nccl_failure_is_an_error_and_the_server_stays_paused(by_nccl, monkeypatch):
     server, policy, engine, communicator = by_nccl
     engine.update_weights(policy.state_dict(), 0)
 
@@ -336,7 +336,7 @@ def test_nccl_that_fails_is_an_error_and_the_server_stays_paused(by_nccl, monkey
     assert server.paused and engine.weight_version is None
 
 
-def test_workers_that_do_not_come_are_an_error(by_nccl, monkeypatch):
+def test_server_workers_missing_from_the_rendezvous_are_an_error(by_nccl, monkeypatch):
     server, policy, engine, _ = by_nccl
 
     def alone(store, size, device, seconds):
@@ -348,7 +348,7 @@ def test_workers_that_do_not_come_are_an_error(by_nccl, monkeypatch):
     assert not server.paused
 
 
-def test_the_command():
+def test_server_command_has_the_options_of_the_policy():
     policy = policy_of(True, {"server_url": "http://10.0.0.7:8123", "precision": "bf16"}).config
     dev, path, *words = shlex.split(server_command(policy))
     assert (
@@ -376,7 +376,7 @@ SMALL = {
 @pytest.mark.parametrize(
     ("algorithm", "trainer"), [("grpo", "native"), ("ppo", "native"), ("grpo", "hf"), ("ppo", "hf")]
 )
-def test_a_run(algorithm, trainer, tmp_path):
+def test_run_with_a_running_vllm_server_trains(algorithm, trainer, tmp_path):
     """Two steps with a refit before each: digests, versions, scored batches; the server stays, with the last weights."""
     if trainer == "hf":
         pytest.importorskip("transformers")

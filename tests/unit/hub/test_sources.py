@@ -49,7 +49,7 @@ def cached_tokenizer(tmp_path):
 # -- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def test_unreachable_hub_is_one_sentence_within_seconds(tmp_path):
+def test_unreachable_hub_is_a_one_line_error_within_seconds(tmp_path):
     begin = time.monotonic()
     out = python(RESOLVE.format(name="Qwen/Qwen2.5-1.5B"), tmp_path, HF_ENDPOINT=CLOSED_PORT).stdout.strip()
     assert time.monotonic() - begin < 15
@@ -113,7 +113,7 @@ def refusing_hub():
 
 
 @pytest.mark.slow
-def test_gated_and_unknown_models(tmp_path, refusing_hub):
+def test_gated_and_unknown_models_give_specific_errors(tmp_path, refusing_hub):
     gated = python(RESOLVE.format(name="secret/model"), tmp_path, HF_ENDPOINT=refusing_hub).stdout
     assert "gated" in gated and "huggingface-cli login" in gated and "HF_TOKEN" in gated
     unknown = python(RESOLVE.format(name="no/model"), tmp_path, HF_ENDPOINT=refusing_hub).stdout
@@ -135,7 +135,7 @@ def test_a_hub_that_accepts_and_never_answers(tmp_path):
         silent.close()
 
 
-def test_a_cached_tokenizer_is_had_without_asking_the_hub(tmp_path):
+def test_cached_tokenizer_is_resolved_without_contacting_the_hub(tmp_path):
     """What a start asks before torch loads must not wait for a silent hub: the run itself asks it."""
     snapshot = cached_tokenizer(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -162,7 +162,7 @@ def test_local_paths(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_name_that_is_nearly_a_packaged_one_is_said(tmp_path, refusing_hub):
+def test_misspelt_packaged_model_name_gets_a_suggestion(tmp_path, refusing_hub):
     for hub in (CLOSED_PORT, refusing_hub):
         out = python(RESOLVE.format(name="smollm2-135m-instrct"), tmp_path, HF_ENDPOINT=hub).stdout.strip()
         assert out.endswith("; did you mean smollm2-135m-instruct?") and "\n" not in out
@@ -262,7 +262,7 @@ def small_gguf(tmp_path_factory):
     return folder / "small.gguf", expected
 
 
-def test_conversion_gives_the_weights_back(small_gguf, tmp_path):
+def test_gguf_conversion_restores_the_weights(small_gguf, tmp_path):
     from nemo_rl_cpp.hub.gguf_conversion import write_folder
     from safetensors.numpy import load_file
 

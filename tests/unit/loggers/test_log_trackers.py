@@ -86,7 +86,7 @@ def test_wandb_offline_and_its_resumption(tmp_path, monkeypatch):
         logger.log_metrics({"loss": 0.25}, 2, prefix="train")
 
 
-def test_mlflow(tmp_path, fake):
+def test_mlflow_receives_metrics_and_hyperparameters(tmp_path, fake):
     mlflow = fake("mlflow")
     section = {"experiment_name": "e", "run_name": "r", "tracking_uri": "sqlite:///x.db"}
     with Logger(config(tmp_path, mlflow_enabled=True, mlflow=section)) as logger:
@@ -195,7 +195,7 @@ NAMES = ["exact match (strict)", "größe", "長さ", "n" * 300, "a\nb", "\ud800
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_name_that_mlflow_refuses_is_replaced_and_the_row_is_there(tmp_path, mlflow):
+def test_names_that_mlflow_rejects_are_replaced_and_the_row_is_logged(tmp_path, mlflow):
     with Logger(config(tmp_path, mlflow_enabled=True)) as logger:
         logger.log_metrics({name: float(i) for i, name in enumerate(NAMES)} | {"loss": 0.5}, 1, prefix="train")
         logger.log_hyperparams({"env": {"exact match (strict)": 1}, "seed": 2})
@@ -233,7 +233,7 @@ def test_a_set_key_wins_over_a_trackers_variable_and_that_over_a_default(tmp_pat
 
 
 @pytest.mark.parametrize("proxied", [False, True])
-def test_a_server_that_does_not_answer_is_one_sentence(monkeypatch, proxied):
+def test_unreachable_mlflow_server_is_an_error_that_names_the_key(monkeypatch, proxied):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     if proxied:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which is not asked for this machine

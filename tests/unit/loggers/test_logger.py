@@ -84,7 +84,7 @@ def test_torch_values_are_numbers_in_the_files(tmp_path):
     assert events(tmp_path / "tensorboard") == [("train/loss", 1, 0.25), ("train/norm", 1, 2.0)]
 
 
-def test_tensorboard_skips_what_is_no_number_with_one_message(tmp_path, capsys):
+def test_tensorboard_skips_non_numeric_values_with_one_message(tmp_path, capsys):
     with Logger({"log_dir": str(tmp_path)}) as logger:
         for step in (1, 2):
             logger.log_metrics({"text": "hello", "list": [1, 2], "x": step}, step)
@@ -230,7 +230,7 @@ def test_a_resumed_run_logs_into_its_own_folder(tmp_path):
     assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, checkpoint) == str(logs)
 
 
-def test_a_folder_by_another_name_is_the_same_folder(tmp_path):
+def test_run_resumed_through_a_symlink_logs_into_the_same_folder(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "alias").symlink_to(tmp_path / "ck")
     assert get_experiment_dir(
@@ -238,7 +238,7 @@ def test_a_folder_by_another_name_is_the_same_folder(tmp_path):
     ) == str(logs)
 
 
-def test_moved_folders_are_still_the_run_s_own(tmp_path):
+def test_run_with_moved_folders_logs_into_its_own_folder(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "ck").rename(tmp_path / "ck_moved")
     (tmp_path / "logs").rename(tmp_path / "logs_moved")
@@ -248,7 +248,7 @@ def test_moved_folders_are_still_the_run_s_own(tmp_path):
     assert found == str(tmp_path / "logs_moved" / "exp_001")
 
 
-def test_a_run_from_a_copied_checkpoint_leaves_the_first_run_s_logs_alone(tmp_path, capsys):
+def test_run_from_a_copied_checkpoint_does_not_touch_the_first_runs_logs(tmp_path, capsys):
     """The folder that training_info.json names is never followed: neither into another log_dir nor within the same one."""
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     copy, link = tmp_path / "branch" / checkpoint.name, tmp_path / "linked" / checkpoint.name
@@ -262,7 +262,7 @@ def test_a_run_from_a_copied_checkpoint_leaves_the_first_run_s_logs_alone(tmp_pa
     assert f"holds the logs of {tmp_path / 'ck'}" in capsys.readouterr().out
 
 
-def test_another_run_s_folder_of_the_same_name_is_left_alone(tmp_path):
+def test_log_folder_of_a_different_run_is_not_reused(tmp_path):
     """Its owner is gone, but it is not this run's: its number is another one."""
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     _run_of(tmp_path / "gone", tmp_path / "logs2")
@@ -271,7 +271,7 @@ def test_another_run_s_folder_of_the_same_name_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("recorded", ["/etc", "../..", "exp_001/../../x", "", "exp_x", 7, None])
-def test_a_log_dir_that_is_no_experiment_s_gives_a_new_folder(tmp_path, recorded):
+def test_recorded_log_dir_that_is_no_experiment_folder_gives_a_new_folder(tmp_path, recorded):
     _, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": recorded}, checkpoint) == str(
         tmp_path / "logs" / "exp_002"
@@ -291,7 +291,7 @@ def test_cutting_back_removes_only_files_of_samples(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("train_data*")) == ["train_data_step1.jsonl", "train_data_step2.jsonl"]
 
 
-def test_event_files_of_other_runs_in_a_shared_folder_are_left_alone(tmp_path):
+def test_truncating_logs_keeps_event_files_of_other_runs_in_the_folder(tmp_path):
     """`logger.tensorboard.log_dir` may be one folder for many runs."""
     shared = tmp_path / "tb"
     config = {"tensorboard": {"log_dir": str(shared)}}

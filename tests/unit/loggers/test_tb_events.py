@@ -45,7 +45,7 @@ def test_files_of_tensorboardx_can_be_cut_back(tmp_path):
     assert [event.step for event in parse(tmp_path)] == [0, 0, 1, 2]
 
 
-def test_a_resumed_writer_goes_on_in_the_same_file(tmp_path):
+def test_resumed_writer_appends_to_the_same_event_file(tmp_path):
     for step in (1, 2):
         file = SummaryWriter(tmp_path)
         file.add_scalar("x", step, step)

@@ -11,7 +11,7 @@ def stages(path):
     return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
 
 
-def test_stages_lie_inside_their_step(tmp_path):
+def test_traced_stages_lie_within_their_step(tmp_path):
     timer, trace = Timer(), ChromeTrace(tmp_path / "logs" / "trace.json", "GRPO tiny")
     timer.subscribe(trace)
     before = time.time() * 1e6
@@ -47,7 +47,7 @@ def test_a_busy_stage_and_an_idle_one(tmp_path):
     assert busy["args"]["rss_gb"] > 0
 
 
-def test_threads_that_end_at_once_have_lines_of_their_own(tmp_path):
+def test_concurrent_threads_get_separate_trace_lines(tmp_path):
     timer, trace = Timer(), ChromeTrace(tmp_path / "trace.json")
     timer.subscribe(trace)
     barrier = threading.Barrier(3, timeout=60)

@@ -23,13 +23,13 @@ def test_performance_metrics_by_hand():
     )
 
 
-def test_the_rate_of_generation_counts_what_was_made():
+def test_generation_rate_counts_all_generated_tokens():
     timing = {"total_step_time": 10.0, "generation": 4.0}
     metrics = performance_metrics(timing, num_samples=64, total_num_tokens=1200, num_rollout_tokens=3600)
     assert metrics["generation_tokens_per_sec"] == 900.0 and metrics["tokens_per_sec"] == 120.0
 
 
-def test_groups_of_one_are_compared_with_nothing():
+def test_groups_of_one_are_excluded_from_group_comparisons():
     assert group_reward_metrics([1, 0, 0], [0, 1, 2]) == {"groups/num": 3.0}
     metrics = group_reward_metrics([1, 1, 0, 0], [0, 0, 1, 2])
     assert metrics["groups/num"] == 3.0 and metrics["groups/pct_equal"] == 100.0 and metrics["groups/pct_mixed"] == 0.0

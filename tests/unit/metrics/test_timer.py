@@ -56,7 +56,7 @@ def test_step_accounts_for_its_time_without_counting_nested_stages_twice(clock):
     assert timer.step_timing_metrics() == {"total_step_time": 0.0, "accounted_share": 1.0}
 
 
-def test_observers_hear_outermost_stages_at_depth_zero():
+def test_observers_receive_outermost_stages_with_depth_zero():
     heard = []
 
     class Observer:
@@ -83,7 +83,7 @@ def test_convert_to_seconds():
             convert_to_seconds(bad)
 
 
-def test_timeout_says_so_exactly_once(clock):
+def test_timeout_is_reported_exactly_once(clock):
     checker = TimeoutChecker("00:00:01:00")
     clock.wait(59)
     assert not checker.check_save()

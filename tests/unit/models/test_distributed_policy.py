@@ -90,7 +90,7 @@ def two(tokenizer, overrides, forked_workers):
     cluster.shutdown()
 
 
-def test_results_are_those_of_one_process(one, two):
+def test_two_processes_give_the_results_of_one(one, two):
     data = batch()
     alone, together = one.get_logprobs(data)["logprobs"], two.get_logprobs(data)["logprobs"]
     assert torch.equal(alone, together) and float(alone.abs().sum()) > 0
@@ -102,7 +102,7 @@ def test_results_are_those_of_one_process(one, two):
     assert one.checkpoint_bytes(True) == two.checkpoint_bytes(True) and one.learning_rate == two.learning_rate
 
 
-def test_one_wrong_logprob_is_judged_for_all_ranks(one, two):
+def test_one_inexact_logprob_has_the_same_effect_on_all_ranks(one, two):
     """Of the first global batch: every later sample is scored again, whichever rank has it."""
     logprobs = one.get_logprobs(batch())["logprobs"]
     for sample in (0, 8, 15):
@@ -142,7 +142,7 @@ def test_a_batch_without_a_finite_gradient_is_named_and_kept(one, two, tmp_path,
 @pytest.mark.parametrize(
     "overrides", [(BESIDE,), (SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["beside", "one block", "in turns"]
 )
-def test_training_goes_on_after_one_rank_fails_and_another_has_no_backward(one, two, overrides):
+def test_training_continues_after_one_rank_fails_while_one_has_no_backward(one, two, overrides):
     """The failed rank has begun its sum; the other one has not."""
     data = batch()
     count, in_turns = two.config.gradient_blocks, two.config.shards_gradients
@@ -174,7 +174,7 @@ class FailsBefore(NamedLoss):
 @pytest.mark.parametrize(
     "overrides", [(SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["one block", "in turns"]
 )
-def test_training_goes_on_after_a_rank_has_failed_before_its_first_micro_batch(one, two, tmp_path, overrides):
+def test_training_continues_after_a_rank_failed_before_its_first_micro_batch(one, two, tmp_path, overrides):
     with pytest.raises(ValueError, match="this rank cannot say"):
         two.train(batch(), FailsBefore(tmp_path / "claimed"))
     for policy in (one, two):
@@ -182,7 +182,7 @@ def test_training_goes_on_after_a_rank_has_failed_before_its_first_micro_batch(o
     assert one.weight_digest() == two.weight_digest()
 
 
-def test_a_full_disk_is_the_writers_error_and_nobody_is_ended(two, tmp_path):
+def test_failed_checkpoint_write_raises_and_all_ranks_stay_usable(two, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError) as caught:
         two.save_checkpoint(tmp_path / "file" / "weights", tmp_path / "optimizer")

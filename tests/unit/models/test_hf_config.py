@@ -28,7 +28,7 @@ QWEN = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def test_both_formats_are_one_and_other_keys_stay():
+def test_both_config_formats_have_one_canonical_form_and_other_keys_stay():
     four = TINY_CONFIG | {
         "rope_theta": 500.0,
         "rope_scaling": {"type": "linear", "factor": 2},
@@ -48,7 +48,7 @@ def test_both_formats_are_one_and_other_keys_stay():
     assert form["eos_token_id"] == [1, 2] and form["my_own"] is None and form["attention_bias"] is False
 
 
-def test_what_is_left_out_is_what_transformers_takes():
+def test_omitted_config_values_default_as_in_transformers():
     assert canonical_config({"model_type": "llama"})["max_position_embeddings"] == 2048
     qwen = canonical_config(QWEN)
     assert (qwen["num_key_value_heads"], qwen["head_dim"], qwen["rms_norm_eps"], qwen["max_position_embeddings"]) == (
@@ -61,7 +61,7 @@ def test_what_is_left_out_is_what_transformers_takes():
     assert canonical_config(QWEN | {"num_key_value_heads": None})["num_key_value_heads"] == 32
 
 
-def test_overrides_change_sizes_that_others_follow():
+def test_overrides_update_dependent_sizes():
     form = canonical_config(
         {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
         {"hidden_size": 128, "num_key_value_heads": None},
@@ -136,7 +136,7 @@ def changes(old, new):
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 10000, "rope_type": "default"}}, []),
     ],
 )
-def test_what_differs_between_two_models(changed, said):
+def test_architecture_changes_between_two_models_are_listed(changed, said):
     assert sorted(changes(TINY_CONFIG, TINY_CONFIG | changed)) == sorted(said)
     assert (architecture(TINY_CONFIG) == architecture(TINY_CONFIG | changed)) is not bool(said)
 
@@ -174,12 +174,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, [0, 0], 768),
     ],
 )
-def test_windows_of_the_layers_and_how_long_a_sequence_may_be(config, windows, positions):
+def test_layer_windows_and_maximum_length_are_read_from_the_config(config, windows, positions):
     form = canonical_config(config | {"head_dim": 16})
     assert [window for window, _ in native_config(form)["layers"]] == windows and max_positions(form) == positions
 
 
-def test_layers_without_rotary_embeddings_and_with_a_table_of_their_own():
+def test_each_layer_gets_its_rotary_table_or_none():
     tables = lambda config: [table for _, table in native_config(QWEN | {"hidden_size": 256} | config)["layers"]]  # noqa: E731
     assert tables({"model_type": "smollm3"}) == [0, 0, 0, None]
     assert tables({"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]}) == [None, 0, 0, None]
@@ -189,7 +189,7 @@ def test_layers_without_rotary_embeddings_and_with_a_table_of_their_own():
     assert (full[0][1], local[0][1]) == pytest.approx((9**-0.25, 4**-0.25))
 
 
-def test_layers_with_experts_and_how_they_are_written():
+def test_expert_layers_and_their_tensor_names_follow_the_config():
     config = QWEN | {
         "model_type": "qwen2_moe",
         "hidden_size": 256,
@@ -205,7 +205,7 @@ def test_layers_with_experts_and_how_they_are_written():
     assert canonical_config(config)["num_experts"] == 6 and "num_local_experts" not in canonical_config(config)
 
 
-def test_longrope_takes_the_table_of_the_longest_sequence():
+def test_longrope_chooses_its_table_by_the_longest_sequence():
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = QWEN | {"model_type": "phi3", "hidden_size": 256, "rope_scaling": scaling, "max_position_embeddings": 8192}
     short, factor = native_config(config, max_length=4096)["ropes"][0]
@@ -231,7 +231,7 @@ def test_longrope_takes_the_table_of_the_longest_sequence():
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is .1.0., but a list of 4 numbers"),
     ],
 )  # fmt: skip
-def test_what_layers_cannot_do_is_refused_by_its_key(config, sentence):
+def test_unsupported_layer_settings_are_rejected_by_key(config, sentence):
     with pytest.raises(ModelFolderError, match=sentence):
         native_config(QWEN | {"hidden_size": 256} | config)
 
@@ -253,7 +253,7 @@ def test_what_layers_cannot_do_is_refused_by_its_key(config, sentence):
         ),
     ],
 )
-def test_what_its_user_may_not_expect_is_said(keys, remark):
+def test_surprising_config_settings_give_a_remark(keys, remark):
     said = list(config_remarks(TINY_CONFIG | keys))
     assert said == [] if remark is None else [text for text in said if remark in text] == said != []
 
@@ -276,7 +276,7 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
                                  "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings", "quantization_config", "no_rope_layers",
                                  "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "final_logit_softcapping", "residual_multiplier", "num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
                                  "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "output_router_logits"])  # fmt: skip
-def test_any_value_is_taken_or_refused_in_words(key):
+def test_any_config_value_is_accepted_or_rejected_with_a_message(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
         for arguments in (

@@ -46,7 +46,7 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_ten_steps_are_those_of_the_native_trainer(name, llama):
+def test_ten_hf_steps_match_the_native_trainer(name, llama):
     native, ours = make(Policy, model_name=llama), hf_policy(model_name=llama)
     loss = ClippedPGLossFn(ClippedPGLossConfig(**LOSSES[name]))
     start = {k: v.clone() for k, v in ours.state_dict().items()}
@@ -91,7 +91,7 @@ def test_filters_score_as_the_native_trainer(llama):
 
 
 @pytest.mark.parametrize("model_type", ["llama", *FIVE, "gemma2"])
-def test_packed_samples_are_kept_apart(model_type):
+def test_packed_samples_give_the_gradients_of_single_samples(model_type):
     """The gradient of packed rows is that of padded ones and that of samples one by one; sliding windows too."""
     window = {"sliding_window": 3} if model_type == "gemma2" else {}
     gradients, logprobs, data = {}, {}, batch(1)
@@ -153,7 +153,7 @@ def test_bfloat16_has_float32_masters():
 @pytest.mark.parametrize(
     ("model_type", "precision"), [("gemma", "float32"), ("mixtral", "bfloat16"), ("gpt_neox", "float32")]
 )
-def test_a_checkpoint_goes_on_to_the_same_bits(model_type, precision, tmp_path):
+def test_hf_checkpoint_resumes_bit_identically(model_type, precision, tmp_path):
     """And loads in transformers, with the same log-probabilities."""
     from transformers import AutoModelForCausalLM
 
@@ -208,7 +208,7 @@ def test_a_critic_of_any_architecture_is_saved_and_read_again(model_type, tmp_pa
     assert again.weight_digest() == value.weight_digest()
 
 
-def test_a_native_critic_goes_on_in_transformers(llama, tmp_path):
+def test_native_critic_checkpoint_loads_in_the_hf_backend(llama, tmp_path):
     native = make(Value, ValueConfig, model_name=llama)
     native.train(batch(), VALUE_LOSS)
     native.save_checkpoint(tmp_path / "weights")
@@ -254,7 +254,7 @@ def test_a_model_that_only_generates_keeps_its_buffers(llama):
 
 
 @pytest.mark.parametrize("model_type", ["phi", "gpt_neox"])
-def test_a_critic_begins_with_the_body_of_a_language_model(model_type, tmp_path):
+def test_critic_is_initialized_with_the_body_of_a_language_model(model_type, tmp_path):
     hf_policy(model_type).save_checkpoint(tmp_path / "weights")
     critic = hf_value(model_name=str(tmp_path / "weights"))
     policy = hf_policy(model_name=str(tmp_path / "weights"))

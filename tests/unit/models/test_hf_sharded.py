@@ -98,7 +98,7 @@ def test_two_ranks_train_as_one_process_does(way, cluster, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_checkpoint_is_anybodys(precision, cluster, tmp_path):
+def test_checkpoint_is_the_same_for_any_number_of_ranks(precision, cluster, tmp_path):
     """Saved by two ranks, read by one process and by two: the same weights, moments and masters, and the same files."""
     one, two = both(cluster, "olmo", precision=precision)
     two.train(batch(0), loss())

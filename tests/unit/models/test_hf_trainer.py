@@ -54,7 +54,7 @@ def reference(module, picked, scoring):
 @pytest.mark.parametrize(
     "scoring", [Scoring(), Scoring(0.7), Scoring(0.9, 0.8, 9)], ids=["plain", "temperature", "filtered"]
 )
-def test_chunks_change_nothing(chunk, scoring):
+def test_chunk_size_does_not_change_the_results(chunk, scoring):
     module, picked = Head(), rows()
     got = outputs_of(module, picked, scoring, unfiltered=True, chunk=chunk)
     expected, raw = reference(module, picked, scoring)
@@ -73,7 +73,7 @@ def test_chunks_change_nothing(chunk, scoring):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_tape_holds_the_logits_alone(dtype):
+def test_autograd_tape_saves_only_the_logits(dtype):
     """Neither float32 copies of them, nor their softmax."""
     module, kept = Head(dtype), []
 

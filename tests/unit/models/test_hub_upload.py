@@ -55,7 +55,7 @@ def test_a_name_without_an_organisation_is_the_users(run_folder):
     assert client.calls[0][2]["private"] is False and client.calls[1][1]["commit_message"] == "first"
 
 
-def test_a_refusal_is_one_sentence(run_folder):
+def test_rejected_upload_is_a_one_line_error(run_folder):
     with pytest.raises(UploadError, match="^the upload to org/model failed: .*RuntimeError: .*log in with") as caught:
         push_to_hub(run_folder, "org/model", client=Client(401))
     assert "\n" not in str(caught.value)
@@ -76,7 +76,7 @@ def test_a_folder_without_a_model(tmp_path):
         push_to_hub(tmp_path, "org/model", private="no", client=Client())
 
 
-def test_without_a_token_nothing_is_asked(run_folder, monkeypatch):
+def test_upload_without_a_hub_token_is_an_error_before_any_request(run_folder, monkeypatch):
     monkeypatch.setattr(hub_upload, "can_push", lambda: False)
     with pytest.raises(UploadError, match="nothing was uploaded, since this machine has no token of the hub"):
         push_to_hub(run_folder, "org/model")

@@ -95,7 +95,7 @@ def adapted(lora, folder, seed=3, weights=None, model_seed=0):
     [("./base", "{0}/base"), ("base", "{0}/base"), ("~/base", "{0}/base"), ("{0}/base/../base", "{0}/base"), ("Org/base", "Org/base"),
      ("smollm2-135m-instruct", "{0}/cache/models/smollm2-135m-instruct"), ("tiny-random", None)],
 )  # fmt: skip
-def test_a_saved_adapter_names_a_base_that_is_found_from_elsewhere(tmp_path, monkeypatch, name, base):
+def test_saved_adapter_names_its_base_independent_of_the_working_folder(tmp_path, monkeypatch, name, base):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "cache"))
@@ -127,7 +127,7 @@ def test_a_is_drawn_from_the_seed_and_b_is_zero(init):
     assert plain.digest() == model.digest()
 
 
-def test_slices_begin_with_their_part_of_the_same_adapters():
+def test_tensor_parallel_slices_hold_their_part_of_the_same_adapter():
     folder = tiny_random({**SIZES, "vocab_size": 4096})
     lora = lora_of(folder)
     whole = adapted(lora, folder)
@@ -139,7 +139,7 @@ def test_slices_begin_with_their_part_of_the_same_adapters():
             assert (spec.split == 1 and spec.begin == rank * spec.shape[1]) if is_split else spec.shape == spec.whole
 
 
-def test_a_saved_adapter_is_read_to_the_bit_and_refused_for_another(tmp_path):
+def test_saved_adapter_is_restored_exactly_and_rejected_for_different_settings(tmp_path):
     folder = tiny_random(SIZES)
     lora = lora_of(folder)
     model = adapted(lora, folder)

@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_loading_says_it_once(folder, capsys):
+def test_loading_a_model_folder_warns_once(folder, capsys):
     open_model_folder(str(folder))
     said = capsys.readouterr().err
     assert said.count("warning: ") == 1 and "model.safetensors counts" in said
@@ -34,7 +34,7 @@ def test_loading_says_it_once(folder, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_what_the_check_said_is_not_repeated(folder, capsys):
+def test_loading_does_not_repeat_warnings_of_the_check(folder, capsys):
     config = load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={folder}", "~policy.hf_config_overrides"])
     assert any("model.safetensors counts" in finding.message for finding in model.check(config))
     open_model_folder(str(folder))
@@ -51,7 +51,7 @@ def train(path):
     [nemo_rl_cpp.load, nemo_rl_cpp.TextGenerator, load_model, open_model_folder, lambda path: open_frozen(path, "float32", device="cpu"), train],
     ids=["load", "generate", "serve", "open", "hf", "train"],
 )  # fmt: skip
-def test_an_adapter_beside_the_model_is_refused_by_every_reader(folder, file, read):
+def test_model_folder_with_an_adapter_file_is_rejected_by_every_reader(folder, file, read):
     (folder / file).write_text("{}")
     with pytest.raises(ValueError, match=rf"holds {file}, an adapter, .* or remove {file} to use the model without it"):
         read(str(folder))

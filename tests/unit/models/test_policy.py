@@ -72,7 +72,7 @@ def test_reused_and_recomputed_old_logprobs_give_identical_weights(precision, gb
         assert reused.weight_digest() == recomputed.weight_digest()
 
 
-def test_generation_that_is_not_exact_is_counted_and_falls_back():
+def test_inexact_generation_is_counted_and_old_logprobs_are_recomputed():
     wrong, right = make_policy(), make_policy(reuse_generation_logprobs="never")
     data = make_data(wrong)
     prev = wrong.get_logprobs(data)["logprobs"]
@@ -111,7 +111,7 @@ def test_activations_are_kept_once_both_passes_have_agreed():
     assert policy.model.max_kept_bytes > 1e6  # a quarter of what is free
 
 
-def test_activations_are_kept_where_a_quarter_of_the_memory_holds_a_step(monkeypatch):
+def test_activations_are_kept_if_a_step_fits_a_quarter_of_the_free_memory(monkeypatch):
     policy = make_policy()
     data = make_data(policy)
     groups = [
@@ -282,7 +282,7 @@ def test_bfloat16_moments_descend_as_float32_ones_do():
     assert 0 < (ends[0] - ends[1]).norm() < 0.02 * ends[0].norm()
 
 
-def test_an_adapter_of_an_earlier_save_does_not_stay_beside_weights_without_one(tmp_path):
+def test_saving_without_lora_removes_the_adapter_of_an_earlier_save(tmp_path):
     make_policy(dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4}}).save_checkpoint(tmp_path)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     make_policy().save_checkpoint(tmp_path)
@@ -312,7 +312,7 @@ def test_the_reference_stays_at_the_initial_weights():
     assert not torch.equal(before, policy.get_logprobs(data)["logprobs"])
 
 
-def test_the_section_may_be_a_dictionary():
+def test_policy_accepts_its_section_as_a_dictionary():
     section = {
         "model_name": "tiny-random",
         "precision": "float32",

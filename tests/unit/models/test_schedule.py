@@ -71,7 +71,7 @@ def test_megatron_warms_up_and_decays(style, at_six, at_twelve):
     assert decays[5] == pytest.approx(0.1) and decays[12] == pytest.approx(0.2)
 
 
-def test_weight_decay_takes_the_whole_run_and_a_decay_without_length_too():
+def test_weight_decay_and_a_decay_of_unset_length_span_the_whole_run():
     ours, whole = (
         MegatronLearningRate(megatron("linear"), 20),
         MegatronLearningRate(megatron("linear", lr_decay_iters=None), 20),

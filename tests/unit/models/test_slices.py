@@ -69,7 +69,7 @@ def test_bfloat16_sums_are_rounded_once(cluster, model):
         assert close(first["grads"][name], gradient, 4e-2), name
 
 
-def test_float64_agrees_to_its_own_rounding(cluster):
+def test_float64_slices_agree_within_float64_rounding(cluster):
     alone, (first, _) = both(cluster, "qwen3_head_norms", torch.float64)
     assert close(first["logprobs"], alone["logprobs"], 1e-13)
     assert all(close(first["grads"][name], gradient, 1e-12) for name, gradient in alone["grads"].items())
@@ -88,7 +88,7 @@ def refused(model, count, **overrides):
     return str(caught.value)
 
 
-def test_what_cannot_be_cut_is_named():
+def test_models_that_cannot_be_sliced_are_rejected_with_the_reason():
     key = "policy.dtensor_cfg.tensor_parallel_size is"
     assert refused("llama_gqa", 4).startswith(
         f"{key} 4, but the model has 2 key/value heads (num_key_value_heads), which 4 processes"

@@ -94,7 +94,7 @@ def test_gradients_do_not_depend_on_the_split():
         assert (grads - reference).norm() <= 1e-6 * reference.norm(), name
 
 
-def test_gradients_are_those_of_finite_differences():
+def test_critic_gradients_match_finite_differences():
     value = with_a_head(Value(None, make_value().config.model_copy(update={"precision": "float64"}), None, seed=1))
     data = {k: v.double() if v.is_floating_point() else v for k, v in make_data(value).items()}
     data["values"] = data["values"] + 0.15  # both branches of the clip
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_finite_differences():
         )
 
 
-def test_it_learns_values():
+def test_critic_learns_the_returns():
     value = make_value()
     data = make_data(value)
     data["returns"] = data["input_ids"].roll(1, 1).float() / 14  # known from the token before

@@ -32,7 +32,7 @@ def test_every_tensor_has_the_bytes_that_were_saved(tmp_path):
     assert set(seen) == set(saved) and all(torch.equal(seen[name], saved[name]) for name in saved)
 
 
-def test_shards_are_read_one_after_another(tmp_path):
+def test_weight_shards_are_read_in_order_and_a_missing_one_is_an_error(tmp_path):
     parts = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.zeros(3)}}
     for file, content in parts.items():
         save_file(content, tmp_path / file)
@@ -62,7 +62,7 @@ def fill(shapes, given):
     return set(put)
 
 
-def test_what_does_not_fit_is_named():
+def test_error_lists_missing_misshaped_and_unexpected_tensors():
     with pytest.raises(
         ValueError,
         match=r"the weights in folder do not fit its config.json: missing: b; of the wrong shape: a is \[2\], expected \[3\]; unexpected: c",
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_named():
         fill({"a": [3], "b": [1]}, {"a": [2], "c": [1]})
 
 
-def test_what_may_differ():
+def test_head_and_known_extra_tensors_may_be_absent_or_unused():
     assert fill({"model.a": [3]}, {"a": [3], "lm_head.weight": [9], "x.rotary_emb.inv_freq": [4]}) == {"model.a"}
     assert fill({"a": [3], "score.weight": [1]}, {"a": [3]}) == {"a"}
     with pytest.raises(ValueError, match="missing: lm_head.weight"):
@@ -88,7 +88,7 @@ def test_tied_weights_may_have_their_name_in_the_head():
 
 @pytest.mark.parametrize("one", ["F64", "F32", "F16", "BF16"])
 @pytest.mark.parametrize("other", ["F32", "BF16"])
-def test_a_head_is_compared_by_its_numbers(one, other, tmp_path):
+def test_head_is_compared_with_the_embedding_by_value_across_dtypes(one, other, tmp_path):
     numbers = torch.arange(-8.0, 8.0).reshape(8, 2)  # exact in every dtype
     for changed in (False, True):
         head = numbers.clone()
@@ -100,7 +100,7 @@ def test_a_head_is_compared_by_its_numbers(one, other, tmp_path):
         assert head_differs(tmp_path) is changed
 
 
-def test_headers_alone_tell_what_loading_would(tmp_path):
+def test_tensor_shapes_are_checked_from_file_headers(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     check_parameters(tmp_path, {"a": [2]})
     with pytest.raises(ModelFolderError, match=r"wrong shape: a is \[2\], expected \[3\]"):

@@ -80,7 +80,7 @@ def test_equal_rewards_have_no_spread_whatever_their_value():
             assert not ops.grpo_advantages(torch.full((7,), value), *stats, normalize=True).any()
 
 
-def test_groups_come_from_equal_prompts():
+def test_group_ids_are_derived_from_equal_prompts():
     prompts = torch.tensor([[1, 2, 0], [1, 2, 3], [1, 2, 0], [4, 4, 4]])
     assert ops.group_ids_from_prompts(prompts).tolist() == [0, 1, 0, 3]
 
@@ -306,7 +306,7 @@ def test_without_padding_every_row_has_the_same_bits():
         ([0, 3], 3, r"offsets have shape \[2\]; expected int64 \[3\]"), (None, 3, r"expected \[B, S\]"),
     ],
 )  # fmt: skip
-def test_offsets_that_do_not_fit_are_said(offsets, tokens, words):
+def test_inconsistent_offsets_are_rejected(offsets, tokens, words):
     given = None if offsets is None else torch.tensor(offsets)
     with pytest.raises(ValueError, match=words):
         ops.raw_reward(torch.ones(2), torch.ones(tokens), normalize=True, offsets=given)

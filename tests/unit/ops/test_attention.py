@@ -249,7 +249,7 @@ def test_later_tokens_do_not_matter_even_when_not_a_number(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_copied_block_serves_a_second_sequence(dtype):
+def test_copied_cache_block_can_be_continued_by_a_second_sequence(dtype):
     """Copy-on-write of a prompt's last block: both continue as if alone."""
     shape, prompt, more = (9, 3, 64), 45, 30
     heads = heads_of(shape)

@@ -77,7 +77,7 @@ def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit, win
         assert relative_gap(got[:, columns], torch.from_numpy(want[:, columns])) <= limit
 
 
-def test_bfloat16_errs_by_its_rounding():
+def test_bfloat16_error_is_within_rounding():
     """Whatever is rounded on the way (the softmax's weights, P, dS and d_out, where pairs are multiplied), errors stay those of bfloat16."""
     n, k, h = shape = (6, 2, 64)
     sequences = [(0, 150, 0, 0), (150, 60, 0, 33)]

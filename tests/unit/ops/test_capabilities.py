@@ -132,11 +132,11 @@ def test_generation_equals_training(capability, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_amx_or_its_permission_the_best_vectors_are_taken():
+def test_best_vector_instructions_are_used_without_amx():
     assert used_where("amx") in ("amx", used_where("avx512_bf16"))
 
 
-def test_an_unknown_set_is_said(monkeypatch):
+def test_unknown_cpu_capability_is_rejected(monkeypatch):
     monkeypatch.setenv("NEMO_RL_CPU_CAPABILITY", "avx1024")
     with pytest.raises(ValueError, match="NEMO_RL_CPU_CAPABILITY is 'avx1024', but must be one of base, avx2"):
         _native._load()

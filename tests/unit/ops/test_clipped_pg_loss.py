@@ -106,7 +106,7 @@ def test_dual_clip_by_hand():
     assert r.grad_logprobs[0].tolist() == pytest.approx([0.0, 2.0], rel=1e-7)
 
 
-def test_gspo_beside_a_token_without_an_old_probability():
+def test_gspo_handles_a_token_with_zero_old_probability():
     """A row's ratio that is infinite counts at its valid tokens alone: a masked one stays 0, not 0 * inf."""
     data = {
         "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
@@ -352,7 +352,7 @@ def test_expanded_advantages_and_integer_masks_are_accepted():
     assert torch.equal(fn.native(x, data, 3.0, 30.0).grad_logprobs, plain.grad_logprobs)
 
 
-def test_nothing_valid_gives_zero():
+def test_loss_is_zero_if_no_token_is_valid():
     x, data = random_batch(8, 3, 20)
     data["sample_mask"] = torch.zeros(3)
     r = ClippedPGLossFn(ClippedPGLossConfig()).native(x, data, 0.0, 0.0)

@@ -34,7 +34,7 @@ def test_linear_forward_agrees_with_float64(dtype, K):
 
 @pytest.mark.parametrize("K", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype, K):
+def test_row_of_a_product_has_the_same_bits_alone_and_in_a_batch(dtype, K):
     x, w, bias = tensors(70, 70, K, dtype)
     before = torch.get_num_threads()
     try:
@@ -73,7 +73,7 @@ def test_many_rows_have_the_bits_of_few(dtype, M, N, K):
 
 
 @pytest.mark.parametrize("rows", [1, 40, 400])
-def test_nothing_to_sum_leaves_bias_and_what_is_added_to(rows):
+def test_empty_inner_dimension_gives_bias_plus_the_accumulated_output(rows):
     x, w, bias, y = torch.empty(rows, 0), torch.empty(50, 0), torch.arange(50.0), torch.full((rows, 50), 3.0)
     assert torch.equal(product(x, w), torch.zeros(rows, 50))
     assert torch.equal(product(x, w, bias, y), y + bias)
@@ -103,7 +103,7 @@ def test_float32_sums_are_one_chain_in_ascending_order(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_x_may_be_packed_in_several_goes(dtype):
+def test_product_is_the_same_if_rows_are_packed_in_several_passes(dtype):
     """So many rows of so many terms that they do not fit into the memory for packed rows at once."""
     x, w, _ = tensors(700, 200, 16384, dtype)
     whole = product(x, w)

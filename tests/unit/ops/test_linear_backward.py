@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype, out):
         assert torch.equal(dx, found[0][0]) and torch.equal(dw, found[0][1])
 
 
-def test_rows_that_stay_packed_are_those_of_this_product():
+def test_packed_rows_are_not_reused_by_the_next_product():
     """Equal shapes in turn: what a thread has packed for one product must not serve the next."""
     first, second, w = (
         drawn(60, 40, dtype=torch.float32),
@@ -74,7 +74,7 @@ def test_rows_that_stay_packed_are_those_of_this_product():
     assert torch.equal(results[0], -results[1])
 
 
-def test_columns_of_a_wider_matrix_and_nothing_to_sum():
+def test_input_gradient_writes_only_its_columns_and_zeros_for_an_empty_sum():
     dy, w, wide = drawn(9, 30, dtype=torch.float32), drawn(30, 50, dtype=torch.float32), torch.zeros(9, 80)
     C.linear_backward_input(dy[:, 5:20], w[5:20], wide[:, 10:60], False)
     assert_close(wide[:, 10:60], dy[:, 5:20].double() @ w[5:20].double(), 2e-6)

@@ -226,7 +226,7 @@ def test_sampled_rows_score_the_same_and_follow_the_distribution(rule):
     assert torch.allclose(logprobs[same], cpu_logprobs[same], atol=1e-4)
 
 
-def test_greedy_rows_and_rows_that_are_not_finite():
+def test_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_rows():
     logits = randn(3, 50, dtype=torch.float32)
     logits[0, 7] = logits[0, 9] = 9.0
     logits[1, 3] = float("nan")

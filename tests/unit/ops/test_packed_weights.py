@@ -98,7 +98,7 @@ def special(kind):
     [("zeros of both signs", True), ("subnormals", True), ("smaller than what fits", True), ("many small ones in one block", True), ("one in the last place", True),
      ("all equal", True), ("all zero", True), ("powers of two from end to end of what fits", True), ("the largest", False)],
 )  # fmt: skip
-def test_weights_of_any_kind_come_back_as_they_are(kind, fits):
+def test_packed_weights_reproduce_values_of_any_kind_exactly(kind, fits):
     """Rows of x with a single 1 in them: a product is a weight, so that every one is seen alone."""
     w = special(kind)
     packed, one = pack(w), torch.eye(64).bfloat16()
@@ -114,7 +114,7 @@ def test_weights_of_any_kind_come_back_as_they_are(kind, fits):
 
 
 @PACKS
-def test_they_are_used_only_where_they_hold_this_very_matrix():
+def test_packed_weights_are_used_only_for_the_matrix_they_hold():
     w = normal(64, 64, seed=5)
     packed = pack(w)
     x, expected = normal(2, 64), forward(normal(2, 64), w)
@@ -146,7 +146,7 @@ def test_they_are_used_only_where_they_hold_this_very_matrix():
 
 @pytest.mark.parametrize("shape,dtype,gated", [((48, 64), torch.bfloat16, False), ((32, 64), torch.bfloat16, True), ((64, 60), torch.bfloat16, False),
                                                ((64, 64), torch.float32, False), ((0, 64), torch.bfloat16, False)])  # fmt: skip
-def test_what_cannot_be_packed_is_left_as_it_is(shape, dtype, gated):
+def test_unsupported_matrices_are_not_packed(shape, dtype, gated):
     w = torch.ones(shape, dtype=dtype)
     packed = pack(w, gated)
     assert not packed.holds(w) and packed.bytes == 0

@@ -83,7 +83,7 @@ def test_trailing_singleton_and_micro_batches():
     assert float(whole) == pytest.approx(float(sum(parts)), rel=1e-12)
 
 
-def test_nothing_valid_and_nonfinite():
+def test_value_loss_is_zero_without_valid_tokens_and_locates_non_finite_values():
     data = {
         "returns": torch.zeros(2, 3),
         "values": torch.zeros(2, 3),

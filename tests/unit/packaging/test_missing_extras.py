@@ -93,7 +93,7 @@ print(sorted(set(hidden.asked)))
 
 
 @pytest.mark.slow
-def test_a_native_run_asks_for_none_of_them(tmp_path, pytestconfig):
+def test_native_run_imports_no_optional_package(tmp_path, pytestconfig):
     tests = str(pytestconfig.rootpath / "tests")
     code = NATIVE_RUN.format(tests=tests, names=EVERYTHING, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

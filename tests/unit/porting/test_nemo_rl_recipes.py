@@ -128,7 +128,7 @@ def reason_of(key):
 
 
 @pytest.mark.slow
-def test_most_recipes_load_as_they_stand(walk, capsys):
+def test_most_nemo_rl_recipes_load_unchanged(walk, capsys):
     refused = Counter()
     for _name, error in walk.items():
         if isinstance(error, ConfigError):
@@ -144,7 +144,7 @@ def test_most_recipes_load_as_they_stand(walk, capsys):
 
 
 @pytest.mark.slow
-def test_what_is_refused_is_refused_by_a_known_reason(walk):
+def test_rejected_recipes_are_rejected_for_a_known_reason(walk):
     unknown = {
         f"{name}: {problem}" for name, error in walk.items() if isinstance(error, ConfigError) for problem in error.problems
         if reason_of(problem.key) not in REASONS
@@ -152,7 +152,7 @@ def test_what_is_refused_is_refused_by_a_known_reason(walk):
     assert unknown == set()
 
 
-def test_nothing_that_changes_results_is_among_those_that_load(walk):
+def test_recipes_with_unsupported_result_changing_features_do_not_load(walk):
     for name in loaded(walk):
         assert not any(
             word in name for word in ("fp8", "nvfp4", "megatron-lora", "async", "eagle", "single_controller")

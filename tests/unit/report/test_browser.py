@@ -85,7 +85,7 @@ def test_the_page_draws_answers_and_saves_without_an_error_or_a_request(browser,
     assert browser.errors == [] and all(address.startswith(("file:", "data:", "blob:")) for address in browser.requests)
 
 
-def test_siblings_stand_together_with_truth_and_coloured_tokens(browser, run):
+def test_report_shows_group_responses_with_ground_truth_and_token_colours(browser, run):
     browser.open(write(run, "finished").path)
     sample = browser.ask(
         "(() => { const s = document.querySelector('.sample'); return { truth: s.querySelector('.truth code').textContent,"
@@ -137,7 +137,7 @@ def test_a_running_page_follows_the_run_and_keeps_the_readers_place(browser, run
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_nothing_is_wider_than_the_window(browser, run, tmp_path, width):
+def test_report_pages_fit_the_width_of_the_window(browser, run, tmp_path, width):
     synthetic_run.write_run(tmp_path / "a_second_run_with_a_long_name", steps=12, seed=3)
     page = tmp_path / "compare.html"
     page.write_text(compare_runs([run, tmp_path / "a_second_run_with_a_long_name"]).page())

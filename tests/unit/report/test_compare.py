@@ -50,7 +50,7 @@ def test_two_runs_side_by_side(tmp_path, capsys):
     assert "policy.lr" in "".join(checker.text)
 
 
-def test_validations_that_do_not_tell_runs_apart(tmp_path):
+def test_verdict_says_whether_validations_distinguish_the_runs(tmp_path):
     told = compare_runs([write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.52)]).verdict
     assert "do not tell a and b apart at step 3" in told and "+0.020 (95 % interval -0.051 to +0.091)" in told
     without = compare_runs([write_log(tmp_path / "c", 0.5, interval=0), tmp_path / "a"])
@@ -76,7 +76,7 @@ def test_the_interval_of_a_difference_is_newcombes():
     assert newcombe(a, b) == pytest.approx((0.0524, 0.3339), abs=2e-3)
 
 
-def test_mistakes_are_told_in_a_sentence(tmp_path, capsys):
+def test_compare_command_rejects_invalid_folders_with_the_reason(tmp_path, capsys):
     run = write_log(tmp_path / "exp_002", 0.5)
     for words, message in (
         ([str(run), str(tmp_path)], "is given twice"),
@@ -88,20 +88,20 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, capsys):
     assert "two log folders or more" in capsys.readouterr().err
 
 
-def test_the_newest_run_of_a_folder_is_meant(tmp_path):
+def test_log_folder_resolves_to_its_newest_run(tmp_path):
     for number in ("exp_2", "exp_10", "exp_x"):
         write_log(tmp_path / number, 0.5)
     assert run_folder(tmp_path).name == "exp_10"
 
 
-def test_names_begin_where_the_folders_differ(tmp_path):
+def test_run_names_start_where_the_folder_paths_differ(tmp_path):
     assert different_folders([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert different_folders([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
     assert different_folders([tmp_path / "a" / "exp_001", tmp_path / "b" / "exp_002"]) == ["a/exp_001", "b/exp_002"]
     assert different_folders([tmp_path / "exp_001", tmp_path / "exp_002"]) == ["exp_001", "exp_002"]
 
 
-def test_the_colours_of_many_runs_are_those_of_their_curves(tmp_path):
+def test_legend_and_table_colours_match_the_curves(tmp_path):
     comparison = compare_runs([write_log(tmp_path / f"run{number}", 0.5, lr=number) for number in range(11)])
     colors = int(re.search(r"COLORS = (\d+)", Path(compare.__file__).with_name("chart.js").read_text())[1])
     shown = re.findall(r'<(?:i|span|b) class="(?:swatch )?b(\d+)"', comparison.page())

@@ -78,7 +78,7 @@ CASES = [
 @pytest.mark.parametrize(
     "function, triggers, level, words, silent", CASES, ids=[f"{c[0].__name__}-{c[2]}-{i}" for i, c in enumerate(CASES)]
 )
-def test_finding(function, triggers, level, words, silent):
+def test_each_finding_fires_on_its_history_and_not_on_a_healthy_one(function, triggers, level, words, silent):
     finding = function(triggers)
     assert finding is not None, "the history should trigger it"
     assert finding.level == level and words in finding.title, finding
@@ -95,14 +95,14 @@ def test_every_rule_has_a_case_and_survives_empty_and_odd_histories():
             assert finding.level in LEVELS
 
 
-def test_the_worst_comes_first():
+def test_findings_are_sorted_by_severity():
     history = H(
         train__token_mult_prob_error=[1.0] * 12, train__grad_norm=[1.0] * 11 + [20.0], train__loss=[math.nan] * 12
     )
     assert [finding.level for finding in find(history)] == ["bad", "warn", "good"]
 
 
-def test_equal_rewards_say_why():
+def test_equal_rewards_finding_tells_too_easy_from_too_hard_prompts():
     easy = findings.equal_rewards(
         H(train__groups__pct_equal=[71.0], train__groups__pct_equal_best=[65.0], train__groups__pct_equal_worst=[6.0])
     )
@@ -115,7 +115,7 @@ def test_equal_rewards_say_why():
     assert "too easy" in easy.advice and "too hard" in hard.advice and "others too hard" in both.advice
 
 
-def test_small_words():
+def test_percentages_and_counts_are_formatted():
     assert percent(0.714) == "71 %" and percent(0.0712) == "7.1 %" and percent(0.0) == "0 %" and percent(1.0) == "100 %"
     assert count(1, "step") == "1 step" and count(3.0, "step") == "3 steps"
 
@@ -204,7 +204,7 @@ def test_a_full_context_is_not_called_too_few_tokens():
     )
 
 
-def test_groups_are_not_judged_where_a_critic_judges_single_responses():
+def test_group_findings_are_omitted_if_advantages_do_not_compare_groups():
     ppo = {"ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1}}
     plus_plus = settings(grpo={"num_generations_per_prompt": 1, "adv_estimator": {"name": "reinforce_plus_plus"}})
     for given in (ppo, {"ppo": {**ppo["ppo"], "num_generations_per_prompt": 8}}, plus_plus):
@@ -228,7 +228,7 @@ DEAD = {
 ALIVE = {"grad_norm": 1.0, "reward": 0.5, "groups/pct_equal": 10.0, "token_mult_prob_error": 1.0}
 
 
-def test_a_dead_run_is_told_once_and_in_the_table():
+def test_run_without_signal_is_reported_once_and_in_the_table():
     alerts = Alerts()
     said = [alerts.step(step, DEAD) for step in range(1, 11)]
     assert said[:2] == [[], []] and said[3:] == [[]] * 7
@@ -237,14 +237,14 @@ def test_a_dead_run_is_told_once_and_in_the_table():
     assert alerts.learned_nothing and len(alerts.table()) == 1 and "had the same reward" in alerts.table()["serious"]
 
 
-def test_a_good_run_is_silent():
+def test_healthy_run_raises_no_alert():
     alerts = Alerts()
     assert [alerts.step(step, ALIVE) for step in range(1, 200)] == [[]] * 199
     assert alerts.table() == {} and not alerts.learned_nothing
     assert not Alerts().learned_nothing and Alerts().table() == {}
 
 
-def test_what_becomes_serious_later_is_said_then():
+def test_finding_that_becomes_serious_later_is_reported_then():
     alerts = Alerts()
     for step in range(1, 11):
         assert alerts.step(step, ALIVE) == []
@@ -252,7 +252,7 @@ def test_what_becomes_serious_later_is_said_then():
     assert len(said) == 1 and "token_mult_prob_error reached 1.2" in said[0]
 
 
-def test_a_long_run_is_looked_at_ever_more_seldom(monkeypatch):
+def test_long_run_is_checked_less_and_less_often(monkeypatch):
     looks = []
     monkeypatch.setattr("nemo_rl_cpp.report.findings.find", lambda history: looks.append(1) or [])
     alerts = Alerts()

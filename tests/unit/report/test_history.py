@@ -86,7 +86,7 @@ def test_only_right_or_wrong_is_an_accuracy(metrics, word):
     assert validation_word(history) == word
 
 
-def test_flat_curves_are_apart_and_one_point_is_not_flat():
+def test_flat_curves_are_listed_separately_and_one_point_is_not_flat():
     history = MetricHistory.of(train__reward=[0.1, 0.2], train__lr=[1e-3, 1e-3], validation__accuracy=[0.5])
     panels = panels_of([history])
     assert [panel.title for panel in panels.moving] == ["Reward", "Validation accuracy"]

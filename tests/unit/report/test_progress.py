@@ -38,7 +38,7 @@ def test_plain_lines_without_a_terminal(capsys, clock):
     assert "0.5 -> 0.75" in table and "0.1235" in table
 
 
-def test_a_log_says_what_the_first_step_does(capsys, clock):
+def test_log_names_each_phase_of_the_first_step_once(capsys, clock):
     from nemo_rl_cpp.stages import stages_shown
 
     with stages_shown(), Progress(total_steps=2) as progress:
@@ -86,7 +86,7 @@ def test_a_run_of_unknown_length_shows_no_time_left():
     assert "left" not in Progress(None, mode="quiet").line()
 
 
-def test_quiet_says_nothing(capsys):
+def test_quiet_mode_prints_nothing(capsys):
     with Progress(1, mode="quiet") as progress:
         progress.phase("x")
         progress.step(1, {"reward": 1.0})

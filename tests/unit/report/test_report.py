@@ -83,7 +83,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_the_page_of_a_run_is_whole_and_refers_to_nothing_outside(run):
+def test_report_page_is_complete_and_self_contained(run):
     writer = ReportWriter(run, total_steps=60, title="exp_001")
     writer.finish()
     checker = check(writer.path.read_text())
@@ -102,7 +102,7 @@ def test_the_page_of_a_run_is_whole_and_refers_to_nothing_outside(run):
     assert len(list(os.scandir(run))) == len({e.name for e in os.scandir(run)}) and not list(run.glob(".*tmp"))
 
 
-def test_every_metric_lies_in_the_page(run):
+def test_report_page_embeds_every_metric(run):
     writer = ReportWriter(run)
     writer.update(force=True)
     data = unpacked(check(writer.path.read_text()).scripts["data-metrics"])
@@ -160,7 +160,7 @@ def test_an_empty_run_has_a_page_too(tmp_path):
     assert "No step has finished yet." in text and "running" in text
 
 
-def test_updates_come_seldom_and_a_resumed_log_is_read_anew(tmp_path):
+def test_report_updates_are_rate_limited_and_a_shortened_log_is_reread(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "train/reward": 0.25}\n')
     writer = ReportWriter(tmp_path, min_interval=3600)
@@ -244,7 +244,7 @@ def test_a_long_run_stays_small_and_fast(tmp_path):
     assert len(means) == len(run["axes"][middles]) == 250 and all(abs(mean - 3) < 0.1 for mean in means)
 
 
-def test_time_between_steps_is_shown_beside_the_steps():
+def test_time_between_steps_is_shown_separately_from_the_steps():
     history = MetricHistory(
         [
             {

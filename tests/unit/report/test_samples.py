@@ -44,7 +44,7 @@ def test_a_row_of_a_training_step_and_one_of_a_validation_are_read(tmp_path):
     assert (second.prompt, second.response, second.reward, second.length) == ("p", "a\n\ncorrect", None, None)
 
 
-def test_siblings_are_one_group_by_their_number_or_their_prompt(tmp_path):
+def test_responses_are_grouped_by_group_id_or_by_prompt(tmp_path):
     rows = [{"content": messages(f"q{g}", "a"), "rewards": g, "group_id": g} for g in (0, 1, 0, 1)]
     groups = read_groups(write(tmp_path / "a", rows))
     assert [[a.prompt for a in group] for group in groups] == [["q0", "q0"], ["q1", "q1"]]
@@ -126,7 +126,7 @@ def test_the_room_of_a_page_goes_to_the_ends_of_the_run_first(tmp_path):
     assert group["of"] == 17 and len(group["answers"]) == MAX_ANSWERS and group["answers"][0]["gap"] == [192, 444]
 
 
-def test_long_texts_are_clipped_and_shown_steps_change_seldom():
+def test_long_texts_are_clipped_and_the_shown_steps_change_rarely():
     assert len(clip("x" * 100_000)) < MAX_CHARS + 100 and clip("short") == "short"
     assert spread(list(range(10))) == list(range(10)) and spread([]) == []
     for length in (24, 25, 100, 101, 5000):

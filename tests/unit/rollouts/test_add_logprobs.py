@@ -32,14 +32,14 @@ def batch(versions=(5, 5)):
     })  # fmt: skip
 
 
-def test_nothing_is_computed_where_generation_is_exact():
+def test_no_logprobs_are_computed_if_generation_is_exact():
     policy, data = Policy(exact=True), batch()
     assert add_logprobs(policy, data, LogprobNeeds(False, False), 5) == {"stale_samples": 0}
     assert policy.calls == ["prepare"] and "prev_logprobs" not in data and "reference_policy_logprobs" not in data
 
 
 @pytest.mark.parametrize("exact, previous", [(False, False), (True, True)])
-def test_the_batch_is_scored_otherwise(exact, previous):
+def test_batch_is_scored_if_generation_is_inexact_or_old_logprobs_are_needed(exact, previous):
     policy, data = Policy(exact), batch()
     add_logprobs(policy, data, LogprobNeeds(reference=True, previous=previous), 5)
     assert policy.calls == ["prepare", "policy", "reference"]
@@ -52,7 +52,7 @@ def test_stale_samples_keep_the_policy_that_sampled_them():
     assert data["prev_logprobs"].tolist() == [[-3.0] * 3, [-1.0] * 3]
 
 
-def test_where_the_loss_corrects_stale_samples_the_present_policy_scores_all():
+def test_current_policy_scores_all_samples_if_the_loss_corrects_staleness():
     policy, data = Policy(exact=True), batch(versions=(4, 5))
     assert add_logprobs(policy, data, LogprobNeeds(False, False, corrected=True), 5) == {"stale_samples": 1}
     assert data["prev_logprobs"].tolist() == [[-1.0] * 3, [-1.0] * 3]

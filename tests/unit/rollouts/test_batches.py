@@ -13,7 +13,7 @@ def batch():
     })  # fmt: skip
 
 
-def test_a_field_that_no_stage_has_filled_is_an_error_by_its_name():
+def test_missing_batch_field_error_names_the_stage_that_adds_it():
     made = batch()
     with pytest.raises(MissingField, match="the batch has no advantages: the stage advantage_calculation adds them"):
         _ = made.advantages
@@ -65,7 +65,7 @@ def test_the_same_as_a_mapping():
         made["input_lengths"] = torch.tensor([1, 1])
 
 
-def test_masks_and_old_logprobs():
+def test_valid_mask_and_old_logprobs_are_derived_from_batch_fields():
     made = batch()
     assert made.valid_mask.tolist() == [0, 1, 1, 0, 0] and made.is_valid.sum() == 2
     assert made.old_logprobs is made.generation_logprobs
@@ -73,7 +73,7 @@ def test_masks_and_old_logprobs():
     assert made.old_logprobs is made.prev_logprobs
 
 
-def test_rollouts_name_what_is_missing_and_stay_rollouts():
+def test_missing_rollout_field_is_named_and_selections_stay_rollouts():
     rows = Rollouts(total_reward=torch.tensor([1.0, 2.0]), note=["a", "b"])
     with pytest.raises(MissingField, match="the rollouts have no group_id: it comes from the prompt source"):
         _ = rows.group_id

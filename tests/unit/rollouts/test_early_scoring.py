@@ -93,12 +93,12 @@ def test_an_environment_answers_while_others_are_generated():
 @pytest.mark.parametrize(
     "environment", [Together.remote(), Lengths()], ids=["needs the whole batch", "no thread of its own"]
 )
-def test_others_are_asked_once_at_the_end(environment):
+def test_environments_without_early_scoring_are_called_once_at_the_end(environment):
     rollout(ReportingGeneration([[0], [1, 2]]), {"a": environment}, tasks="aaaaa")
     assert [len(call) for call in environment.calls] == [5]
 
 
-def test_a_busy_environment_gets_what_ended_meanwhile_as_one_call():
+def test_busy_environment_gets_responses_finished_meanwhile_in_one_call():
     go_on = threading.Event()
 
     class Slow(Lengths):
@@ -122,6 +122,6 @@ def test_a_busy_environment_gets_what_ended_meanwhile_as_one_call():
     assert early.begun[1][1].result(30).rewards.tolist() == [1, 2, 1]
 
 
-def test_what_an_environment_raises_reaches_the_caller():
+def test_error_of_an_environment_reaches_the_caller():
     with pytest.raises(RuntimeError, match="cannot score xxxx"):
         rollout(ReportingGeneration([[2]]), {"a": Lengths.remote(fails_on="xxxx"), "b": Lengths.remote()})

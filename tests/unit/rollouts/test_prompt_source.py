@@ -22,7 +22,7 @@ def source(count=6, batch=2, generations=3, state=None, shuffle=False):
     return PromptSource(loader, generations, state or TrainState())
 
 
-def test_every_prompt_g_times_with_its_keys():
+def test_each_prompt_is_repeated_group_size_times_with_its_sampling_keys():
     batch = source().next()
     assert batch["idx"] == [0, 0, 0, 1, 1, 1]
     assert batch["draw_ids"].tolist() == [0, 0, 0, 1, 1, 1]
@@ -47,7 +47,7 @@ def test_epochs_end_with_their_last_batch():
     assert ended == [0, 1, 0, 1, 0]
 
 
-def test_a_resumed_source_goes_on_with_the_next_rows_and_draw_ids():
+def test_resumed_prompt_source_continues_with_the_next_rows_and_draw_ids():
     unbroken = source(count=10, batch=3, shuffle=True)
     expected = [unbroken.next() for _ in range(7)]
     state = TrainState()

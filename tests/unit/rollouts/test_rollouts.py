@@ -103,7 +103,7 @@ def test_response_longer_than_the_limit_is_an_error():
         )
 
 
-def test_generation_cut_short_is_flagged_and_goes_on():
+def test_truncated_response_is_flagged_and_the_conversation_continues():
     engine = FakeGeneration(lambda p, k: "abcdef", max_new_tokens=4)
     result, metrics = run_multi_turn_rollout(engine, echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 100)
     assert result["truncated"].tolist() == [True] and metrics["truncation_rate"] == 1.0
@@ -171,7 +171,7 @@ def test_generate_responses_without_logprobs():
     assert metrics == {"mean_generation_length": 3.0, "total_generated_tokens": 3}
 
 
-def test_metrics_of_several_environments_are_told_apart():
+def test_metrics_of_several_environments_are_prefixed_by_task():
     batch = prompts(["a", "b"], ["x", "y"], [{"ground_truth": "1"}, {"ground_truth": "2"}])
     envs = {"x": ArithmeticEnvironment(), "y": ArithmeticEnvironment()}
     _, metrics = run_multi_turn_rollout(FakeGeneration(lambda p, k: "1"), batch, TOKENIZER, envs, 100)
@@ -275,7 +275,7 @@ def masked(masks):
     return run_multi_turn_rollout(FakeGeneration(lambda p, k: "ab"), batch, TOKENIZER, {"echo": Unsure()}, 100)[0]
 
 
-def test_an_environment_leaves_samples_out_by_its_metadata():
+def test_environment_masks_samples_through_its_metadata():
     assert "mask_sample" not in masked([[None], [None]])
     rolled = masked([[True], [None], [False], [None, True]])
     assert rolled["mask_sample"].tolist() == [True, False, False, True]

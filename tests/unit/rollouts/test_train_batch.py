@@ -50,7 +50,7 @@ def test_rows_are_padded_to_a_multiple():
     assert build_train_batch(samples(), pad_token_id=0, divisible_by=4)["input_ids"].shape == (2, 8)
 
 
-def test_masks_of_samples():
+def test_sample_mask_combines_multiplier_overlong_filter_and_environment_mask():
     rolled = samples()
     rolled["loss_multiplier"] = torch.tensor([0.5, 1.0])
     assert build_train_batch(rolled, pad_token_id=0)["sample_mask"].tolist() == [0.5, 1.0]
@@ -60,7 +60,7 @@ def test_masks_of_samples():
     assert rolled["loss_multiplier"].tolist() == [0.5, 1.0]  # the samples stay as they were
 
 
-def test_message_masks_in_place():
+def test_token_loss_masks_are_added_to_messages_in_place():
     log = samples()["message_log"]
     add_token_loss_masks(log)
     assert [m["token_loss_mask"].tolist() for m in log[1]] == [[0], [0], [0], [1]]

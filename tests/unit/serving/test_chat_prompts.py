@@ -50,7 +50,7 @@ def test_a_later_turn_keeps_the_ids_that_were_sampled(tokenizer):
     )
 
 
-def test_pieces_of_a_stream_hold_back_what_may_be_a_stop_string(tokenizer):
+def test_stream_holds_back_text_that_may_begin_a_stop_string(tokenizer):
     text = "the answer is 42. Hello! \u00e9\u4e2d"
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     for stops, keep, expected in (
@@ -63,7 +63,7 @@ def test_pieces_of_a_stream_hold_back_what_may_be_a_stop_string(tokenizer):
         assert "".join(pieces) == expected
 
 
-def test_a_turn_with_other_tools_is_written_anew(tokenizer):
+def test_turn_with_different_tools_is_rendered_again(tokenizer):
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
     anew = chat_prompt(tokenizer, conversation, [TOOL], [])
@@ -93,7 +93,7 @@ def test_an_answer_that_ends_within_a_character_keeps_its_end(tokenizer):
     assert "".join(pieces) == whole and len(pieces) == len(ids)
 
 
-def test_logprobs_hold_the_bytes_of_parts_of_a_character_and_offsets_go_on(tokenizer):
+def test_logprobs_hold_bytes_of_partial_characters_and_running_offsets(tokenizer):
     ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])
     model = ServedModel(("m",), tokenizer, None, 999, 512, (), None)
     spelled = Speller(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
@@ -189,7 +189,7 @@ def test_likely_tokens_of_one_text_do_not_hide_each_other():
     ]  # fmt: skip
 
 
-def test_a_chat_by_key_goes_on_from_its_ids_and_tools_reach_the_template(tmp_path):
+def test_keyed_chat_reuses_earlier_token_ids_and_tools_reach_the_template(tmp_path):
     with serving(make_folder(tmp_path / "m")) as server, httpx.Client(base_url=f"{server.url}/v1", timeout=60) as http:
 
         def chat(conversation, **more):

@@ -55,7 +55,7 @@ def test_serve_ends_with_its_threads(broken):
     wait_for_end(ended, server, engine)
 
 
-def test_a_server_that_cannot_be_made_leaves_nothing_behind(monkeypatch):
+def test_failed_server_start_stops_the_engine_and_closes_the_socket(monkeypatch):
     config = PolicyConfig(model_name="tiny-random", generation={"expose_http_server": True, "http_server": {"port": 0}})
     listener = attach.listener_of(config)
     with pytest.raises(ValueError, match="nothing can listen"):

@@ -126,7 +126,7 @@ def test_bad_bodies_are_refused(http):
     assert "v1/models" in http.get("/v2/anything").json()["error"]["message"]
 
 
-def test_a_key_is_asked_for(server):
+def test_api_key_is_required_for_every_route_but_health(server):
     with httpx.Client(base_url=server.url) as stranger:
         assert stranger.get("/health").status_code == 200
         for headers in (
@@ -144,7 +144,7 @@ def test_more_than_the_queue_is_refused_and_a_late_answer_ends(http):
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
 
 
-def test_a_request_that_was_refused_has_drawn_nothing(server, http):
+def test_rejected_request_uses_up_no_random_draw(server, http):
     """A client that tries again gets the tokens that it would have got."""
 
     def ask(key):
@@ -191,7 +191,7 @@ def test_broken_and_slow_requests_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_answer_that_takes_too_long_ends(tmp_path):
+def test_response_beyond_the_request_timeout_ends_with_504(tmp_path):
     folder = make_folder(tmp_path / "model")
     with serving(folder, request_timeout_s=0.05) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         engine, over = server.model.engine, threading.Event()

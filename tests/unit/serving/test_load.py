@@ -20,7 +20,7 @@ class Runner(C.ModelRunner):
         return 10
 
 
-def test_the_longest_sequence_is_the_engine_s_own_limit():
+def test_longest_in_cache_is_the_longest_length_that_the_engine_accepts():
     runner = Runner()
 
     def make(length, cache):
@@ -46,7 +46,7 @@ def test_a_length_that_does_not_fit_is_lowered_or_refused():
         length_that_fits(runner, 1000, 16, is_given=False)
 
 
-def test_a_model_is_served_with_the_length_that_fits(tmp_path):
+def test_served_model_length_is_lowered_to_what_the_cache_holds(tmp_path):
     folder = str(make_folder(tmp_path / "m"))
     with pytest.warns(UserWarning, match="512 positions"):
         model = load_model(folder, precision="float32", sizes=EngineSizes(kv_cache_gb=50e-6, max_batch_size=2))

@@ -55,7 +55,7 @@ def test_optional_fields_may_be_null_absent_or_set(client):
         assert answer(client, route, **dict.fromkeys(fields)) == absent
 
 
-def test_other_nulls_are_absent_fields_and_a_required_field_is_named(client):
+def test_null_extension_fields_are_ignored_and_null_required_fields_are_named(client):
     extra = dict.fromkeys(
         ["top_k", "min_p", "ignore_eos", "return_token_ids", "stop_token_ids", "rollout_key", "nobody_knows_it"]
     )
@@ -69,7 +69,7 @@ def test_other_nulls_are_absent_fields_and_a_required_field_is_named(client):
         answer(client, "chat", extra_body={"nobody_knows_it": 1})
 
 
-def test_an_earlier_answer_is_taken_as_the_client_has_it(client):
+def test_earlier_assistant_message_is_accepted_in_every_form_of_the_client(client):
     first = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=4, max_tokens=12).choices[0].message
     plain = {"role": "assistant", "content": first.content}
     as_openai = plain | {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}

@@ -62,7 +62,7 @@ def test_draws_follow_from_key_prompt_and_number():
     assert under_way not in again
 
 
-def test_a_rollout_that_is_trained_keeps_to_the_longest_response_of_the_run():
+def test_trained_rollout_is_limited_to_max_new_tokens_of_the_run():
     rollouts = Rollouts(1)
     rollouts.register("a", 0, TrainedSampling(1.0, 1.0, 0))
     model = ServedModel(("m",), None, None, 100, 512, (), rollouts, default=Sampling(max_new_tokens=8))
@@ -77,7 +77,7 @@ def test_a_rollout_that_is_trained_keeps_to_the_longest_response_of_the_run():
     assert model.sampling(CompletionBody(prompt="x"), 16, 10, trained).max_new_tokens == 64
 
 
-def test_a_rollout_that_has_ended_takes_no_more_and_its_key_is_not_used_again():
+def test_ended_rollout_rejects_requests_and_its_key_is_not_reused():
     """Validations repeat their rollouts: the draws are the same, the keys are not."""
     rollouts, sampling = Rollouts(1), TrainedSampling(1.0, 1.0, 0)
     first = rollouts.register("0-val-0-1", 1, sampling, "val-0-1")

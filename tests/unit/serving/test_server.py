@@ -63,7 +63,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
-def test_texts_are_those_of_the_library(http, library, rule):
+def test_server_gives_the_texts_of_the_library(http, library, rule):
     mine = library.generate("what is 12 plus", max_new_tokens=30, **rule)
     answer = post(
         http, "/v1/completions", model="tiny", prompt="what is 12 plus", max_tokens=30, return_token_ids=True, **rule
@@ -156,7 +156,7 @@ def test_a_stream_of_token_ids_is_the_whole_answer_in_pieces(http, server):
         assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
 
 
-def test_token_ids_come_with_the_likeliest_beside_them_the_sampled_one_first(http, server):
+def test_token_id_responses_list_the_sampled_token_before_the_top_ones(http, server):
     (choice,) = generated(http, server, temperature=1.0, top_k=4, logprobs=3)[0]["choices"]
     ranks = set()
     for entry in choice["logprobs"]["content"]:
@@ -175,7 +175,7 @@ def test_token_ids_come_with_the_likeliest_beside_them_the_sampled_one_first(htt
         assert all([e["token_id"] for e in entry["top_logprobs"]] == [entry["token_id"]] for entry in bare)
 
 
-def test_an_answer_does_not_depend_on_what_runs_beside_it(http, server):
+def test_response_does_not_depend_on_concurrent_requests(http, server):
     asks = [
         {"prompt": f"Hello {i}" * (1 + i % 5), "max_tokens": 5 + i, "temperature": i % 2, "seed": i} for i in range(24)
     ]

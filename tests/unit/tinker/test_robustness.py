@@ -56,7 +56,7 @@ def new_model(url: str, **lora: object) -> str:
     return post(url, "create_model", body)[1]["request_id"].removesuffix(":0")
 
 
-def test_a_request_that_comes_twice_runs_once_and_one_that_comes_early_waits(served: tuple[str, Service]) -> None:
+def test_repeated_request_runs_once_and_an_early_request_waits(served: tuple[str, Service]) -> None:
     url, service = served
     model = new_model(url)
     step = {"model_id": model, "adam_params": {"learning_rate": 0.1}}
@@ -100,7 +100,7 @@ BAD_DATA = [
 ]
 
 
-def test_broken_data_are_the_clients_mistake_and_change_nothing(served: tuple[str, Service]) -> None:
+def test_invalid_data_is_a_user_error_and_changes_no_gradient(served: tuple[str, Service]) -> None:
     url, service = served
     model = new_model(url)
     bodies = [(forward_backward(model, 1 + i, data), why) for i, (data, why) in enumerate(BAD_DATA)]
@@ -151,7 +151,7 @@ def test_hostile_requests_are_refused(served: tuple[str, Service], route: str, b
         {"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}},
     ],
 )
-def test_a_model_that_cannot_be_made_is_the_clients_mistake(served: tuple[str, Service], body: dict) -> None:
+def test_failed_creation_of_a_model_is_a_user_error(served: tuple[str, Service], body: dict) -> None:
     url = served[0]
     base = {"session_id": f"s{id(body)}", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
     failed = result(url, post(url, "create_model", base | body)[1]["request_id"])
@@ -181,7 +181,7 @@ def start(folder: Path, port: int = 0) -> tuple[subprocess.Popen, str]:
     return server, line.split(" at ")[1].split(",")[0]
 
 
-def test_a_server_that_was_killed_takes_up_its_models(tmp_path: Path) -> None:
+def test_restarted_server_restores_its_models(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     data = [datum([3, 4, 5, 6], 1)]
 

@@ -74,7 +74,7 @@ def test_a_supervised_loop_lowers_the_loss(sdk: tinker.ServiceClient) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 5}, {"temperature": 0.0}])
-def test_training_has_the_log_probabilities_that_the_sampler_told(sdk: tinker.ServiceClient, how: dict) -> None:
+def test_training_logprobs_equal_those_of_the_sampler(sdk: tinker.ServiceClient, how: dict) -> None:
     client = new_client(sdk, seed=2)
     client.forward_backward([datum([3, 4, 5, 3], 1)], "cross_entropy").result()
     client.optim_step(ADAM).result()
@@ -128,7 +128,7 @@ def test_an_rl_loop_learns(sdk: tinker.ServiceClient) -> None:
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
 
 
-def test_an_rl_loop_gives_the_weights_of_the_same_loop_in_this_process(
+def test_rl_loop_over_the_api_gives_the_weights_of_an_in_process_loop(
     sdk: tinker.ServiceClient, served: tuple[str, Service]
 ) -> None:
     client = new_client(sdk, seed=5)
@@ -166,7 +166,7 @@ def test_an_rl_loop_gives_the_weights_of_the_same_loop_in_this_process(
     assert torch.equal(adapted.native.masters, adapter_of(served, client))
 
 
-def test_tenants_in_turns_have_the_weights_that_each_has_alone(
+def test_interleaved_clients_get_the_weights_that_each_gets_alone(
     sdk: tinker.ServiceClient, served: tuple[str, Service]
 ) -> None:
     def step(client: Client, number: int) -> list:
@@ -192,7 +192,7 @@ def test_tenants_in_turns_have_the_weights_that_each_has_alone(
     assert [s.tokens for s in sampled.result().sequences] == [s.tokens for s in expected.result().sequences]
 
 
-def test_training_goes_on_from_a_saved_state(sdk: tinker.ServiceClient, served: tuple[str, Service]) -> None:
+def test_training_continues_from_a_saved_state(sdk: tinker.ServiceClient, served: tuple[str, Service]) -> None:
     client = new_client(sdk, seed=6)
     data = [datum([3, 4, 5, 6, 3], 1)]
 

@@ -83,7 +83,7 @@ def test_with_b_zero_the_weights_are_the_bases_to_the_bit(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_the_base_of_adapters_computes_what_the_unadapted_model_does(dtype, targets):
+def test_base_of_an_adapted_model_computes_the_unadapted_logits(dtype, targets):
     """B is not 0, so the effective weights are others."""
     probe, model = torch.arange(1, 20), adapted(dtype, targets)
     expected = C.Trainer(base(dtype)).logits(probe)
@@ -93,7 +93,7 @@ def test_the_base_of_adapters_computes_what_the_unadapted_model_does(dtype, targ
 
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
 @pytest.mark.parametrize("top_k", [0, 7])
-def test_gradients_are_those_of_all_weights_by_the_chain_rule(targets, top_k):
+def test_adapter_gradients_match_dense_gradients_by_the_chain_rule(targets, top_k):
     """W' = W + s B A, so dA = s Bᵀ dW' and dB = s dW' Aᵀ, where dW' is the gradient of the same weights trained whole."""
     model = adapted(torch.float64, targets)
     out, trainer = backward(model, top_k=top_k)
@@ -112,7 +112,7 @@ def test_gradients_are_those_of_all_weights_by_the_chain_rule(targets, top_k):
         torch.testing.assert_close(d_b, s * a @ d_w.t(), rtol=1e-9, atol=1e-11)
 
 
-def test_the_products_of_bfloat16_add_little_rounding_of_their_own():
+def test_bfloat16_adapter_gradients_stay_within_one_percent():
     """To that of the dense gradient of the same weights in bfloat16, taken through the chain rule in float32."""
     model = adapted(torch.bfloat16)
     ours = named_whole(model.trained_layout, backward(model)[1].grads)
@@ -135,7 +135,7 @@ def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_changes_what_generation_reads_and_nothing_frozen(dtype):
+def test_optimizer_step_changes_adapted_weights_and_no_frozen_weight(dtype):
     """A probe token's log-probability moves, the reference's does not, and a second run gives the same bits."""
     ends = []
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_small_updates_are_not_lost_in_bfloat16():
     assert unchanged[0] > 0.98 and unchanged[-1] < 0.7
 
 
-def test_a_critics_head_is_trained_beside_the_adapters():
+def test_critic_head_is_trained_together_with_the_adapters():
     model = C.DecoderModel(native_config(CONFIG, value_head=True), torch.bfloat16, False)
     initialize_weights(model, 3, std=0.2)
     model.adapt(DIM, ALPHA, SOME)
@@ -186,7 +186,7 @@ def test_a_critics_head_is_trained_beside_the_adapters():
     assert all(grad.abs().max() > 0 for grad in grads.values())
 
 
-def test_what_cannot_be_adapted_is_named():
+def test_invalid_adapter_targets_are_rejected():
     for targets, said in (([], "a matrix"), (["model.layers.9.mlp.up_proj.weight"], "layers.9"), ([ALL[0], ALL[0]], "twice"), (["lm_head.weight"], "lm_head")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             base(torch.float32).adapt(DIM, ALPHA, targets)

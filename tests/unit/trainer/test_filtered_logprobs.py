@@ -71,7 +71,7 @@ def test_values_and_gradients_equal_the_reference(dtype, bound):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_gives_nan(dtype, bad):
+def test_non_finite_logits_give_nan_logprobs(dtype, bad):
     logits = torch.tensor([[0.0, 1.0, bad, 2.0], [-torch.inf] * 4], dtype=dtype)
     logprobs, _ = C.filtered_logprobs(logits, torch.tensor([1, 1]), torch.ones(2, dtype=dtype), 1.0, 0.9, 0)
     assert torch.isnan(logprobs).all()
@@ -91,7 +91,7 @@ CONFIG = dict(model_type="qwen3", vocab_size=61, hidden_size=40, intermediate_si
 
 
 @pytest.mark.parametrize("with_unfiltered", [False, True])
-def test_the_models_gradient_is_that_of_finite_differences(with_unfiltered):
+def test_model_gradient_matches_finite_differences(with_unfiltered):
     model = C.DecoderModel(native_config(CONFIG), torch.float64, True)
     initialize_weights(model, 3, std=0.3)
     trainer = C.Trainer(model)
@@ -201,7 +201,7 @@ def test_reference_logprobs_are_unfiltered_but_keep_the_temperature():
     )
 
 
-def test_a_removed_token_counts_as_zero_and_has_no_gradient():
+def test_filtered_out_token_has_logprob_zero_and_no_gradient():
     policy = make_policy(top_k=1)  # every token but the likeliest is removed: log-probability 0 for the likeliest too
     data = rollout(policy)
     data["input_ids"] = torch.where(data["token_mask"] > 0, (data["input_ids"] + 1) % 14, data["input_ids"])

@@ -95,7 +95,7 @@ def row_batch(wanted, lengths):
      ([[3], [3]], [4, 4], 6, 3), ([[], [2]], [6, 3], 2, 2)],
     ids=["last token", "what follows it", "second token", "gap", "group", "group of one token each", "nothing wanted"],
 )  # fmt: skip
-def test_what_no_wanted_token_reads_is_left_out(wanted, lengths, alone, shared):
+def test_tokens_that_no_trained_token_reads_are_not_packed(wanted, lengths, alone, shared):
     rows = list(range(len(lengths)))
     assert C.packed_tokens(row_batch(wanted, lengths), rows, False) == alone
     assert C.packed_tokens(row_batch(wanted, lengths), rows, True) == shared
@@ -107,7 +107,7 @@ def test_rows_without_any_wanted_token_are_refused():
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_responses_of_one_token_behind_a_shared_prompt(share):
+def test_one_token_responses_after_a_shared_prompt_are_scored_by_its_last_row(share):
     """Their rows have no token of their own: the prompt's last row has all their log-probabilities."""
     model = C.DecoderModel(native_config(CONFIG), torch.float64, True)
     initialize_weights(model, 3, std=0.2)

@@ -75,7 +75,7 @@ def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, check
 @pytest.mark.parametrize(
     "split", [{}, dict(max_samples=3), dict(max_tokens=90), dict(share=False), dict(checkpoint=True)], ids=str
 )
-def test_gradients_are_those_of_a_forward_of_its_own(family, dtype, split):
+def test_kept_activations_give_the_gradients_of_a_fresh_forward(family, dtype, split):
     keeping, plain = make_model(family, dtype), make_model(family, dtype, max_bytes=0)
     data = prompts()
     output = generation_on(keeping).generate(data)
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_a_forward_of_its_own(family, dtype, split):
 @pytest.mark.parametrize(
     "engine", [dict(max_batch_size=3), dict(prefill_chunk_tokens=5), dict(kv_cache_gb=4e-5)], ids=str
 )
-def test_they_are_found_however_the_engine_went_through_the_tokens(engine):
+def test_kept_activations_are_found_after_chunking_and_preemption(engine):
     """Few slots, prompts in chunks, and a cache so small that sequences are given up and computed again."""
     keeping, plain = make_model(), make_model(max_bytes=0)
     data = prompts()
@@ -106,7 +106,7 @@ def test_they_are_found_however_the_engine_went_through_the_tokens(engine):
     assert torch.equal(kept, gradients(plain, batch, mask)[0])
 
 
-def test_what_memory_does_not_hold_is_computed():
+def test_activations_beyond_the_memory_budget_are_recomputed():
     """A small budget keeps the first sequences whole; a micro-batch that misses a row makes its own forward."""
     whole = make_model()
     data = prompts()
@@ -126,7 +126,7 @@ def test_what_memory_does_not_hold_is_computed():
     assert reused == sorted(reused)
 
 
-def test_a_conversation_goes_on_from_what_is_kept():
+def test_second_turn_reuses_the_kept_activations_of_the_first():
     """A second turn: its prompt is the first turn's text with more behind it; tokens of the first response are trained too."""
     keeping, plain = make_model(), make_model(max_bytes=0)
     data, turns = prompts(groups=2), []
@@ -146,7 +146,7 @@ def test_a_conversation_goes_on_from_what_is_kept():
     assert torch.equal(kept, gradients(plain, batch, mask)[0])
 
 
-def test_other_tokens_are_not_found():
+def test_kept_activations_are_not_used_for_different_tokens():
     model = make_model()
     data = prompts()
     output = generation_on(model).generate(data)
@@ -156,7 +156,7 @@ def test_other_tokens_are_not_found():
     assert gradients(model, batch, mask)[2] == 0  # one micro-batch with the row among its rows
 
 
-def test_they_end_with_the_weights_they_came_from():
+def test_kept_activations_are_dropped_after_an_optimizer_step():
     model = make_model()
     data = prompts()
     output = generation_on(model).generate(data)
@@ -177,13 +177,13 @@ def test_they_end_with_the_weights_they_came_from():
     assert model.kept_tokens == 0
 
 
-def test_validation_is_not_kept():
+def test_validation_keeps_no_activations():
     model = make_model()
     generation_on(model).generate(prompts() | {"stream": "val"})
     assert model.kept_tokens == 0
 
 
-def test_memory_is_given_back():
+def test_memory_of_kept_activations_is_freed():
     model = make_model()
     generation_on(model).generate(prompts())
     model.keep_activations(0)

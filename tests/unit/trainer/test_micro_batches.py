@@ -38,7 +38,7 @@ def test_the_schema_allows_the_packers_of_the_table():
     ("algorithm", "expected"),
     [("concatenative", [[0, 1], [2, 3], [4]]), ("first_fit_decreasing", [[0, 2], [1, 4], [3]])],
 )
-def test_the_algorithm_decides_what_shares_a_bin(algorithm, expected):
+def test_packing_algorithm_determines_the_bins(algorithm, expected):
     data = rows_of([3, 6, 7, 2, 4])
     assert micro_batches(data, max_tokens=10, share_prefix=False, algorithm=algorithm) == expected
 
@@ -57,7 +57,7 @@ def test_dynamic_batching_counts_rounded_lengths():
 
 
 @pytest.mark.parametrize("algorithm", PACKERS)
-def test_every_row_once_within_the_budget(algorithm):
+def test_every_row_is_packed_once_within_the_token_budget(algorithm):
     draw = random.Random(7)
     for count in (1, 5, 40):
         groups = sorted(draw.randrange(count) for _ in range(count))
@@ -80,7 +80,7 @@ def test_units_are_runs_of_one_prompt_cut_at_the_budget():
     assert [C.packed_tokens(batch, rows, True) for rows in ([0, 1, 2], [0, 3], [4])] == [12, 10, 9]
 
 
-def test_a_row_longer_than_the_budget_stands_alone():
+def test_row_longer_than_the_budget_gets_a_separate_micro_batch():
     for batching in (dict(algorithm=name) for name in PACKERS):
         assert [1] in micro_batches(rows_of([3, 30, 4]), max_tokens=10, share_prefix=False, **batching)
     assert [1] in micro_batches(rows_of([3, 30, 4]), max_tokens=10, length_round=4)

@@ -120,7 +120,7 @@ def test_steps_of_grpo_are_exact(tmp_path, precision, sampling):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_decode_steps_as_graphs_change_nothing(tmp_path, precision):
+def test_cuda_graphs_for_decode_steps_do_not_change_the_results(tmp_path, precision):
     """32 responses that end one after another, in two phases of generation with an update between them."""
     args = [
         *tiny.SMALL,

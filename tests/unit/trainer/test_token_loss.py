@@ -80,7 +80,7 @@ def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_asked_token_by_token_it_trains_as_asked_afterwards(name, dtype, bound):
+def test_fused_token_loss_trains_like_a_loss_after_the_forward(name, dtype, bound):
     data = training_data()
     at_once, grads = train(ClippedPGLossFn(TOKEN_LOSSES[name]), data, dtype)
     afterwards, expected = train(AskedAfterwards(TOKEN_LOSSES[name]), data, dtype)
@@ -92,7 +92,7 @@ def test_asked_token_by_token_it_trains_as_asked_afterwards(name, dtype, bound):
     assert expected.norm() > 0 and (grads - expected).norm() <= bound * expected.norm()
 
 
-def test_without_old_logprobs_they_are_the_ones_being_computed():
+def test_missing_old_logprobs_are_those_of_the_current_forward():
     data = {k: v for k, v in training_data().items() if k != "prev_logprobs"}
     _, grads = train(ClippedPGLossFn({}), data, on_policy=True)
     _, expected = train(AskedAfterwards({}), data, on_policy=True)
@@ -113,14 +113,14 @@ def test_gradients_do_not_depend_on_micro_batches(batching):
 
 
 @pytest.mark.parametrize("name", ROW_LOSSES)
-def test_a_loss_of_whole_rows_is_asked_afterwards(name):
+def test_sequence_level_loss_is_not_fused(name):
     data = training_data()
     loss_fn, batch = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0} | ROW_LOSSES[name]), RaggedBatch.of(data)
     assert fused_token_loss(trainer_of(), loss_fn, batch, GlobalCounts.of(batch), Scoring()) is None
     assert train(loss_fn, data)[0].outputs.any()
 
 
-def test_filters_and_float64_and_losses_of_the_users_are_asked_afterwards():
+def test_filters_float64_and_custom_losses_are_not_fused():
     data = RaggedBatch.of(training_data())
     counts = GlobalCounts.of(data)
 

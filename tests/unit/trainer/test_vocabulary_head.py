@@ -59,7 +59,7 @@ def test_values_and_gradients_equal_autograd(shape, dtype, bound, temperature):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_bits_of_the_sampler_whatever_the_others(dtype):
+def test_head_logprobs_have_the_samplers_bits_independent_of_other_rows(dtype):
     x, w, targets, _ = inputs(131, 4099, 40, dtype)
     logits = torch.empty(131, 4099)
     C.linear_forward(x, w, None, logits)

@@ -34,7 +34,7 @@ def data_with_zeros(rows):
     "dtype,bound", [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 5e-3)], ids=str
 )
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 5, 6], [0, 1, 2, 3, 4, 5, 6]], ids=str)
-def test_gradients_are_those_of_a_backward_of_every_row(rows, dtype, bound):
+def test_skipping_zero_gradient_rows_gives_the_gradients_of_all_rows(rows, dtype, bound):
     data, settings = data_with_zeros(rows), {"reference_policy_kl_penalty": 0.0}
     some, grads = train(ClippedPGLossFn(settings), data, dtype)
     every, expected = train(EveryRow(settings), data, dtype)
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_a_backward_of_every_row(rows, dtype, bound):
 
 
 @pytest.mark.parametrize("name", NO_OTHER_TERM)
-def test_every_loss_of_advantages_alone_does_without(name):
+def test_losses_with_only_an_advantage_term_skip_zero_gradient_rows(name):
     data = data_with_zeros([4, 5, 6, 7])
     some, grads = train(ClippedPGLossFn(NO_OTHER_TERM[name]), data)
     _, expected = train(EveryRow(NO_OTHER_TERM[name]), data)
@@ -62,14 +62,14 @@ def test_every_loss_of_advantages_alone_does_without(name):
     ],
     ids=["KL", "NLL", "DRO"],
 )
-def test_another_term_keeps_all_rows_together(settings):
+def test_losses_with_an_additional_term_skip_no_rows(settings):
     data = data_with_zeros([0, 1, 2, 3])
     assert ClippedPGLossFn(settings).zero_gradient_rows(RaggedBatch.of(data)) is None
     result, _ = train(ClippedPGLossFn(settings), data)
     assert result.zero_gradient_tokens == 0 and len(result.metrics) == 1
 
 
-def test_advantages_where_no_token_is_trained_do_not_count():
+def test_advantages_at_untrained_tokens_do_not_prevent_skipping_a_row():
     data = data_with_zeros([])
     data["advantages"][2] = data["token_mask"][2] - 1  # -1 outside of the response
     loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0})
@@ -84,7 +84,7 @@ def test_a_step_without_any_gradient():
     assert result.zero_gradient_tokens == result.packed_tokens > 0 and not grads.any() and result.outputs.any()
 
 
-def test_what_a_loss_says_is_checked_against_its_gradient():
+def test_wrongly_declared_zero_gradient_rows_are_still_trained():
     class Wrong(ClippedPGLossFn):
         def zero_gradient_rows(self, data):
             return torch.arange(data.size) < 4
@@ -95,7 +95,7 @@ def test_what_a_loss_says_is_checked_against_its_gradient():
     assert wrong.zero_gradient_tokens == 0 and (grads - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_a_loss_of_the_users_goes_without_a_backward_where_it_has_no_gradient():
+def test_custom_loss_skips_the_backward_if_its_gradient_is_zero():
     def loss_fn(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
         return (next_token_logprobs * data["advantages"][:, 1:] * data["token_mask"][:, 1:]).sum(), {}
 
@@ -104,7 +104,7 @@ def test_a_loss_of_the_users_goes_without_a_backward_where_it_has_no_gradient():
 
 
 @pytest.mark.parametrize("batching", [MicroBatching(max_samples=3), MicroBatching(max_tokens=100)], ids=str)
-def test_rows_apart_come_last_and_keep_to_the_limits(batching):
+def test_zero_gradient_rows_are_planned_last_within_the_batch_limits(batching):
     data = RaggedBatch.of(training_data())
     apart = torch.zeros(data.size, dtype=torch.bool)
     apart[[1, 4, 5]] = True
@@ -144,7 +144,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("rows, begins", [([0, 5], 1), (slice(None), 0)], ids=["some", "all"])
-def test_a_sum_over_ranks_begins_in_the_last_backward_that_comes(rows, begins):
+def test_gradient_sum_over_ranks_begins_in_the_last_backward_pass(rows, begins):
     """Micro-batches without a gradient come behind it."""
     trainer = Recorded(trainer_of())
     loss_fn, data = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), RaggedBatch.of(data_with_zeros(rows))
@@ -158,7 +158,7 @@ def test_a_sum_over_ranks_begins_in_the_last_backward_that_comes(rows, begins):
         assert set(asked[at + 3 :]) == {"forward"} and asked[:at].count("finish_backward") > 0
 
 
-def test_a_loss_that_is_wrong_about_its_gradient_does_not_spoil_a_sum_that_has_begun():
+def test_wrongly_declared_zero_gradient_during_a_sum_over_ranks_is_an_error():
     class Wrong(ClippedPGLossFn):
         def zero_gradient_rows(self, data):
             return torch.arange(data.size) < 4

@@ -16,7 +16,7 @@ class Role:
         self.invalidated += 1
 
 
-def test_nothing_is_copied_and_the_digest_is_logged():
+def test_shared_weights_are_not_copied_and_their_digest_is_logged():
     policy, engine = Role(), Role()
     refit = create_weight_synchronizer(policy, engine, "native", True)
     assert refit.sync_weights() == {"refit/bytes": 0, "weights/digest": "aa"}
@@ -28,7 +28,7 @@ def test_nothing_is_copied_and_the_digest_is_logged():
     assert refit.sync_weights()["weights/digest"] == "bb"
 
 
-def test_an_engine_with_other_weights_stops_the_run():
+def test_engine_with_different_weights_stops_the_run():
     with pytest.raises(RuntimeError, match="the engine's weights are not the policy's: digest ff against aa"):
         create_weight_synchronizer(Role(), Role("ff"), "native", True).sync_weights()
 

@@ -97,9 +97,9 @@ class CheckpointManager:
     def saving(
         self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Iterator[Path]:
-        """Yield `tmp_step_N`, which holds training_info.json and config.yaml, to be filled by the block. If the block
-        ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove checkpoints that
-        no rule keeps.
+        """Yield `tmp_step_N` with training_info.json and config.yaml, to be filled by the block. If the block ends
+        without an exception, seal and publish the folder, replace an older `step_N`, and remove checkpoints that no
+        rule keeps.
 
         Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir.
         """
@@ -161,7 +161,7 @@ class CheckpointManager:
     def get_latest_checkpoint_path(self) -> str | None:
         """Return the folder of the newest complete checkpoint, with every SHA-256 verified; None if there is none.
 
-        Remains of a crash are finished or removed first (see `recover`). A damaged checkpoint is skipped with a
+        Remains of a crash are finished or removed first (see `recover`). Damaged checkpoints are skipped with a
         warning.
         """
         self.recover()

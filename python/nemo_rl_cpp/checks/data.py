@@ -129,9 +129,7 @@ def _check_prompt_file(section: dict[str, object]) -> None:
 
     cls = DATASET_REGISTRY.get(section.get("dataset_name", ""))
     name = section.get("processor") or getattr(cls, "default_processor", None)
-    if (
-        cls is not None and name in PROCESSOR_REGISTRY
-    ):  # other names may be registered later, by the program that starts the run
+    if cls is not None and name in PROCESSOR_REGISTRY:  # the program that starts the run may register more names
         raw = RawDataset()
         raw.task_name = ""
         raw.set_task_spec({**section, "processor": name})

@@ -26,8 +26,7 @@ def to_plain(value: object) -> Plain: ...
 
 
 def to_plain(value: object) -> Plain:
-    """Return a copy made of dicts, lists, strings, numbers, booleans and None only. Paths, enums and arrays are
-    converted.
+    """Return a copy of dicts, lists, strings, numbers, booleans and None. Paths, enums and arrays are converted.
 
     Non-finite floats stay floats; `to_json` turns them into strings.
     """

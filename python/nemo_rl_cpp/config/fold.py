@@ -76,8 +76,7 @@ def exactness_text(config: WholeConfig) -> str | None:
 
 
 def correction_text(config: TrainMasterConfig) -> str | None:
-    """Return why loss_fn.use_importance_sampling_correction is on if the configuration leaves it open; otherwise return
-    None."""
+    """Return why loss_fn.use_importance_sampling_correction is on if the configuration leaves it open, else None."""
     row = exactness_of(config.policy)
     if row is None or row.equal or not config.loss_fn.correction_left_open:
         return None

@@ -51,8 +51,7 @@ class GivenValues:
     """Python values by dotted key, for one load.
 
     The file's interpolations see numbers literally and every other value as a placeholder (`stand_in(i)`), which
-    `restore` replaces by the value afterwards. So `"${x}"`, a line feed or a quote in a value stay exactly as the
-    caller gave them.
+    `restore` replaces by the value afterwards. So `"${x}"`, a line feed or a quote stay exactly as given.
 
     Args:
         values: dotted key -> value; a mapping for a section is split into its keys.

@@ -70,9 +70,7 @@ def evaluate_policy(
     try:
         loader = make_loader(config, make_dataset(config, tokenizer))
         engine = config.generation.vllm_cfg
-        engine.__dict__["max_model_len"] = min(
-            engine.max_model_len or longest, longest
-        )  # without marking the key as given
+        engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)  # key not marked as given
         generation = policy.create_generation(config.generation, seed=config.eval.seed)
         try:
             return run_env_eval(generation, loader, environment, config)
@@ -118,9 +116,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
     )
     if given is None:
         length = max_positions(folder.config)
-        engine.__dict__["max_model_len"] = min(
-            engine.max_model_len or length, length
-        )  # without marking the key as given
+        engine.__dict__["max_model_len"] = min(engine.max_model_len or length, length)  # key not marked as given
     dtype = getattr(torch, config.generation.vllm_cfg.precision)
     folder = replace(folder, max_length=engine.max_model_len)
     folder.check_weights()
@@ -148,12 +144,10 @@ def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | 
 def run_env_eval(
     vllm_generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
 ) -> EvalResult:
-    """Generate `eval.num_tests_per_prompt` responses per prompt, score them with the environment, save and print the
-    result.
+    """Generate `eval.num_tests_per_prompt` responses per prompt, score them, save and print the result.
 
     A response is correct if its reward is 1. Random draws are keyed by (eval.seed, stream "eval", prompt index,
-    response index), so the score does not depend on generation.num_prompts_per_step. The first argument accepts any
-    engine.
+    response index), so the score does not depend on generation.num_prompts_per_step. Any engine may be passed.
 
     Raise ValueError for cons@k with an environment that extracts no answers.
     """

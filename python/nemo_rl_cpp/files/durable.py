@@ -47,8 +47,7 @@ def write_durable(path: Path, text: str) -> None:
 def write_atomic(path: Path, text: str, durable: bool = True) -> None:
     """Replace the content of `path` by `text` atomically: readers never see a partial file.
 
-    With `durable=False` nothing is synced: the file is complete after a killed process, but maybe not after a power
-    cut.
+    With `durable=False` nothing is synced: the file survives a killed process, but maybe not a power cut.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -26,8 +26,7 @@ PATTERN = "events.out.tfevents.*"
 
 
 class SummaryWriter:
-    """Appends to the newest event file of a folder, or creates one. With `run`, only files whose names end in it are
-    used.
+    """Appends to the newest event file of a folder, or creates one; with `run`, only to files whose names end in it.
 
     tensorboardX's writer has a queue that its `flush` does not empty: a process that was killed after `flush` had 94 of
     100 events in its file. This writer writes each event at once, and a resumed run continues in the same file. A
@@ -129,12 +128,11 @@ HYPERPARAMS = "hyperparams.json"
 
 
 class JsonlLogger(LoggerInterface):
-    """Writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, names sorted, non-finite values
-    as strings.
+    """Writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, with sorted names.
 
-    Metrics with their own x axis (`step_metric`, such as GPU samples by second) go to system.jsonl. Each line is one
-    write, so a killed process leaves at most the last line incomplete, which readers skip. If the disk is full, lines
-    are kept in memory and written with the next line.
+    Non-finite values are written as strings. Metrics with their own x axis (`step_metric`, such as GPU samples by
+    second) go to system.jsonl. Each line is one write, so a killed process leaves at most the last line incomplete,
+    which readers skip. If the disk is full, lines are kept in memory and written with the next line.
     """
 
     def __init__(self, log_dir: Path) -> None:

@@ -141,8 +141,6 @@ def _recorded(base: str | Path, training_info: Mapping[str, object] | None) -> P
 def _is_own(candidate: Path, checkpoint: str | Path | None) -> bool:
     ledger = LogLedger(candidate)
     owner, run = ledger.owner, manifest_facts(Path(checkpoint)).get("run") if checkpoint is not None else None
-    home = str(
-        Path(checkpoint or "").absolute().parent.resolve()
-    )  # resolve only the parent: step_N may link to another run
+    home = str(Path(checkpoint or "").absolute().parent.resolve())  # step_N itself may link to a different run
     at_home = owner is not None and (owner == home or not Path(owner).is_dir())
     return at_home and run is not None and ledger.run == run

@@ -16,8 +16,7 @@ class ChromeTrace:
 
     Each stage is an event on the row of its thread, with its start, duration and two arguments: `busy_cores`, this
     process's CPU seconds per second of the stage, and `rss_gb`, the resident memory at its end. The file is complete
-    JSON after every event, so a killed run leaves a usable timeline. Replaces an older file; raises OSError if it
-    cannot be written.
+    JSON after every event, so a killed run leaves a usable timeline. An older file is replaced. Raises OSError.
     """
 
     def __init__(self, path: str | Path, title: str = "nemo_rl_cpp") -> None:

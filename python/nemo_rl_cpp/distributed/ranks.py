@@ -141,8 +141,8 @@ class Ranks:
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
         """Return this rank's samples and the moves of all ranks. Like `blocks` with one block per rank, but samples
-        with a backward pass (not `idle`, bool [B]) are balanced: some move from the rank that generated them to a
-        different rank."""
+        with a backward pass (not `idle`, bool [B]) are balanced: some are not trained on the rank that generated
+        them."""
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
         blocks = [set(rows) for rows in dealt]
@@ -152,8 +152,7 @@ class Ranks:
         return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
-        """Sum [T] over all ranks and return it on every rank; each rank has only its own samples' values, 0
-        elsewhere."""
+        """Return the sum of [T] over all ranks, on every rank; each rank passes 0 for other ranks' samples."""
         if self.communicator is None:
             return of_tokens
         parts = of_tokens.new_empty(self.size, *of_tokens.shape)

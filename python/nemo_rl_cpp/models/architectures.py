@@ -37,8 +37,7 @@ def _all_sliding_where_switched_on(form: Form) -> list[str]:
 
 
 def _alternating_where_switched_on(form: Form) -> list[str]:
-    """Use windows only with use_sliding_window: by layer_types, or every second of the first max_window_layers
-    layers."""
+    """Use windows only with use_sliding_window: by layer_types, or every second of the first max_window_layers."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]

@@ -172,7 +172,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
         mbs: int | None = None, timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """Train like `Policy.train`. The loss function is pickled to the processes, so it must be importable there."""
+        """Train like `Policy.train`. The loss function is pickled, so every process must be able to import it."""
         batch = plain_batch(data)
         parts = self.group.call_all("train_part", batch, loss_fn, eval_mode, gbs, mbs)
         done = PolicyUpdates.of_ranks(self.group.first_of_groups(parts))
@@ -182,7 +182,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def create_generation(
         self, generation_config: GenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
-        """Create an engine in every process, which reads the policy's weights there: no copy, no refit."""
+        """Create an engine in every process, which reads that process's weights: no copy, no refit."""
         blocks = self.config.gradient_blocks, self.config.train_global_batch_size, self.config.shards_gradients
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)

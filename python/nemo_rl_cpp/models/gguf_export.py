@@ -1,5 +1,4 @@
-"""Writes a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (specification: ggml,
-docs/gguf.md).
+"""Writes a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (ggml's docs/gguf.md).
 
 llama.cpp selects the computation by the architecture's name and by metadata, so a GGUF file cannot represent every
 variant of a family. Unsupported variants are rejected.
@@ -38,8 +37,7 @@ class Family(NamedTuple):
     Attributes:
         architecture: its name in the file.
         interleaved: llama.cpp's rotary embeddings pair neighbouring rows of a head; Hugging Face pairs its halves.
-        has_windows: llama.cpp computes windows; otherwise it sees all tokens, and the file's context ends at the
-            window.
+        has_windows: llama.cpp computes windows; otherwise it sees all tokens, so the file's context ends at the window.
         scalings: supported types of rope scaling.
     """
 

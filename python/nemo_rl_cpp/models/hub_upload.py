@@ -27,8 +27,7 @@ def push_to_hub(
     token: str | None = None,
     client: object = None,
 ) -> str:
-    """Upload a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run, with its card; return the
-    address.
+    """Upload a model folder, a checkpoint (`step_N`) or a run's newest checkpoint, with its card; return the address.
 
     Uploads the model's files: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA
     (`adapter/`). A missing repository is created, private unless `private` is False; an existing one keeps its
@@ -73,7 +72,7 @@ def push_to_hub(
 
 
 def can_push() -> bool:
-    """Return whether this machine has a token."""
+    """Return whether this machine has a Hub token."""
     from huggingface_hub import get_token
 
     return get_token() is not None

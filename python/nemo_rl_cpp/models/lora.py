@@ -136,8 +136,7 @@ class Lora:
     # ---- the folder
 
     def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
-        """Write the adapter in PEFT's format into the merged weights' folder; `masters` has the whole model's
-        layout."""
+        """Write the adapter in PEFT's format into the merged weights' folder; `masters` is in the whole layout."""
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {

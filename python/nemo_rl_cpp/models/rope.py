@@ -30,8 +30,7 @@ _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_f
 def respell(
     config: Mapping[str, Plain], default_positions: int, default_theta: float = DEFAULT_THETA
 ) -> dict[str, Plain]:
-    """Return the configuration with only the keys `rope_theta` and `rope_scaling` for rotary embeddings; nothing is
-    checked.
+    """Return the configuration with only `rope_theta` and `rope_scaling` for rotary embeddings; nothing is checked.
 
     Precedence is as in transformers 5: `rope_scaling` before `rope_parameters`; keys in the section before top-level
     keys, except that a top-level `original_max_position_embeddings` comes first. The latter's default is

@@ -89,8 +89,7 @@ def _other_weights(folder: Path) -> str:
 
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Read the header of a safetensors file: eight bytes with its length, then JSON; the tensors' bytes follow,
-    gapless.
+    """Read the header of a safetensors file: eight bytes with its length, then JSON; the tensors follow without gaps.
 
     Raises ModelFolderError if the file is truncated, or its header does not describe it.
     """
@@ -150,8 +149,8 @@ def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]
 
 
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
-    """Yield every tensor of the files by name, without a copy. (The safetensors library reads bfloat16 only for
-    torch.)"""
+    """Yield every tensor of the files by name, without a copy. (The safetensors library reads bfloat16 into torch
+    only.)"""
     by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
     for file, name, entry in all_entries(files):
         by_file.setdefault(file, []).append((name, entry))

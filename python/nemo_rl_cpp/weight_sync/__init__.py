@@ -1,5 +1,4 @@
-"""Weight sync backends: no copy (shared storage), shared memory, or a transfer from trainer workers to engine
-workers."""
+"""Weight sync backends: no copy (shared storage), shared memory, or transfer from trainer workers to engine workers."""
 
 from __future__ import annotations
 
@@ -119,11 +118,10 @@ class SentWeights(CheckedWeights, abc.ABC):
 
 
 class SharedMemoryWeights(SentWeights):
-    """A synchronizer that copies the weights into memory shared with the vLLM process, which uses a different torch
-    version.
+    """A synchronizer that copies the weights into memory shared with the vLLM process, which needs a different torch.
 
-    The trainer logs the digest of its own weights (`weights/digest`), and the engine the digest of the weights it
-    received (`refit/digest`). The run stops if the digests differ or if a parameter of the engine received no values.
+    The trainer logs the digest of its weights (`weights/digest`); the engine computes the digest of the received
+    weights (`refit/digest`). The run stops if the digests differ or if a parameter of the engine received no values.
     """
 
     _policy: TrainedModel

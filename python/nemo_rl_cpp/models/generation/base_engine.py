@@ -106,9 +106,8 @@ class BaseEngine(GenerationInterface):
         Rows of the stream "val" use val_temperature, val_top_p and val_top_k if these are set. A prompt that leaves no
         room under max_model_len gets an empty response marked as truncated.
 
-        Between two steps of the engine, `on_finished(rows, token_ids)` receives the rows whose responses have just
-        ended and these responses, each row once, except the rows of the last step. An error it raises ends the
-        generation.
+        Between two engine steps, `on_finished(rows, token_ids)` receives the rows whose responses have just ended and
+        these responses, each row once, except the last step's rows. An error that it raises ends the generation.
 
         Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
         RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
@@ -219,8 +218,7 @@ class BaseEngine(GenerationInterface):
         return [tuple(dict.fromkeys(common + _strings_of(row))) for row in per_row]
 
     def cache_bytes(self, device: torch.device) -> int:
-        """Return the bytes for keys and values: kv_cache_gb, or half of this engine's share of the device's free
-        memory."""
+        """Return the bytes for keys and values: kv_cache_gb, or half of this engine's share of free device memory."""
         if self.config.kv_cache_gb:
             return int(self.config.kv_cache_gb * 1e9)
         free = available_bytes()

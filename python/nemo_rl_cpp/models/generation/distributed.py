@@ -198,8 +198,7 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
 
 
 def for_workers(config: ModelConfig) -> ModelConfig:
-    """Return the model section with an absolute folder path, which is valid in every worker; a hub name stays
-    unchanged."""
+    """Return the model section with a folder path made absolute, so that it is valid in every worker."""
     if not Path(config.model_name).expanduser().exists():
         return config
     return config.model_copy(update={"model_name": str(Path(config.model_name).expanduser().absolute())})
@@ -251,7 +250,7 @@ class EngineWorker(EngineHost):
         self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
 
     def update_weights_from_collective(self, version: int) -> RefitResult:
-        """Receive the weights from rank 0 of the trainers. If they do not match, raise C.RefitRefused and keep the old
+        """Receive the weights from rank 0 of the trainers. On a mismatch, raise C.RefitRefused and keep the old
         weights."""
         done = self._receiver.receive(version)
         self.model.masters_changed()  # discard data derived from the old weights

@@ -1,5 +1,4 @@
-"""The interface between rollouts and a generation engine (token ids in, token ids out), and the data types of a
-refit."""
+"""The interface of generation engines for rollouts (token ids in, token ids out), and the data types of a refit."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class Responses:
 
     @classmethod
     def of(cls, outputs: Responses | Mapping[str, torch.Tensor], prompt_lengths: torch.Tensor) -> Responses:
-        """Return the responses of a `GenerationOutputSpec` whose rows begin with prompts of `prompt_lengths` [B]
-        tokens."""
+        """Return the responses of a `GenerationOutputSpec` whose rows begin with prompts of `prompt_lengths` [B]."""
         if isinstance(outputs, Responses):
             return outputs
         ids, begins = outputs["output_ids"].cpu(), torch.as_tensor(prompt_lengths).cpu()

@@ -63,8 +63,7 @@ class HfFolder:
     def build(self, weights: Path | None = None) -> nn.Module:
         """Build the module in float32, with the weights of `weights`, otherwise of `path`, otherwise random weights.
 
-        Raises ModelFolderError for missing, unexpected or misshapen weights; transformers would initialise them
-        randomly.
+        Raises ModelFolderError for missing, unexpected or misshapen weights, which transformers would draw at random.
         """
         folder = weights or self.path
         with quietly():

@@ -20,8 +20,7 @@ SCORE = "score.weight"
 
 
 class ValueNet(nn.Module):
-    """V = score · h, h [..., D] the last hidden states (after the final norm). As in the native critic, score starts at
-    zero.
+    """V = score · h, h [..., D] the last hidden states (after the final norm). The head starts at zero, as natively.
 
     Attributes:
         backbone: transformers' AutoModel.
@@ -38,8 +37,7 @@ class ValueNet(nn.Module):
 
     @classmethod
     def of(cls, backbone: nn.Module, folder: Path | None) -> Self:
-        """Build a critic, reusing the folder's single-label head if any. Raise ModelFolderError if its shape
-        differs."""
+        """Build a critic with the folder's single-label head, if any. Raise ModelFolderError if its shape differs."""
         made = cls(backbone)
         for name, raw in () if folder is None else raw_tensors(weight_files(folder)):
             if name != SCORE:
@@ -67,8 +65,7 @@ class ValueNet(nn.Module):
 class ModelRows:
     """The input of one forward pass, and the positions of the W wanted tokens.
 
-    A token is predicted from the token before it, so a sample's last wanted token and all later tokens are not
-    computed.
+    A token is predicted from the token before it, so a sample's last wanted token and later tokens are not computed.
 
     Attributes:
         input_ids, position_ids: int64 [1, T'] packed, positions restart per sample; or [b, S'], padded on the right.

@@ -169,8 +169,7 @@ class HfTrainedModel(TrainedModel):
         return trainer.together()
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict`. For a sharded model all ranks call it; the first rank returns whole tensors, the others
-        {}."""
+        """Return `state_dict`. For a sharded model all ranks call it; only the first rank returns tensors."""
         return self.state_dict()
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:

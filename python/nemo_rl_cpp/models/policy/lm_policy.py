@@ -176,8 +176,8 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, None, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Drop kept activations once per check period, so that this step makes a full forward pass. Kept activations
-        only compare the head; an error before the head (layers that read stale weights) needs a full pass."""
+        """Drop kept activations once per check period, so that this step makes a full forward pass. With kept
+        activations, an error before the head (layers that read stale weights) is not detected."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
@@ -186,7 +186,8 @@ class Policy(TrainedModel, PolicyInterface):
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
         """Let the next step train on generation's activations, once both forward passes were bit-identical on this
         machine. A step makes its own forward pass if they differ, with activation_checkpointing, with tensor
-        parallelism, or if memory cannot hold the `tokens` of a step (most micro-batches would miss some)."""
+        parallelism, or if memory cannot hold the `tokens` of a step (most micro-batches would then lack
+        activations)."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -248,8 +249,7 @@ class PolicyUpdates:
         return cls(updates, exactness, first.prev_logprobs, reused, first.on_policy)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (zero_gradient_share, reused_forward_share); on later passes over a batch the latter is
-        `last_reused`."""
+        """Return (zero_gradient_share, reused_forward_share), the latter unchanged on later passes over a batch."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused

@@ -78,8 +78,7 @@ class Exactness:
 class GlobalBatchResult:
     """The result of one global batch, on each rank for its own samples. `outputs`: the head's output per trained token,
     [T] for the whole batch; 0 at other tokens and outside the global batch. `losses`, `metrics`: one per micro-batch.
-    `zero_gradient_tokens`: number of `packed_tokens` without a backward pass. `blocks`: number of micro-batches per
-    block."""
+    `zero_gradient_tokens`: those of `packed_tokens` without a backward pass. `blocks`: micro-batches per block."""
 
     outputs: Tensor
     blocks: list[int] = field(default_factory=list)
@@ -115,8 +114,7 @@ class GlobalCounts:
 
 @dataclass
 class MicroBatchRunner:
-    """Runs the forward pass, loss and backward pass of each micro-batch of a batch; gradients accumulate in the
-    trainer.
+    """Runs forward pass, loss and backward pass of each micro-batch of a batch; gradients accumulate in the trainer.
 
     With top-k or top-p, a loss with a KL term also receives `curr_logprobs_unfiltered` [b, S-1] in its data, and its
     gradient with respect to them is propagated too.

@@ -117,7 +117,7 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
 def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
     """Return the options of the server that the run starts on the CPU, with random weights and no tokenizer.
 
-    `vllm_kwargs` come last; `config/rules_model.py` rejects keys set here. `config` is the model's config.json.
+    `vllm_kwargs` come last; `config/rules_model.py` rejects conflicting keys. `config` is the model's config.json.
     """
     generation = policy.generation
     vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")

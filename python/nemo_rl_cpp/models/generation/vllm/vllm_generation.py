@@ -254,8 +254,7 @@ class VllmGeneration(BaseEngine):
         return self._client.call(_REFIT, method, path, body)
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights received at the last refit, 32 hexadecimal digits. RuntimeError before the
-        first."""
+        """Return the digest of the weights received at the last refit, 32 hexadecimal digits; RuntimeError if none."""
         if self._arrived is None:
             raise RuntimeError("vLLM has no weights before the first sync_weights")
         return self._arrived

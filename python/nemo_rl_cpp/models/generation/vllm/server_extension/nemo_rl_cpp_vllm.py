@@ -28,8 +28,7 @@ PROTOCOL = 1
 
 
 def begin_digest(manifest: list) -> hashlib.blake2b:
-    """Return a digest over all tensors' names, dtypes, shapes and offsets; the caller adds their bytes in this
-    order."""
+    """Return a digest over the names, dtypes, shapes and offsets of all tensors; the caller adds their bytes."""
     return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16)
 
 
@@ -204,7 +203,7 @@ def register() -> None:
 
 
 class Weights:
-    """The extension of vLLM's worker (`--worker-extension-cls`), which answers a trainer's queries before and after a
+    """The extension of vLLM's worker (`--worker-extension-cls`): answers a trainer's queries before and after a
     transfer."""
 
     def nemo_rl_cpp_weights(self) -> dict:

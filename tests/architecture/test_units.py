@@ -45,6 +45,6 @@ def test_pytest_options_distribute_tests_by_file(request):
     assert "--dist=loadfile" in request.config.getini("addopts")
 
 
-def test_units_are_there():
+def test_every_scheduled_test_unit_exists():
     assert all((TESTS.parent / unit).exists() for unit in (*SECONDS, *TOGETHER))
     assert seconds_of(unit_of("tests/integration/test_resume.py::test_x")) > seconds_of(unit_of("tests/unit/test_x.py"))

@@ -54,7 +54,7 @@ def test_every_block_is_marked():
         ("```text\nls\n```", None),
     ],
 )
-def test_a_bad_mark_is_found(text, message):
+def test_invalid_snippet_mark_is_reported(text, message):
     (snippet,) = snippets(text)
     found = complaint(snippet)
     assert found is None if message is None else message in found

@@ -5,7 +5,7 @@ import re
 from documents.snippets import ROOT
 
 
-def test_the_tests_that_are_named_are_there():
+def test_every_test_named_on_the_troubleshooting_page_exists():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
     assert len(named) > 10

@@ -162,14 +162,14 @@ def steps(folder):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_keys_arrive(name):
+def test_keys_of_guide_commands_reach_the_configuration(name):
     config = load_grpo_config(LINES[name].config, LINES[name].overrides)
     for key, expected in LINES[name].gives.items():
         assert value(config.model_dump(), key) == expected, key
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_commands_run(name, tmp_path, monkeypatch, capsys):
+def test_guide_commands_run(name, tmp_path, monkeypatch, capsys):
     line = LINES[name]
     monkeypatch.chdir(tmp_path)  # relative folders of the printed commands
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -168,7 +168,7 @@ def test_forked_child_does_not_delay_exit_and_keeps_default_signals():
     assert (done.stdout, done.stderr, done.returncode) == ("[-15, -15] False\nwent on True\n", "", 0)
 
 
-def test_code_that_ignores_signals_is_undone_at_the_next_look():
+def test_replaced_signal_handlers_are_restored_at_the_next_check():
     said = []
     with GracefulStop(said.append) as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

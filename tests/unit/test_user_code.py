@@ -212,7 +212,7 @@ def test_ctrl_c_ends_the_run_and_its_coroutines():
     assert serve(lambda: call_user(here)) is here()
 
 
-def test_ctrl_c_ends_work_that_calls_nobody():
+def test_ctrl_c_ends_a_run_that_makes_no_user_calls():
     ended, begun = [], threading.Event()
 
     def work():

@@ -46,7 +46,7 @@ def test_grpo_by_hand():
     assert flat[:2, 1].tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6)])
 
 
-def test_group_id_wins_over_equal_prompts():
+def test_group_ids_take_precedence_over_equal_prompts():
     rewards, mask = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.ones(4, 1)
     same = torch.zeros(4, 2, dtype=torch.long)
     by_prompt = make("grpo", AdvEstimatorConfig(normalize_rewards=False)).compute_advantage(same, rewards, mask)

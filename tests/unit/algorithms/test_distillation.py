@@ -61,7 +61,7 @@ def test_random_cases_match_the_reference_for_any_values_at_masked_tokens(kind, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_expected_policy_gradient_is_that_of_the_divergence(kind):
+def test_expected_policy_gradient_equals_the_gradient_of_the_divergence(kind):
     """Over all tokens of a vocabulary of 6, E_p[A grad log p] = -grad D(student, teacher)."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)

@@ -134,7 +134,7 @@ def test_dynamic_sampling_draws_until_groups_differ(tmp_path):
     assert rates["performance/generation_tokens_per_sec"] == pytest.approx(row["train/total_rollout_tokens"] / seconds)
 
 
-def test_epochs_end_the_run(tmp_path):
+def test_max_num_epochs_ends_the_run(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_epochs=2", "grpo.max_num_steps=100", num_rows=5))  # two steps an epoch
     assert run.state.step == 4 and run.state.current_epoch == 2 and run.state.stop_reason == "max_num_epochs"
     assert run.state.consumed_samples == 8
@@ -230,7 +230,7 @@ def test_rollouts_are_written_one_line_a_sample(tmp_path):
     "low, high, expected",
     [(None, None, [-3.0, 0.5, 4.0]), (-1.0, None, [-1.0, 0.5, 4.0]), (-1.0, 2.0, [-1.0, 0.5, 2.0])],
 )
-def test_advantage_clipping(low, high, expected):
+def test_advantages_are_clipped_at_the_configured_bounds(low, high, expected):
     class Given:
         last_metrics = {}
 

@@ -74,7 +74,7 @@ def policy_of(*overrides):
 LOSS = ClippedPGLossFn(SFTLossConfig())
 
 
-def test_the_loss_is_that_of_transformers_on_the_same_rows(rows, tmp_path):
+def test_sft_loss_equals_that_of_transformers_on_the_same_rows(rows, tmp_path):
     transformers = pytest.importorskip("transformers")
     policy = policy_of()
     policy.save_checkpoint(tmp_path)
@@ -146,7 +146,7 @@ def test_a_run_lowers_the_loss_and_resumes_to_the_same_bits(tmp_path):
     assert (whole.log_dir / "report.html").is_file()
 
 
-def test_a_configuration_without_meaning_is_refused():
+def test_settings_that_have_no_meaning_in_sft_are_rejected():
     for overrides, said in (
         (["loss_fn.name=sapo"], "must be nll, or a loss of yours"),
         (["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1",

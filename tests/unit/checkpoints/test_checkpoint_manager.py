@@ -121,7 +121,7 @@ def test_no_checkpoints_at_all(tmp_path):
     assert CheckpointManager.get_resume_paths(None) == (None, None)
 
 
-def test_resume_paths(tmp_path):
+def test_resume_paths_name_weights_and_optimizer_of_each_component(tmp_path):
     step = tmp_path / "step_1"
     (step / "policy" / "weights").mkdir(parents=True)
     with pytest.warns(UserWarning, match="optimizer starts fresh"):
@@ -178,7 +178,7 @@ def test_missing_and_nan_metrics_rank_last(tmp_path):
     assert steps(manager) == [1, 3]
 
 
-def test_save_reasons(tmp_path):
+def test_save_reason_names_what_triggers_the_save(tmp_path):
     manager = make(tmp_path, save_period=10, ft_save_period=4)
     assert manager.save_reason(7) is None
     assert manager.save_reason(10) == "save_period"

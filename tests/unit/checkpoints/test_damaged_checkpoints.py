@@ -137,7 +137,7 @@ def test_leftover_of_a_killed_first_save_is_removed_and_not_resumed(tmp_path):
     ("auto", False, None), ("auto", True, None), ("never", False, None), ("must", True, None),
     ("never", True, "resume=never, but .* holds checkpoints .the newest is step_3"), ("must", False, "resume=must, but .* holds no checkpoint"),
 ])  # fmt: skip
-def test_resume_modes(three, mode, saved, error):
+def test_resume_mode_decides_whether_a_checkpoint_is_required_or_forbidden(three, mode, saved, error):
     root = three if saved else three / "empty"
     if error is None:
         assert (find_resume(manager_at(root, resume=mode)).path is not None) == saved

@@ -63,7 +63,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_file_and_line(tmp_path, monkeypatch, name):
+def test_invalid_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     text, message = REFUSED[name]
     _, problems = load(tmp_path, text)
@@ -72,7 +72,7 @@ def test_refused_with_file_and_line(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_not_read_with_file_and_line(tmp_path, monkeypatch, name):
+def test_unreadable_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     text, message = UNREADABLE[name]
     with pytest.raises(_config.LoadError, match=message) as caught:

@@ -333,7 +333,7 @@ def test_max_num_epochs_with_several_loaders_requires_max_num_steps():
         load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3"])
 
 
-def test_raw_reward_needs_no_sound_value_section():
+def test_raw_reward_ignores_errors_in_the_value_section():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
 
 

@@ -139,7 +139,7 @@ def test_nemo_rl_math_configuration_loads_unchanged(tmp_path):
     assert load_grpo_config(tmp_path / "theirs.yaml").policy.generation.backend == "vllm"
 
 
-def test_shipped_names(monkeypatch, tmp_path):
+def test_shipped_configuration_is_found_by_each_of_its_names(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     math = ROOT / "configs/grpo_math_1B.yaml"
     for name in (
@@ -165,7 +165,7 @@ def test_prompts_are_found_from_anywhere(monkeypatch, tmp_path):
     assert find_prompt("examples/prompts/none.txt") is None
 
 
-def test_guides_commands():
+def test_commands_of_nemo_rl_guides_load():
     prorl = load_grpo_config(
         "examples/configs/prorlv2.yaml",
         ["policy.model_name=Qwen/Qwen2.5-1.5B", "logger.wandb.project=prorlv2-dev", "checkpointing.checkpoint_dir=results/prorlv2",

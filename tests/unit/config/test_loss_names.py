@@ -16,7 +16,7 @@ def test_a_name_sets_the_keys_that_it_decides(name):
     assert ClippedPGLossConfig.model_validate(loss.model_dump()).model_dump() == loss.model_dump()
 
 
-def test_names_of_verl():
+def test_verl_loss_names_are_translated():
     names = {"vanilla": "clipped_pg", "geo_mean": "gmpo"}
     assert {name: ClippedPGLossConfig(name=name).name for name in names} == names
 
@@ -54,6 +54,6 @@ def test_dr_grpo_divides_by_max_new_tokens_unless_a_factor_is_set():
         (["loss_fn.name=sapo", "loss_fn.sapo_temperature_pos=0"], "sapo_temperature_pos"),
     ],
 )
-def test_a_key_against_the_name_is_refused(overrides, key):
+def test_key_that_contradicts_the_loss_name_is_rejected(overrides, key):
     with pytest.raises(ConfigError, match=key):
         load_grpo_config(BASE, overrides)

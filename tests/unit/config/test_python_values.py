@@ -189,7 +189,7 @@ def test_other_runs_are_checked_too():
     [(load_grpo_config, "grpo_tiny.yaml", GRPOMasterConfig), (load_ppo_config, "ppo_tiny.yaml", PPOMasterConfig),
      (load_eval_config, "evals/eval.yaml", EvalMasterConfig), (load_grpo_config, "dapo_tiny.yaml", GRPOMasterConfig)],
 )  # fmt: skip
-def test_a_loaded_configuration_made_again_is_the_same(load, name, model):
+def test_loaded_configuration_survives_dumping_pickling_and_copying(load, name, model):
     config = load(name)
     tree = config.model_dump()
     assert checked(config, model) is config and config.model_dump() == tree

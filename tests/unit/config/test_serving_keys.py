@@ -21,7 +21,7 @@ def test_agent_requires_the_http_server_and_rejects_max_rollout_turns():
     assert "max_rollout_turns is 3, but the agent" in mistakes(*AGENT, EXPOSE, "grpo.max_rollout_turns=3")
 
 
-def test_the_key_and_the_packages_are_there(monkeypatch):
+def test_http_server_requires_its_api_key_variable_and_packages(monkeypatch):
     variable = "policy.generation.http_server.api_key_variable=SERVE_KEY_OF_A_TEST"
     assert "is SERVE_KEY_OF_A_TEST, but that variable is not set" in mistakes(EXPOSE, variable)
     monkeypatch.setenv("SERVE_KEY_OF_A_TEST", "x")

@@ -102,7 +102,7 @@ def test_swiglu_equals_autograd(kernels, gate, size, dtype):
 
 
 @pytest.mark.parametrize("bias_dtype, y_dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
-def test_bias_rows(kernels, bias_dtype, y_dtype):
+def test_bias_rows_equal_one_addition_per_element(kernels, bias_dtype, y_dtype):
     bias, y = randn(37, dtype=bias_dtype), randn(11, 40, seed=1, dtype=y_dtype)
     for accumulate in (0, 1):
         got = y.clone()
@@ -132,7 +132,7 @@ def test_embedding_backward_adds_up_tokens(kernels, D):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 150, 1300])
-def test_column_sums(kernels, rows, dtype):
+def test_column_sums_are_accumulated_within_rounding(kernels, rows, dtype):
     x, got = randn(rows, 80, dtype=dtype), torch.ones(70)
     kernels.column_sums(x, 80, rows, 70, parts(rows, 70), got, dtype == BF16)
     close(got - 1, x[:, :70].double().sum(0), 1e-5)  # the one that is there costs digits of small sums

@@ -118,7 +118,7 @@ def outcome(render):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_as_transformers_or_refused_by_both(name, smollm2, hf_smollm2):
+def test_templates_render_as_in_transformers_or_both_reject_them(name, smollm2, hf_smollm2):
     options = {"chat_template": TEMPLATES[name], "tokenize": False, "enable_thinking": False}
     for shape, messages in CONVERSATIONS.items():
         for more in ({"add_generation_prompt": True}, {"tools": TOOLS}, {"documents": [{"title": "t", "text": "x"}]}):

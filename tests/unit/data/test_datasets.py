@@ -316,7 +316,7 @@ def test_double_bos_is_found(tiny):
         ("../shards/", "shards"), ("~/rows.csv", "rows"), (".cache/rows.csv", "cache-rows"), ("org/set", "org-set"), ("v1.5/rows.csv", "v1"),
     ],
 )  # fmt: skip
-def test_the_task_of_a_path(path, name):
+def test_task_name_is_derived_from_the_data_path(path, name):
     assert task_name_of(path) == name
 
 

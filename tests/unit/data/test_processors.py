@@ -104,7 +104,7 @@ def test_processors_take_a_transformers_tokenizer(smollm2, hf_smollm2, spec):
         )
 
 
-def test_register_processor(monkeypatch):
+def test_registering_a_processor_name_twice_is_an_error(monkeypatch):
     monkeypatch.setattr(processors, "PROCESSOR_REGISTRY", dict(processors.PROCESSOR_REGISTRY))
     register_processor("mine", math_data_processor)
     with pytest.raises(ValueError, match="already"):

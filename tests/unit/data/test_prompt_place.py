@@ -31,7 +31,7 @@ QUESTION = "{} \\boxed{x} {0}"
         ("Question:{}", f"Question:{QUESTION}"),
     ],
 )
-def test_the_question_goes_to_the_place_and_everything_else_stays(prompt, expected):
+def test_question_replaces_only_the_prompt_placeholder(prompt, expected):
     assert fill_prompt(prompt, QUESTION) == expected
 
 

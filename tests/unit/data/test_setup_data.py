@@ -33,7 +33,7 @@ def data(**sections):
     return {"max_input_seq_length": 512, **sections}
 
 
-def test_one_data_set_with_validation_from_it(smollm2):
+def test_validation_rows_are_split_from_a_single_data_set(smollm2):
     made = load_response_data(smollm2, data(train={**ARITHMETIC, "split_validation_size": 5}))
     train, val = made.train, made.validation
     assert isinstance(train, AllTaskProcessedDataset) and (len(train), len(val)) == (12, 5)
@@ -43,7 +43,7 @@ def test_one_data_set_with_validation_from_it(smollm2):
     assert val[0]["message_log"][0]["content"].endswith(" = ") and val[0]["extra_env_info"]["ground_truth"].isdigit()
 
 
-def test_no_validation(smollm2):
+def test_null_validation_section_gives_no_validation_data(smollm2):
     assert load_response_data(smollm2, data(train=ARITHMETIC, validation=None)).validation is None
 
 

@@ -240,7 +240,7 @@ def test_a_first_space_follows_the_class_of_the_model_type(kind, name, value, tm
 
 
 @pytest.mark.slow
-def test_saved_folder_is_read_back_alike_by_both(smollm2, tmp_path):
+def test_saved_tokenizer_loads_identically_here_and_in_transformers(smollm2, tmp_path):
     from transformers import AutoTokenizer
 
     smollm2.save_pretrained(tmp_path)
@@ -360,7 +360,7 @@ def test_messages_name_the_section_of_the_configuration(tiny, tmp_path, section)
         get_tokenizer({"name": str(tmp_path.parent)}, section=section)
 
 
-def test_clear_errors(tiny, tmp_path):
+def test_unsupported_tokenizer_calls_are_rejected_with_the_reason(tiny, tmp_path):
     tiny.chat_template = None
     with pytest.raises(ValueError, match="raw_completion_data_processor"):
         tiny.apply_chat_template([{"role": "user", "content": "1"}])

@@ -30,7 +30,7 @@ def exchange(communicator, device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_rank(dtype):
+def test_collectives_work_with_one_rank(dtype):
     communicator = C.nccl_communicator(dist.HashStore(), 0, 1, torch.device("cuda:0"), 60.0)
     exchange(communicator, torch.device("cuda:0"), dtype)
 
@@ -79,7 +79,7 @@ class OnGpus:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks():
+def test_collectives_work_with_two_ranks_and_a_missing_peer_times_out():
     cluster = Cluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1))
     cluster._workers = ProcessWorkers(2, 1, silence=60.0, deadline=5.0, backend="nccl")
     try:

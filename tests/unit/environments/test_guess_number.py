@@ -82,7 +82,7 @@ def test_environment_messages_are_excluded_from_training():
     assert torch.all(batch["generation_logprobs"][batch["token_mask"] == 0] == 0)
 
 
-def test_data_set():
+def test_guess_number_data_set_covers_every_secret():
     rows = load_response_dataset(
         {"dataset_name": "guess_number", "max_number": 7, "num_samples": 14, "stop_strings": ["\n"]}
     ).dataset

@@ -161,7 +161,7 @@ def test_dapo_and_multiple_choice_through_the_environment():
         env.shutdown()
 
 
-def test_english_multiple_choice():
+def test_english_multiple_choice_answers_are_scored():
     worker = EnglishMultichoiceVerifyWorker()
     texts = ["Answer: A", "**Answer**: B and Answer: C", "answer : $\\boxed{D}$", "A", "Answer:\nA"]
     scores, answers = worker.verify(texts, ["A", "B", "D", "A", "A"], return_extracted_answer=True)

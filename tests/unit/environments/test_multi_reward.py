@@ -30,7 +30,7 @@ def logs(responses):
     ]
 
 
-def test_three_parts():
+def test_response_is_scored_for_correctness_integer_and_format():
     environment = MathMultiRewardEnvironment({"num_workers": 8})
     result = environment.step(logs(RESPONSES), [{"ground_truth": "4"}] * len(RESPONSES), return_extracted_answer=True)
     parts = torch.stack([result.rewards[name] for name in ("reward/correctness", "reward/integer", "reward/format")], 1)
@@ -42,7 +42,7 @@ def test_three_parts():
     assert result.terminateds.tolist() == [1] * len(RESPONSES) and result.answers[0] == "4"
 
 
-def test_extract_answer():
+def test_last_answer_tag_is_extracted():
     assert extract_answer("<answer>1</answer> then <answer> 2 </answer> x") == "2"
 
 

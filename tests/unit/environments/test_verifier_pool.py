@@ -159,7 +159,7 @@ HOSTILE = [
 
 
 @pytest.mark.slow
-def test_hostile_mathematics():
+def test_hostile_math_responses_score_zero_and_are_counted():
     env = MathEnvironment.remote({"num_workers": 2, "verifier_deadline_s": 1.0})
     logs = [[{"role": "assistant", "content": text}] for text in [*HOSTILE, r"$\boxed{7}$"]]
     result = env.step(logs, [{"ground_truth": "7"}] * len(logs))

@@ -86,7 +86,7 @@ def test_the_shipped_tiny_run_raises_no_alarm(tmp_path, capsys):
     assert said == [] and table.startswith("GRPO tiny-random: finished ") and "serious" not in table
 
 
-def test_from_python_an_exception_stays_one(tmp_path):
+def test_exception_of_a_reward_function_keeps_its_type_for_python_callers(tmp_path):
     def reward(completions, ground_truth):
         return [float(truth in text) for text, truth in zip(completions, ground_truth["text"])]
 

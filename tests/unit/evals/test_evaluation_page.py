@@ -55,7 +55,7 @@ def test_page_reports_how_many_prompts_it_omits():
     assert page.count('class="prompt"') == 60 and "40 more are in evaluation_data.json" in page
 
 
-def test_the_difference_is_that_of_pairs(tmp_path):
+def test_difference_of_evaluations_is_computed_over_paired_prompts(tmp_path):
     half = 1.959963984540054 * statistics.stdev([0.5, 0.5, -1.0]) / math.sqrt(3)
     found = compare_evaluations([folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new", "b")])
     told, counts = found.verdict.splitlines()

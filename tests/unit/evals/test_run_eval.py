@@ -92,7 +92,7 @@ def test_the_score_does_not_depend_on_the_batch(checkpoints, tmp_path):
     assert len(set(texts[0][:3])) > 1  # responses to one prompt differ
 
 
-def test_checkpoints_differ(checkpoints, tmp_path):
+def test_different_checkpoints_give_different_samples(checkpoints, tmp_path):
     for step in (2, 10):
         evaluate(checkpoints / f"step_{step}", f"eval.save_path={tmp_path / str(step)}")
     assert (tmp_path / "2" / "evaluation_data.json").read_text() != (

@@ -90,7 +90,7 @@ def test_unsupported_state_value_is_named_before_any_file_is_written(tmp_path):
 @pytest.mark.parametrize(
     "tree", [{"~": "os.system", "value": "true"}, {"~": "tensor", "value": "9"}, {"~": "tuple", "value": 3}, {"~": []}]
 )
-def test_a_state_that_it_did_not_write_is_refused(tmp_path, tree):
+def test_state_not_written_by_this_program_is_rejected(tmp_path, tree):
     (tmp_path / "s.json").write_text(json.dumps({"a": tree}))
     with pytest.raises(ValueError, match="not what this program writes"):
         read_state(tmp_path / "s")

@@ -126,7 +126,7 @@ def test_output_follows_the_contract():
 @pytest.mark.parametrize(
     "limits", [{}, {"max_batch_size": 1}, {"max_batch_size": None, "prefill_chunk_tokens": 1}, {"kv_cache_gb": 6e-6}]
 )
-def test_limits_do_not_change_a_text(limits):
+def test_batch_and_memory_limits_do_not_change_responses(limits):
     rows = [[1 + i % 7] * (1 + 3 * (i // 4)) for i in range(20)]
     more = {"draw_ids": torch.arange(20) // 4, "sample_index": torch.arange(20) % 4}
     expected = make(max_batch_size=64, prefill_chunk_tokens=512).generate(batch(rows, **more))
@@ -216,7 +216,7 @@ def test_stop_strings_of_the_configuration_and_of_a_row():
         assert not any(s in Tokenizer().decode(text[:-1]) for s in stops)
 
 
-def test_length_limits():
+def test_responses_are_limited_by_max_new_tokens_and_max_model_len():
     data = batch([[3] * 10, [3] * 4, [3] * 12])
     out = make(max_model_len=10).generate(data.slice(0, 2))
     assert out["generation_lengths"].tolist() == [0, 6] and out["truncated"].all()

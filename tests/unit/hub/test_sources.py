@@ -147,7 +147,7 @@ def test_cached_tokenizer_is_resolved_without_contacting_the_hub(tmp_path):
             silent.accept()
 
 
-def test_local_paths(tmp_path, monkeypatch):
+def test_local_paths_resolve_to_folders_and_missing_ones_are_errors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     assert sources.resolve_model("model") == sources.Path("model")
@@ -180,7 +180,7 @@ def test_the_key_of_the_model_is_named(tmp_path):
     assert "set generation.model_name (and data.dataset_name) to something local" in out and "policy" not in out
 
 
-def test_cache_root(monkeypatch, tmp_path):
+def test_cache_root_follows_its_environment_variables(monkeypatch, tmp_path):
     monkeypatch.delenv("NEMO_RL_CPP_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert sources.cache_root() == tmp_path / "x/nemo_rl_cpp"

@@ -5,7 +5,7 @@ from nemo_rl_cpp.loggers.samples import choose_samples, print_message_log_sample
 from rich.console import Console
 
 
-def test_choose_samples():
+def test_chosen_samples_spread_from_best_to_worst_reward():
     assert choose_samples([1, 2, 3], 5) == [0, 1, 2]
     assert choose_samples([0.0, 5.0, 3.0, 4.0, 1.0], 2) == [1, 0]
     assert choose_samples([0.0, 5.0, 3.0, 4.0, 1.0], 3) == [1, 2, 0]

@@ -213,7 +213,7 @@ def test_a_resumed_mlflow_run_keeps_its_parameters_and_adds_new_ones(tmp_path, m
     assert [run.params for run in mlflow.runs] == [{"lr": "0.1", "seed": "1", "new": "3"}]
 
 
-def test_a_set_key_wins_over_a_trackers_variable_and_that_over_a_default(tmp_path, mlflow, fake, monkeypatch):
+def test_set_key_wins_over_the_trackers_variable_which_wins_over_a_default(tmp_path, mlflow, fake, monkeypatch):
     wandb = fake("wandb")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
     monkeypatch.setenv("WANDB_PROJECT", "mine")

@@ -199,7 +199,7 @@ def test_flatten_dict():
     assert flatten_dict({"a": [1], "b": {"c": 2}}, sep="/", expand_lists=False) == {"a": [1], "b/c": 2}
 
 
-def test_experiment_folders(tmp_path):
+def test_experiment_folders_are_numbered_consecutively(tmp_path):
     base = str(tmp_path / "logs")
     assert get_next_experiment_dir(base).endswith("exp_001")
     (tmp_path / "logs" / "exp_007").mkdir()

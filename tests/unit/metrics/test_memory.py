@@ -40,7 +40,7 @@ def test_peaks_belong_to_their_phase():
     assert set(phases.step_metrics()) == {"rss_gb", "peak_rss_gb/run"}
 
 
-def test_the_collector_gets_its_objects_back_also_after_an_error():
+def test_garbage_collector_is_unfrozen_even_after_an_error():
     gc.unfreeze()
     with pytest.raises(KeyError), memory.startup_objects_frozen():
         assert gc.get_freeze_count() > 1000

@@ -178,7 +178,7 @@ def test_hf_checkpoint_resumes_bit_identically(model_type, precision, tmp_path):
 VALUE_LOSS = MseValueLossFn(MseValueLossConfig(cliprange=0.2))
 
 
-def test_the_critic_is_that_of_the_native_core(llama):
+def test_ten_hf_critic_steps_match_the_native_critic(llama):
     native, ours = make(Value, ValueConfig, model_name=llama), hf_value(model_name=llama)
     assert not ours.get_values(batch())["values"].any()
     for step in range(10):
@@ -218,7 +218,7 @@ def test_native_critic_checkpoint_loads_in_the_hf_backend(llama, tmp_path):
     )
 
 
-def test_a_bad_batch_is_found_and_kept(tmp_path):
+def test_batch_with_nan_advantages_is_reported_and_saved(tmp_path):
     policy = hf_policy("gemma")
     policy.keep_bad_batches(tmp_path)
     before, data = policy.weight_digest(), batch()

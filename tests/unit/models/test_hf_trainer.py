@@ -96,7 +96,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frozen_parameters_stay(dtype):
+def test_frozen_parameters_are_not_changed_by_steps(dtype):
     """They are not decayed; the others are stepped as if the frozen ones were not there."""
     torch.manual_seed(0)
     module = Layers()

@@ -82,7 +82,7 @@ def test_weight_decay_and_a_decay_of_unset_length_span_the_whole_run():
     assert whole.lr == pytest.approx(0.1 + 0.9 * 10 / 18)
 
 
-def test_megatron_resumes():
+def test_megatron_schedule_resumes_with_the_same_learning_rate():
     ours, again = MegatronLearningRate(megatron("linear")), MegatronLearningRate(megatron("linear"))
     for _ in range(5):
         ours.step()

@@ -74,7 +74,7 @@ def test_build_backend_makes_an_environment_only_if_build_tools_are_missing(monk
     assert asked == [False, True]
 
 
-def test_torch_is_the_same_everywhere():
+def test_torch_version_is_the_same_in_build_package_and_containers():
     """Build requirement, run requirement and the containers' torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found = [

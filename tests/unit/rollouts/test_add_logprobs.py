@@ -79,7 +79,7 @@ def test_messages_that_were_not_generated_are_scored_for_an_estimator(estimator,
         (0, None, 1, False, "gae", (False, False, True, False)),
     ],
 )
-def test_needs_follow_the_configuration(kl, threshold, age, in_reward, name, expected):
+def test_required_logprobs_follow_the_configuration(kl, threshold, age, in_reward, name, expected):
     loop = SimpleNamespace(
         seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=name)
     )

@@ -67,7 +67,7 @@ def test_several_turns_by_hand():
     assert metrics["mean_total_tokens_per_sample"] == (5 + 13) / 2
 
 
-def test_max_turns():
+def test_max_rollout_turns_ends_a_conversation():
     result, metrics = run_multi_turn_rollout(
         FakeGeneration(lambda p, k: "x"),
         echo_batch([1, 9]),
@@ -139,7 +139,7 @@ def test_rows_return_from_several_environments_in_order():
         calculate_rewards(batch, {"x": Fixed(), "y": Fixed()})
 
 
-def test_reward_components():
+def test_reward_components_are_summed_to_the_total_reward():
     batch = prompts(["a", "b"], ["x", "y"], [{"r": {"f": 1.0, "g": 0.5}}, {"r": {"f": 2.0, "g": 0.0}}])
     result, _ = run_multi_turn_rollout(FakeGeneration(), batch, TOKENIZER, {"x": Fixed(), "y": Fixed()}, 100)
     assert result["reward/f"].tolist() == [1, 2] and result["reward/g"].tolist() == [0.5, 0]

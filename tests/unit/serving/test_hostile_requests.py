@@ -139,7 +139,7 @@ def test_api_key_is_required_for_every_route_but_health(server):
             assert stranger.post("/v1/completions", json=GOOD, headers=headers).status_code == 401
 
 
-def test_more_than_the_queue_is_refused_and_a_late_answer_ends(http):
+def test_request_beyond_the_queue_is_rejected_with_503(http):
     refused = http.post("/v1/completions", json=GOOD | {"n": 9})
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
 

@@ -158,7 +158,7 @@ def test_failed_creation_of_a_model_is_a_user_error(served: tuple[str, Service],
     assert failed["category"] == "user" and failed["error"]
 
 
-def test_samples_that_nobody_waits_for_are_ended(served: tuple[str, Service]) -> None:
+def test_sampling_continues_after_a_cancelled_request_and_rejects_invalid_ones(served: tuple[str, Service]) -> None:
     url, service = served
     sdk = tinker.ServiceClient(base_url=url, api_key=KEY)
     sampler = sdk.create_sampling_client(base_model="tiny").result()

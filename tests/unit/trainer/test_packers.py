@@ -35,7 +35,7 @@ def test_the_shuffle_is_the_same_for_each_number_of_lengths():
         assert PACKERS["first_fit_shuffle"](lengths, capacity) == reference.first_fit(lengths, order, capacity)
 
 
-def test_worked_examples():
+def test_packers_give_the_bins_of_hand_worked_examples():
     # capacity 10; FFD places 7 5(idx 3 before 1) 4 3 2: 7+3, 5+5, 4+2
     assert PACKERS["first_fit_decreasing"]([4, 5, 3, 5, 7, 2], 10) == [[4, 2], [3, 1], [0, 5]]
     assert PACKERS["concatenative"]([4, 5, 3, 5, 7, 2], 10) == [[0, 1], [2, 3], [4, 5]]

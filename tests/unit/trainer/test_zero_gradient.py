@@ -119,7 +119,7 @@ def test_zero_gradient_rows_are_planned_last_within_the_batch_limits(batching):
 
 
 @pytest.mark.parametrize("samples", [[2, 1], [0, 0], [-1], [0, 10_000]], ids=str)
-def test_rows_that_are_not_ascending_rows_of_the_batch_are_refused(samples):
+def test_rows_that_are_not_ascending_are_rejected(samples):
     batch, *_ = groups_batch()
     with pytest.raises(ValueError, match="ascending rows of the batch"):
         C.prompt_units(batch, samples, 100, True)

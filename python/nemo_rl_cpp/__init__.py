@@ -1,13 +1,13 @@
 """Reinforcement-learning post-training of language models with a C++/CUDA core.
 
-Importing the package imports next to nothing: torch and the native core load at the first name that needs them, so
-that a configuration is checked without torch. It bounds how long torch's threads spin while they wait (`threads.bound_spinning`),
-which counts where torch is not loaded yet.
+Importing the package imports almost nothing: torch and the native core are loaded when a name needs them, so that a
+configuration can be checked without torch. The import limits how long torch's threads spin while they wait
+(`threads.bound_spinning`), unless torch is already loaded.
 
     nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function; train_ppo likewise
-    nemo_rl_cpp.load                a model or a checkpoint that writes; nemo_rl_cpp.evaluate scores one
-    nemo_rl_cpp.Callback            hears of steps, validations, checkpoints and the end of a run
-    nemo_rl_cpp.load_grpo_config    a checked configuration
+    nemo_rl_cpp.load                a model or a checkpoint for generation; nemo_rl_cpp.evaluate scores a model
+    nemo_rl_cpp.Callback            called after steps, validations, checkpoints and at the end of a run
+    nemo_rl_cpp.load_grpo_config    a validated configuration
     nemo_rl_cpp.build_run           its run: `with build_run(config) as run: run.train()`
     nemo_rl_cpp.write_report        report.html of a log folder
 """
@@ -18,7 +18,7 @@ from importlib import import_module
 
 from nemo_rl_cpp.threads import bound_spinning
 
-TYPE_CHECKING = False  # typing's own takes milliseconds to import, in which Ctrl-C is not heard yet
+TYPE_CHECKING = False  # importing typing takes milliseconds, in which Ctrl-C is not handled yet
 if TYPE_CHECKING:
     from typing import Any
 

@@ -1,4 +1,4 @@
-"""The torch that the native core was built for: another one would crash it. Works without torch."""
+"""Checks the torch version, because the native core crashes with any but the one it was built for. Needs no torch."""
 
 import importlib.util
 from importlib import resources
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def check_torch_version(installed: str) -> None:
-    """Raise ImportError unless `installed` is the version that this package was built for, up to a local suffix."""
+    """Raise ImportError unless `installed` is the version that this package was built for, ignoring a local suffix."""
     built_for = _built_for_torch()
     if built_for is not None and built_for.split("+")[0] != installed.split("+")[0]:
         raise ImportError(
@@ -16,7 +16,7 @@ def check_torch_version(installed: str) -> None:
 
 
 def _built_for_torch() -> str | None:
-    """Return the torch version that the build wrote next to the extension, which need not be loaded for it."""
+    """Return the torch version that the build wrote next to the extension; the extension need not be loaded."""
     stamp = resources.files("nemo_rl_cpp").joinpath("_torch_version.txt")
     try:
         return stamp.read_text().strip()

@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the value in its proper form, or raises a ValueError of one sentence. No torch."""
+"""Checks of arguments: each returns the value in its proper form, or raises a one-sentence ValueError. No torch."""
 
 import difflib
 import os
@@ -10,7 +10,7 @@ _WORDS = re.compile(r"[^\W_]+")
 
 
 def in_a_line(value: object, longest: int = 60) -> str:
-    """Return a value as messages show it: its repr in one line, cut where it is long."""
+    """Return a value as shown in messages: its repr in one line, shortened if it is long."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # noqa: BLE001 - of an object of the caller's, which may raise anything
@@ -19,16 +19,16 @@ def in_a_line(value: object, longest: int = 60) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """Return `did you mean NAME?` with the nearest of the known names, or `otherwise` if none is near."""
+    """Return `did you mean NAME?` with the closest known name, or `otherwise` if none is close."""
     near = nearest(name, known, cutoff)
     return f"did you mean {near}?" if near else otherwise
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    """Return the known name that is most like `name`; None if none reaches difflib's ratio `cutoff`.
+    """Return the known name that is most similar to `name`; None if none reaches difflib's ratio `cutoff`.
 
-    Names that share whole words (`use_`) must be alike in their other words, too: `use_rslora` does not mean `use_triton`.
-    """
+    If names share whole words (`use_`), their other words must be similar, too: `use_rslora` does not suggest
+    `use_triton`."""
     for near in difflib.get_close_matches(name, list(known), 3, cutoff):
         words, others = _WORDS.findall(name), _WORDS.findall(near)
         own, its = ("".join(w for w in some if w not in rest) for some, rest in ((words, others), (others, words)))
@@ -42,12 +42,12 @@ SMALLEST, LARGEST = 1e-38, 1e38
 
 
 def _scalar(value: object) -> object:
-    """Return the number in a scalar of numpy or torch, and any other value unchanged."""
+    """Return the number in a numpy or torch scalar, and any other value unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
-    """Return `value` as an int within the bounds; numpy's integers and 3.0 are whole numbers, True is not."""
+    """Return `value` as an int within the bounds; accepts numpy integers and 3.0, but not True."""
     found = _scalar(value)
     if isinstance(found, float) and found.is_integer():
         found = int(found)
@@ -58,7 +58,7 @@ def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> i
 
 
 def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
-    """Return `value` as a float within the bounds, or 0 if `zero_is` says what that means; True and texts are no numbers."""
+    """Return `value` as a float within the bounds, or 0 if `zero_is` describes its meaning; rejects True and texts."""
     found = _scalar(value)
     if (
         isinstance(found, bool)
@@ -72,7 +72,7 @@ def number(name: str, value: object, low: float, high: float, zero_is: str = "")
 
 
 def stop_texts(value: object) -> list[str]:
-    """Return stop strings as a list; one text is a list of one, None an empty list."""
+    """Return stop strings as a list; a single text becomes a list of one, None an empty list."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"stop_strings = {in_a_line(value)}: expected a text or a list of texts")
@@ -83,7 +83,7 @@ def stop_texts(value: object) -> list[str]:
 
 
 def stop_text_fault(texts: Iterable[str]) -> str:
-    """Return the mistake in stop strings, or ""."""
+    """Return what is wrong with the stop strings, or ""."""
     for text in texts:
         if not text:
             return "holds an empty string, at which every response would end"
@@ -113,19 +113,19 @@ def folder_path(value: object, name: str) -> Path:
 
 
 def is_iterable(value: object) -> bool:
-    """Return whether `value` has items; a scalar of numpy or torch has none, though its class could."""
+    """Return whether `value` has items; numpy and torch scalars have none, although their class is iterable."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
 def names_of(keys: Iterable[object]) -> list[str]:
-    """Return keys for a message."""
+    """Return keys as shown in messages."""
     return sorted(
         key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
     )[:20]
 
 
 def described(value: object) -> str:
-    """Return a number or text itself, and the type of anything else: "a function"."""
+    """Return a number or text as shown in messages, and for anything else its type: "a function"."""
     kind = type(value).__name__
     if isinstance(value, (bool, int, float, str)):
         return in_a_line(value)

@@ -1,8 +1,8 @@
-"""The command `nemo-rl-cpp`: the table of its subcommands. Almost nothing is imported before `main` hears Ctrl-C."""
+"""The command `nemo-rl-cpp` and its subcommands. Almost nothing is imported before `main` handles Ctrl-C."""
 
 import os
 import sys
-from _signal import SIGINT, signal  # the module `signal` makes enumerations, which takes time
+from _signal import SIGINT, signal  # the module `signal` is slow to import, because it creates enums
 from collections.abc import Sequence
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -32,17 +32,17 @@ nemo-rl-cpp COMMAND --help says more about one of them."""
 
 
 def _leave(number: int, frame: object) -> None:
-    """End the program at once. An exception might get lost in an import, or would be printed with a traceback."""
+    """End the program immediately. An exception might be lost in an import, or be printed with a traceback."""
     os.write(2, b"\ninterrupted: stopped at once\n")
     os._exit(130)
 
 
 def main(argv: Sequence[str] | None = None, command: str | None = None, **options: object) -> int:
-    """Run one subcommand and return its exit status: 0, 1 after an error (one sentence on stderr), 2 for a command line or
-    configuration with mistakes, 130 after Ctrl-C.
+    """Run one subcommand and return its exit status: 0, 1 after an error (one sentence on stderr), 2 for an invalid
+    command line or configuration, 130 after Ctrl-C.
 
-    `command` names the subcommand in place of the first word, and `options` go to its function (the scripts in examples/).
-    """
+    `command` names the subcommand instead of the first argument; `options` are passed to its function (scripts in
+    examples/)."""
     if argv is None:
         signal(SIGINT, _leave)
     from importlib import import_module
@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
             place, _, function = COMMANDS[name][0].partition(":")
             run = getattr(import_module(f"nemo_rl_cpp.commands.{place}"), function)
             outcome.status = run(words if command else words[1:], **options)
-    if argv is None and outcome.status >= 128:  # no thread of a library or of the user's code keeps the process alive
+    if argv is None and outcome.status >= 128:  # so that no thread of a library or of user code keeps the process alive
         end_within(GRACE_SECONDS, outcome.status)
     return outcome.status
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Return the first word. Print the help, or why that is no command."""
+    """Return the command given by the first argument. Otherwise print the help, or why it is no command."""
     from nemo_rl_cpp import __version__
     from nemo_rl_cpp.argument_checks import did_you_mean
     from nemo_rl_cpp.command_line import Exit
@@ -88,7 +88,7 @@ def _command(words: Sequence[str]) -> str | None:
 
 
 def help_text() -> str:
-    """Return what `nemo-rl-cpp --help` prints."""
+    """Return the text that `nemo-rl-cpp --help` prints."""
     width = max(map(len, COMMANDS)) + 2
     lines = "\n".join(f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items())
     return (

@@ -1,4 +1,4 @@
-"""What all command lines of the package share. Nothing here loads torch or the schema."""
+"""Functions that all command lines of the package share. Nothing in this module loads torch or the schema."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from nemo_rl_cpp.interrupts import Ended, nobody_reads, say, startup
 
 
 class Exit(SystemExit):
-    """A command line ends itself: after --help, or for a mistake in its options. `sys.exit` of other code is an error."""
+    """Raised when the command line exits on purpose (--help, a bad option). Any other `sys.exit` is an error."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose error is one line."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}", file=sys.stderr)
@@ -31,18 +31,18 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class Outcome:
-    """How a command ended: its exit status."""
+    """The exit status of a command."""
 
     status = 0
 
 
 @contextmanager
 def program(debug: bool = False) -> Iterator[Outcome]:
-    """Run a command line inside. Put its exit status into `status`, and turn what ends it early into a status and one sentence.
+    """Run a command line in this block. Set `status` to its exit status, and report an early end as a status and one
+    sentence.
 
-    1: an exception (`debug` prints its traceback, too); 130: Ctrl-C; 128 + the signal's number: another signal; 141 (SIGPIPE):
-    nobody reads the output any more.
-    """
+    1: an exception (`debug` also prints its traceback); 130: Ctrl-C; 128 + the signal's number: any other signal; 141
+    (SIGPIPE): the reader of the output has closed the pipe."""
     outcome = Outcome()
     with startup(), _plain_warnings():
         try:
@@ -61,7 +61,7 @@ def program(debug: bool = False) -> Iterator[Outcome]:
             raise
         except BaseException as error:
             if isinstance(error, BrokenPipeError) and nobody_reads():
-                with open(os.devnull, "wb") as nowhere:  # the buffer, and what others print at exit, goes nowhere
+                with open(os.devnull, "wb") as nowhere:  # discards the buffer, and output that is printed at exit
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
                 outcome.status = 128 + signal.SIGPIPE
                 return
@@ -95,7 +95,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def at_least(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number from `low` to `high`."""
+    """Return the argparse type of an integer option from `low` to `high`."""
 
     def number(text: str) -> int:
         found = int(text)
@@ -108,7 +108,7 @@ def at_least(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """Read an option that is a number above 0."""
+    """Parse an option that is a number above 0."""
     found = float(text)
     if not 0 < found < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is out of range: expected a number above 0")
@@ -116,7 +116,7 @@ def positive(text: str) -> float:
 
 
 def command_parser(name: str, description: str, examples: str) -> OneLineParser:
-    """Return the parser of `nemo-rl-cpp NAME`, with --debug and --version and examples below its options."""
+    """Return the parser of `nemo-rl-cpp NAME`, with --debug, --version, and examples below the options."""
     parser = OneLineParser(
         prog=f"nemo-rl-cpp {name}", description=description, epilog=examples, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -126,7 +126,7 @@ def command_parser(name: str, description: str, examples: str) -> OneLineParser:
 
 
 def unknown_option(words: Sequence[str]) -> str | None:
-    """Return a message about the first word that is an option and not an override; None without one."""
+    """Return a message about the first argument that is an option and not an override; None if there is none."""
     for i, word in enumerate(words):
         if not word.startswith("-") or word == "-":
             continue
@@ -145,7 +145,7 @@ def unknown_option(words: Sequence[str]) -> str | None:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Print a warning inside as one line on stderr, without the line of source that gave it."""
+    """Print warnings in this block as one line on stderr, without the source line."""
 
     def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None

@@ -1,4 +1,4 @@
-"""Objects by their dotted names (`my_module.my_name`); a name that cannot be used is an error of one sentence. No torch."""
+"""Imports objects by their dotted names (`my_module.my_name`); a wrong name gives a one-sentence error. No torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.errors import in_user_code, one_sentence
 
-_searched: list[str] = []  # folders that `search_for_modules` was given last
+_searched: list[str] = []  # the folders of the last call of `search_for_modules`
 
 
 class LoadingError(ValueError):
-    """A dotted name cannot be imported or used."""
+    """Raised if a dotted name cannot be imported or used."""
 
 
 def searched_folders() -> list[str]:
-    """Return the folders that are searched for the user's modules after the installed packages."""
+    """Return the folders that are searched for user modules after the installed packages."""
     return list(_searched)
 
 
 def search_for_modules(*folders: str | Path) -> None:
-    """Search these folders (the working folder, that of the configuration) for the user's modules, after all others."""
+    """Search these folders (the working folder, the configuration's folder) for user modules, after all others."""
     _searched[:] = dict.fromkeys(map(str, folders))
     for folder in _searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):
@@ -39,8 +39,8 @@ def is_dotted(name: object) -> bool:
 
 
 class PythonObjectRef(str):
-    """The value of a configuration's key for a component that was given as a Python object. As text it is the component's name with
-    "(given from Python)"; a copy in another process is that text, which no configuration takes for a name."""
+    """The value of a configuration key for a component that was passed as a Python object. Its text is the component's
+    name with "(given from Python)"; other processes receive that text, which is never a valid name."""
 
     component: object
 
@@ -57,13 +57,13 @@ class PythonObjectRef(str):
 
 
 def is_user_defined(name: object) -> bool:
-    """Return whether a name of the configuration means a component of the user: a dotted name, or a Python object."""
+    """Return whether a name in the configuration is a custom component: a dotted name, or a Python object."""
     return isinstance(name, PythonObjectRef) or is_dotted(name)
 
 
 def import_object(name: str, what: str) -> Any:
-    """Return the object of a dotted name (`module.name`, also `package.module.Class.method`). `what` begins the sentence of a
-    LoadingError: "reward function", for instance."""
+    """Return the object of a dotted name (`module.name`, also `package.module.Class.method`). `what` starts the
+    sentence of a LoadingError: "reward function", for instance."""
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise LoadingError(f"{what} {in_a_line(name)} is no dotted name: write module.name, as in my_module.my_name")
@@ -78,18 +78,18 @@ def import_object(name: str, what: str) -> Any:
 
 
 def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, list[str]]:
-    """Import the longest beginning of the name that is a module; return it and the rest of the name."""
+    """Import the longest prefix of the name that is a module; return the module and the rest of the name."""
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
         try:
             return importlib.import_module(module), parts[end:]
         except ModuleNotFoundError as error:
             if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-                continue  # it is no module; perhaps what stands before it is one that has it
+                continue  # no module; the shorter prefix may be a module with this attribute
             raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: {one_sentence(error)}") from error
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # SystemExit too: nothing in a module may end the program
+        except BaseException as error:  # also SystemExit: a module must not end the program
             told = in_user_code(error, f"importing {module}")
             raise LoadingError(
                 f"{what} {in_a_line(name)} cannot be imported: {told or _syntax(error) or one_sentence(error)}"
@@ -118,7 +118,7 @@ def _no_attribute(name: str, what: str, owner: object, attribute: str) -> str:
 
 
 def takes(function: Callable[..., object], *arguments: object) -> bool:
-    """Return whether a call with these arguments fits the signature; True if there is no signature to read."""
+    """Return whether a call with these arguments fits the signature; True if the signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

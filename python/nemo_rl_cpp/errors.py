@@ -1,8 +1,8 @@
-"""Exceptions as one sentence, with their tracebacks in a file.
+"""Reports exceptions as one sentence, with their tracebacks in a file.
 
-A command line prints the sentence and the name of a file with the traceback; with `--debug` the traceback too. From Python
-an exception stays an exception; one from the user's code keeps its type, and its message names function, file and line.
-"""
+A command line prints the sentence and the name of a file with the traceback; with `--debug` also the traceback. In
+Python, exceptions are raised as usual; one from user code keeps its type, and its message names function, file and
+line."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ _INSTALLED_AS = {
     "sklearn": "scikit-learn", "yaml": "pyyaml",
 }  # fmt: skip
 
-_folder: Path | None = None  # of the run's logs, once there is one
-_secrets: dict[str, str] = {}  # text -> what stands for it in files
+_folder: Path | None = None  # the run's log folder, once it exists
+_secrets: dict[str, str] = {}  # secret -> its replacement in files
 
 
 class UserCodeError(Exception):
-    """Code of the user failed: a reward function, an environment, a data set, a loss. The message is one sentence with function,
-    file and line; `__cause__` is the original exception, whose type this one has too (see `in_user_code`)."""
+    """Raised if user code failed: a reward function, an environment, a data set, a loss. The message is one sentence
+    with function, file and line; `__cause__` is the original exception, whose type this error shares (see
+    `in_user_code`)."""
 
     def __init__(self, sentence: str) -> None:
         Exception.__init__(self, sentence)
@@ -48,7 +49,7 @@ class UserCodeError(Exception):
 
 
 class Finding(NamedTuple):
-    """What a check found. An "error" ends the run before it starts, a "warning" is printed.
+    """The result of a check. An "error" ends the run before it starts, a "warning" is printed.
 
     `key` is the dotted key to change ("" for none). `message` is one sentence: what is wrong, and what to do.
     """
@@ -74,7 +75,7 @@ class Place(NamedTuple):
 
 
 def short_path(path: str | os.PathLike[str]) -> str:
-    """Return the path as messages show it: relative to the working folder when it lies below it."""
+    """Return the path as shown in messages: relative if it lies below the working folder."""
     full = Path(path)
     try:
         return str(full.resolve().relative_to(Path.cwd()))
@@ -83,17 +84,17 @@ def short_path(path: str | os.PathLike[str]) -> str:
 
 
 def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
-    """Set the folder into which `save_traceback` writes: the log folder of a run."""
+    """Set the folder in which `save_traceback` writes: the log folder of a run."""
     global _folder
     _folder = None if folder is None else Path(folder)
 
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
-    """Let `save_traceback` replace each secret by `texts[secret]`, except short ones, which are parts of many words."""
+    """Make `save_traceback` replace each secret by `texts[secret]`, except short ones, which occur in many words."""
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
-# ---- whose mistake
+# ---- user code or ours
 
 
 def _is_ours(file: str) -> bool:
@@ -101,7 +102,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _real(file: str) -> str:
-    """Return the real path of a source file, and a name like `<string>` unchanged: the working folder may be gone."""
+    """Return the real path of a source file; a name like `<string>` is unchanged. The working folder may not exist."""
     return os.path.realpath(file) if os.path.isabs(file) else file
 
 
@@ -112,16 +113,16 @@ def _is_library(file: str) -> bool:
 
 
 def _places(error: BaseException) -> list[Place]:
-    """Return the lines that the exception came through, from outside to inside."""
+    """Return the lines that the exception passed through, outermost first."""
     frames: Iterable[tuple[FrameType, int]] = traceback.walk_tb(error.__traceback__)
     return [Place(frame.f_code.co_filename, line, _INNER.sub("", frame.f_code.co_qualname)) for frame, line in frames]
 
 
 def user_place(error: BaseException) -> Place | None:
-    """Return the line of the user's code in which an exception arose that came up through this package; None when it arose in ours.
+    """Return the line of user code that raised an exception inside this package; None if our code raised it.
 
-    Libraries do not count: if the user's function calls one with a wrong argument, its line is the place. Callers of this package
-    do not count either.
+    Libraries are skipped: if the user's function calls a library with a wrong argument, the function's line is
+    returned. Callers of this package are skipped, too.
     """
     places = _places(error)
     first = next((i for i, place in enumerate(places) if _is_ours(place.file)), len(places))
@@ -134,17 +135,17 @@ def user_place(error: BaseException) -> Place | None:
 
 
 def _called_place(error: BaseException) -> Place | None:
-    """Return the line at which our innermost line called other code: the user's function also when it is installed as a package."""
+    """Return the line at which our innermost line called other code: user code even if it is an installed package."""
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None
 
 
 def _as_type_of(error: BaseException) -> type[UserCodeError]:
-    """Make a UserCodeError that is also an instance of the exception's type, where Python allows it."""
+    """Make a UserCodeError that is also an instance of the exception's type, if Python allows it."""
     kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end anything by itself
     if issubclass(kind, (StopIteration, StopAsyncIteration)):
-        return UserCodeError  # nor these a loop; contextlib takes a RuntimeError that comes from one for its own
+        return UserCodeError  # nor these a loop; contextlib mistakes a RuntimeError raised from one for its own
     try:
         return type(kind.__name__, (UserCodeError, kind), {"__module__": kind.__module__})
     except TypeError:
@@ -152,7 +153,7 @@ def _as_type_of(error: BaseException) -> type[UserCodeError]:
 
 
 def as_user_error(error: BaseException, text: str) -> UserCodeError:
-    """Make an exception of the user's code with this sentence; `error` is its cause."""
+    """Make an exception of user code with this sentence; `error` is its cause."""
     made = _as_type_of(error)(text)
     made.__cause__ = error
     return made
@@ -161,9 +162,9 @@ def as_user_error(error: BaseException, text: str) -> UserCodeError:
 def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
-    """Return the exception to raise in place of one that arose in the user's code: of its type, with one sentence as message.
-    Return None for other exceptions, for Ctrl-C, and for one with such a sentence. `called`: it comes from a call of the user's
-    code, whichever file that is in."""
+    """Return the exception to raise instead of one that arose in user code: of its type, with one sentence as message.
+    Return None for other exceptions, for Ctrl-C, and for an exception that already has a sentence. `called`: the
+    exception comes from a call of user code, in whichever file."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)
@@ -179,10 +180,10 @@ RAISED_ON = "raised on"
 
 
 class user_code:  # noqa: N801  (reads as a function; a generator as context manager could not tell StopIteration)
-    """Context manager for a call of the user's code: an exception from it becomes one sentence (`in_user_code`)."""
+    """Context manager for a call of user code: an exception in it becomes one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
-        """Name the code as `what`; `hint(error)` returns text to add to the sentence."""
+        """Name the code `what`; `hint(error)` returns text to append to the sentence."""
         self._what, self._hint = what, hint
 
     def __enter__(self) -> None:
@@ -200,7 +201,7 @@ class user_code:  # noqa: N801  (reads as a function; a generator as context man
 
 
 def _flat(text: str) -> str:
-    """Join the lines of a message, without the C++ stack and pointers to it."""
+    """Join the lines of a message, without the C++ stack and references to it."""
     text = re.split(r"\nException raised from |\nC\+\+ CapturedTraceback", text)[0]
     line = "; ".join(re.sub(r"\s+", " ", line).strip(" ;") for line in text.strip().splitlines() if line.strip())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
@@ -214,7 +215,7 @@ def _type_and_text(error: BaseException) -> str:
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Whether the message was written by this package for its users."""
+    """Return whether this package wrote the message for its users."""
     if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
         return True
     places = _places(error)
@@ -226,7 +227,7 @@ def _says_it_all(error: BaseException) -> bool:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Return the message for the user about an exception, in one line, with the rank of a worker that has raised it."""
+    """Return the user's message about an exception, in one line, with the rank of a worker that raised it."""
     note = next((note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_ON)), None)
     return _sentence(error) + (f" ({note.splitlines()[0].removeprefix('raised on ').rstrip(':')})" if note else "")
 
@@ -275,7 +276,7 @@ def _os_sentence(error: OSError) -> str:
 
 
 def save_traceback(error: BaseException) -> Path | None:
-    """Write the traceback into the run's log folder, or into the folder for temporary files, and return the file; None if neither works."""
+    """Write the traceback to the log folder or the temporary folder, and return the file; None if both fail."""
     text = "".join(traceback.format_exception(error))
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, _secrets[secret])
@@ -290,7 +291,7 @@ def save_traceback(error: BaseException) -> Path | None:
 
 
 def report(error: BaseException, debug: bool = False) -> None:
-    """Print the sentence and the traceback's file to stderr; with `debug` the traceback before it."""
+    """Print the sentence and the traceback's file to stderr; with `debug` first the traceback."""
     if debug:
         traceback.print_exception(error)
     sentence, path = one_sentence(error), save_traceback(error)

@@ -1,5 +1,5 @@
-"""Text from a model or a run's checkpoint on the CPU. This module does not load torch's Python package, so the first token
-comes within a second or two.
+"""Generates text from a model or a run's checkpoint on the CPU. This module does not load torch's Python package, so
+the first token comes within a second or two.
 
 nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
 python -m nemo_rl_cpp.generate --model smollm2-135m-instruct --chat "Why is the sky blue?"
@@ -28,7 +28,7 @@ from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """The text of a model. `finish_reason` is "stop" (a stop token or string) or "length"."""
+    """The generated text. `finish_reason` is "stop" (a stop token or string) or "length"."""
 
     text: str
     token_ids: list[int]
@@ -40,11 +40,11 @@ class TextGenerator:
 
     Args:
         model: a Hugging Face folder, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints.
-        precision: "bfloat16" or "float32"; weights of another dtype are converted.
-        num_threads: of the CPU; by default all cores.
+        precision: "bfloat16" or "float32"; weights of a different dtype are converted.
+        num_threads: the number of CPU threads; by default all cores.
 
     Raises:
-        ValueError: the model cannot be had, or is none that the native engine computes.
+        ValueError: the model cannot be found, or the native engine does not support it.
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
@@ -91,12 +91,12 @@ class TextGenerator:
         stop_strings: str | Sequence[str] | None = (),
         on_text: Callable[[str], None] | None = None,
     ) -> GeneratedText:
-        """Continue a text, or answer messages ({"role": ..., "content": ...}) by the model's chat template.
+        """Continue a text, or respond to messages ({"role": ..., "content": ...}) through the model's chat template.
 
-        Temperature 0 is greedy: the likeliest token each time. The same seed gives the same text.
-        `on_text` is called with every piece of text as soon as it is complete (a character may take several tokens); bytes that
-        form no character are U+FFFD, as in transformers. The text ends at a token that ends generation, behind a stop string,
-        after `max_new_tokens`, or where the model's positions end. Raise ValueError for wrong arguments.
+        Temperature 0 is greedy: the likeliest token each time. The same seed gives the same text. `on_text` is called
+        with every piece of text as soon as it is complete (a character may take several tokens); bytes that form no
+        character are U+FFFD, as in transformers. The text ends at a stop token, after a stop string, after
+        `max_new_tokens`, or at the model's last position. Raise ValueError for invalid arguments.
         """
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)

@@ -1,5 +1,5 @@
-"""Signals. Before the first step they end the program at once. In a run Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1
-(a scheduler's warning) end it at a step boundary, with a checkpoint; a second one ends it at once, whatever hangs."""
+"""Signals. Before the first step they end the program. In a run Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1
+(a scheduler's warning) end it at a step boundary, with a checkpoint; a second signal ends it immediately."""
 
 import os
 import select
@@ -15,7 +15,7 @@ GRACE_SECONDS = 3.0
 
 
 class Ended(SystemExit):
-    """A signal (but SIGINT) ended the program at once; `code` is 128 + the signal's number."""
+    """Raised if a signal (except SIGINT) ended the program; `code` is 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -27,14 +27,14 @@ def _in_main_thread() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line on stderr. Safe in a signal handler, where a buffered write might be re-entered."""
+    """Print a line to stderr. Safe in a signal handler, which could re-enter a buffered write."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"\n{text}\n".encode())
 
 
 def end_within(seconds: float, status: int, done: threading.Event | None = None) -> None:
-    """End the process with `status` after some seconds, unless `done` is set before: a thread may not be stoppable, and the main
-    thread may not return from a call."""
+    """End the process with `status` after some seconds unless `done` is set first, because a thread may not be
+    stoppable, and the main thread may be stuck in a call."""
     done = done or threading.Event()
 
     def watch() -> None:
@@ -52,8 +52,8 @@ def _in_an_import(frame: FrameType | None) -> bool:
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered. In the middle of an import the process ends with status
-    130, since importing torch loses the exception. Forked processes hear a terminal's Ctrl-C, too, and print nothing."""
+    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered. In an import the process ends with status
+    130, because importing torch loses the exception. Forked processes also receive Ctrl-C, and print nothing."""
     if not _in_main_thread():
         yield
         return
@@ -74,17 +74,17 @@ def startup() -> Iterator[None]:
 
 
 def nobody_reads() -> bool:
-    """Whether standard output is a pipe that its reader has closed, as `head` does when it has what it wants."""
+    """Return whether standard output is a pipe that its reader has closed, as `head` does when it is done."""
     try:
         out = select.poll()
-        out.register(sys.stdout.fileno(), 0)  # an error is told without being asked for
+        out.register(sys.stdout.fileno(), 0)  # errors are always reported
         return any(event & select.POLLERR for _, event in out.poll(0))
     except (AttributeError, OSError, ValueError):  # none, closed, or no file
         return False
 
 
 class GracefulStop:
-    """While entered, the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 sets `requested`, which the loop reads between steps.
+    """While entered, the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 sets `requested`. The loop checks it between steps.
 
         with GracefulStop() as stop:
             while not state.finished:
@@ -92,23 +92,22 @@ class GracefulStop:
                 if stop.requested:
                     state.stop(stop.reason)
 
-    A second one raises KeyboardInterrupt for SIGINT, else SystemExit(128 + its number); if the block has not ended some seconds
-    later, because a call does not return or the exception was caught, the process ends with that status. A third signal kills
-    it. Handlers that code of the run replaces (a reward function's library) are restored with a warning, after its call or when
-    the loop next reads `requested`. SIGHUP and SIGUSR1 stay ignored if they are (as by nohup). Exit restores the handlers.
-    Outside the main thread, where Python allows no handlers, it does nothing.
-    """
+    A second signal raises KeyboardInterrupt for SIGINT, otherwise SystemExit(128 + its number). If the block has not
+    ended some seconds later (a call hangs, or the exception was caught), the process ends with that status. A third
+    signal kills it. Handlers that code of the run (a reward function's library) replaces are restored with a warning,
+    after its call or when the loop next checks `requested`. SIGHUP and SIGUSR1 stay ignored if they are (as by nohup).
+    Exit restores the previous handlers. Outside the main thread, where Python allows no handlers, it does nothing."""
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, announce: Callable[[str], None] | None = None, saves: bool = True) -> None:
-        """Take `announce(text)`, which shows the message on the first signal (default: on stderr), and whether the end of the run
-        is saved as a checkpoint."""
+        """Take `announce(text)`, which shows the message of the first signal (default: on stderr), and whether the run
+        saves a checkpoint at its end."""
         self._announce = announce
         self.saves = saves
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._count = 0
-        self._ended = threading.Event()  # set on exit: the process needs no end from outside
+        self._ended = threading.Event()  # set on exit: the process need not be killed
         self._owner = os.getpid()
         self.reason: str | None = None
 
@@ -119,7 +118,7 @@ class GracefulStop:
         return self.reason is not None
 
     def put_back(self) -> None:
-        """Restore and report handlers that code which the run called has changed."""
+        """Restore handlers that code called by the run has replaced, and report them."""
         if not self._previous or self._count >= 2 or not _in_main_thread():
             return
         changed = [number for number in self._previous if signal.getsignal(number) != self._handle]
@@ -131,7 +130,7 @@ class GracefulStop:
 
     def __enter__(self) -> "GracefulStop":
         if _in_main_thread():
-            # a shell's background jobs ignore SIGINT without having been asked to
+            # shells make background jobs ignore SIGINT
             asked = (signal.SIGINT, signal.SIGTERM)
             heard = [
                 number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN
@@ -149,13 +148,13 @@ class GracefulStop:
         self._previous = {}
 
     def leave_to_the_parent(self) -> None:
-        """Let SIGTERM end a forked child, as `Process.terminate` means it to. A first Ctrl-C at the terminal does not stop it, since
-        the parent's step may need it."""
+        """Let SIGTERM end a forked child, as `Process.terminate` expects. A first Ctrl-C at the terminal does not stop
+        the child, because the parent's step may need it."""
         before = self._previous.pop(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self._count:  # a terminal that closes may send several, which is no "at once"
+        if number == signal.SIGHUP and self._count:  # a closing terminal may send several
             return
         self._count += 1
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -172,7 +171,7 @@ class GracefulStop:
         raise Ended(number)
 
     def _say(self, text: str) -> None:
-        if os.getpid() != self._owner:  # the parent says it
+        if os.getpid() != self._owner:  # the parent prints it
             return
         if self._announce is not None:
             self._announce(text)
@@ -184,7 +183,7 @@ _entered: list[GracefulStop] = []
 
 
 def restore_signal_handlers() -> None:
-    """Restore the handlers of the signals that end a run, after code that may have changed them."""
+    """Restore the handlers of the signals that end a run, after code that may have replaced them."""
     for stop in _entered:
         stop.put_back()
 

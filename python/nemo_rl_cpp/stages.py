@@ -1,4 +1,4 @@
-"""Lines about the stages of a command before its first step."""
+"""Progress lines for the stages of a command before its first step."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ _REDRAWN, _REPEATED = 0.5, 15.0
 
 @contextmanager
 def stages_shown() -> Iterator[None]:
-    """Let `stage` print inside, with the seconds since the entry."""
+    """Make `stage` print in this block, with the seconds since its start."""
     global _began
     _began = time.monotonic()
     try:
@@ -24,15 +24,15 @@ def stages_shown() -> Iterator[None]:
 
 
 def stage(text: str) -> None:
-    """Print the name of a stage that begins, inside `stages_shown`."""
+    """Print the name of a starting stage, if inside `stages_shown`."""
     if _began is not None:
         print(f"[{time.monotonic() - _began:5.1f} s] {text}", flush=True)
 
 
 @contextmanager
 def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[float], None]]:
-    """Yield `advance(amount)`, which counts how much of `total` is done. After some seconds the share is shown on stderr, inside
-    `stages_shown` or `always`."""
+    """Yield `advance(amount)`, which adds to the finished part of `total`. After some seconds the progress is shown on
+    stderr, if inside `stages_shown` or `always`."""
     begin = last = time.monotonic()
     done, drawn = 0.0, False
     shown, terminal = always or _began is not None, sys.stderr is not None and sys.stderr.isatty()

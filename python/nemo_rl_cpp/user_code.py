@@ -1,11 +1,11 @@
-"""The user's code runs in the thread that began the run, on one event loop for the life of that thread.
+"""Runs user code in the thread that started the run, on one event loop for the life of that thread.
 
-A reward function, an environment, an agent, a loss, an estimator, a callback or a data processor runs as in a script: signals
-work (`signal.alarm`, math-verify's time limits), and a client, lock or semaphore that was made once works at every step. For
-that `serve` moves the run into another thread. The thread that began the run, the main thread of a program, makes the calls
-that the run asks for by `call_user`: functions one after the other, coroutines together. After each call `_ProcessState`
-restores the process, so that the user's code changes neither the run's results nor the place of its files.
-"""
+A reward function, an environment, an agent, a loss, an estimator, a callback or a data processor runs as in a script:
+signals work (`signal.alarm`, math-verify's time limits), and a client, lock or semaphore created once works at every
+step. To allow this, `serve` moves the run to a different thread. The thread that started the run (a program's main
+thread) makes the calls that the run requests with `call_user`: functions one after the other, coroutines concurrently.
+After each call `_ProcessState` restores the process, so that user code changes neither the run's results nor the
+location of its files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from typing import Any
 
 from nemo_rl_cpp.interrupts import GRACE_SECONDS, Ended, restore_signal_handlers
 
-_CANCEL_SECONDS = 1.0  # for coroutines of an interrupted run to end
+_CANCEL_SECONDS = 1.0  # time for coroutines of an interrupted run to end
 
 
 def call_user(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
-    """Call the user's `function` where the user's code runs, and return its result; an awaitable result is awaited.
+    """Call the user's `function` in the thread of user code, and return its result; an awaitable result is awaited.
 
-    Raises what the function raises. Outside a run (see `serve`) the present thread makes the call.
+    Raises what the function raises. Outside a run (see `serve`) the current thread makes the call.
     """
     call = partial(function, *args, **kwargs)
     serving = _serving[-1] if _serving else None
@@ -41,42 +41,42 @@ def call_user(function: Callable[..., object], *args: object, **kwargs: object) 
 
 
 def call_any(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
-    """Call a function, or a method of an object, of the user's by `call_user`, and one of this package directly."""
+    """Call a function or method with `call_user` if it is user code, and directly if it is this package's."""
     if is_users(getattr(function, "__self__", function)):
         return call_user(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
 def is_users(thing: object) -> bool:
-    """Return whether a function, or an object by its class, comes from outside this package."""
+    """Return whether a function, or the class of an object, comes from outside this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return module.partition(".")[0] != __name__.partition(".")[0]
 
 
 def runs_here() -> bool:
-    """Return whether the present thread is the one that runs the user's code of a run."""
+    """Return whether the current thread is the one that runs a run's user code."""
     return bool(_serving) and _serving[-1].is_here
 
 
 def serve(work: Callable[[], object]) -> Any:
-    """Return `work()`, done in another thread, while the present thread makes the calls of `call_user`.
+    """Run `work()` in a new thread and return its result, while the current thread makes the calls of `call_user`.
 
-    Raises what `work` raises. A KeyboardInterrupt or SystemExit of a signal ends `work`, too. May be nested: a callback may
-    validate.
+    Raises what `work` raises. A KeyboardInterrupt or SystemExit of a signal also ends `work`. May be nested: a callback
+    may validate.
     """
     return _caller().serve(work)
 
 
 class _Caller:
-    """A thread that runs the user's code, and its event loop."""
+    """A thread that runs user code, and its event loop."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
         self._calls: deque[tuple[Future, Callable[[], object]]] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._loop = asyncio.new_event_loop()
-        self._waits = False  # in `run_forever` for the next call
-        self._lock = threading.Lock()  # of the two below: a call comes before the end or after it
+        self._waits = False  # whether it waits in `run_forever` for the next call
+        self._lock = threading.Lock()  # guards the two below: a call comes before the end or after it
         self._depth = 0  # of nested `serve`
         self._ended = False  # by a signal
 
@@ -91,7 +91,7 @@ class _Caller:
             return self._loop.run_until_complete(_result_of(result)) if inspect.isawaitable(result) else result
 
     def ask(self, call: Callable[[], object]) -> object:
-        """Have this thread make a call, from another one."""
+        """Have this thread make a call that a different thread requests."""
         grad = _grad_mode()
         future = Future()
         with self._lock:
@@ -100,7 +100,7 @@ class _Caller:
             serves = self._depth > 0
             if serves:
                 self._calls.append((future, call if grad is None else partial(_with_grad_mode, grad, call)))
-        if not serves:  # the run has ended meanwhile
+        if not serves:  # the run has ended in the meantime
             return _caller().run(call)
         self._wake()
         return future.result()
@@ -134,8 +134,8 @@ class _Caller:
         return done.result()
 
     def _make_calls(self, done: Future, state: _ProcessState) -> None:
-        """Make calls until `done`, and no thread waits for a call that was begun. No event loop runs while a function does,
-        which may want to run one itself."""
+        """Make calls until `done`, and until no thread waits for a started call. No event loop runs during a function,
+        because the function may run its own."""
         while True:
             with self._lock:
                 if not self._calls and done.done() and (self._depth > 1 or not self._tasks):
@@ -147,7 +147,7 @@ class _Caller:
                 self._waits = True
                 try:
                     self._loop.run_forever()
-                except SystemExit as error:  # `sys.exit` in a coroutine: its caller is told
+                except SystemExit as error:  # `sys.exit` in a coroutine: raised in its caller
                     if isinstance(error, Ended):
                         raise
                 finally:
@@ -177,11 +177,11 @@ class _Caller:
         return call()
 
     def _wake(self) -> None:
-        with suppress(RuntimeError):  # the user's code has closed the loop: it runs, and calls are looked for after it
+        with suppress(RuntimeError):  # user code has closed the loop; calls are handled after that code
             self._loop.call_soon_threadsafe(self._stop_waiting)
 
     def _stop_waiting(self) -> None:
-        if self._waits:  # else the user's code runs the loop
+        if self._waits:  # otherwise user code runs the loop
             self._loop.stop()
 
     def _end(self, thread: threading.Thread) -> None:
@@ -207,7 +207,7 @@ _of_thread = threading.local()
 
 
 def _caller() -> _Caller:
-    """Return the present thread's caller. Its loop lives as long as the thread, so that a client serves several runs."""
+    """Return the current thread's caller. Its loop lives as long as the thread, so several runs can use one client."""
     if not hasattr(_of_thread, "caller"):
         _of_thread.caller = _Caller()
     return _of_thread.caller
@@ -231,7 +231,7 @@ async def _finish(result: Awaitable[object], future: Future, state: _ProcessStat
 
 @contextmanager
 def _outside_event_loop() -> Iterator[None]:
-    """Let this thread run an event loop although one is running, as a notebook's kernel has it: that one waits for us anyway."""
+    """Let this thread run an event loop inside a running one, such as a notebook kernel's, which waits for the call."""
     running = asyncio._get_running_loop()
     if running is None:
         yield
@@ -255,7 +255,7 @@ def _grad_mode() -> bool | None:
 
 
 def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
-    """Make a call under the gradient mode of the thread that asked for it: a loss wants a graph."""
+    """Make a call under the gradient mode of the requesting thread, because a loss needs a graph."""
     import torch
 
     with torch.set_grad_enabled(enabled):
@@ -263,11 +263,11 @@ def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
 
 
 class _ProcessState:
-    """The state of the process that the user's code may change, as it was when this object was made; restored on exit.
+    """The process state that user code may change, recorded at construction and restored on exit.
 
-    The working folder, the handlers of the signals that end a run, and torch's default dtype and device, gradient mode, thread
-    count and deterministic mode. Random generators need no care: every draw of a run has its own generator.
-    """
+    This covers the working folder, the handlers of the signals that end a run, and torch's default dtype and device,
+    gradient mode, thread count and deterministic mode. Random generators need no restoring: every draw of a run has its
+    own generator."""
 
     def __init__(self) -> None:
         self._folder, self._torch = _folder(), _torch_state()
@@ -293,7 +293,7 @@ def _folder() -> str | None:
         return None
 
 
-_TORCH_STATE = (  # functions that read and write
+_TORCH_STATE = (  # getter and setter functions
     ("get_default_dtype", "set_default_dtype"),
     ("is_grad_enabled", "set_grad_enabled"),
     ("get_num_threads", "set_num_threads"),

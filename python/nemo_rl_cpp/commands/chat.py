@@ -16,7 +16,7 @@ Ctrl-C stops an answer, /reset begins a new conversation, Ctrl-D ends."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Talk until the input ends."""
+    """Chat until the input ends."""
     parser = command_parser("chat", "Talk to a model or to a checkpoint of a run.", _EXAMPLES)
     add_model_option(parser)
     parser.add_argument("--system", help="the system's message")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         import readline  # noqa: F401 - lines can be edited, and earlier ones called back
 
         print("Ctrl-C stops an answer, /reset begins a new conversation, Ctrl-D ends.")
-    # Ctrl-C ends an answer here, not the program
+    # Ctrl-C ends the response, not the program
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         talk(generator, known)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
-    """Answer each line of the input, which follows on the lines and answers before it."""
+    """Respond to each line of the input, as a continuation of the earlier lines and responses."""
     begin = [] if known.system is None else [{"role": "system", "content": known.system}]
     messages, answers = list(begin), 0
     while True:
@@ -49,7 +49,7 @@ def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
-        except KeyboardInterrupt:  # at the prompt it drops the line, as in a shell
+        except KeyboardInterrupt:  # at the prompt, Ctrl-C drops the line, as in a shell
             print()
             continue
         if line == "/reset":
@@ -65,7 +65,7 @@ def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
 
 
 def write_answer(generator: TextGenerator, known: argparse.Namespace, asked: list[dict[str, str]], number: int) -> str:
-    """Print an answer as it comes, and return it; Ctrl-C ends it."""
+    """Print a response while it is generated, and return it; Ctrl-C ends it."""
     written: list[str] = []
 
     def show(piece: str) -> None:

@@ -15,7 +15,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the text as it comes, and its length and speed to standard error."""
+    """Print the text while it is generated, and its length and speed to standard error."""
     parser = command_parser("generate", "Write text with a model or a checkpoint of a run.", _EXAMPLES)
     parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
     add_model_option(parser)

@@ -1,4 +1,4 @@
-"""`nemo-rl-cpp models`: the architectures and popular models, with the memory that they need by task and precision."""
+"""`nemo-rl-cpp models`: the architectures and popular models, with the required memory by task and precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ The forecast for your own run: nemo-rl-cpp train --config my.yaml --dry-run"""
 
 
 class Task(NamedTuple):
-    """A column: its heading, whether a critic is trained, the weight of a KL penalty, and the precision."""
+    """A column: its heading, whether a critic is trained, the KL weight, and the precision."""
 
     heading: str
     critic: bool = False
@@ -99,7 +99,7 @@ def _base(critic: bool) -> GRPOMasterConfig | PPOMasterConfig:
 
 
 def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> TrainMasterConfig:
-    """Return the configuration of a task: the shipped file's, with the model's sizes and the table's batch."""
+    """Return the configuration of a task: the shipped configuration, with the model's sizes and the table's batch."""
     config = _base(task.critic).model_copy(deep=True)
     loop = config.ppo if task.critic else config.grpo
     loop.__dict__ |= {"num_prompts_per_step": responses, "num_generations_per_prompt": 1}

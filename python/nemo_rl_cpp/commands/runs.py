@@ -27,7 +27,7 @@ from nemo_rl_cpp.stages import stage, stages_shown
 
 
 class Kind(NamedTuple):
-    """A kind of configuration: the file to take without --config, and the command's description."""
+    """A kind of configuration: the default for --config, and the command's description."""
 
     default_config: str
     description: str
@@ -51,16 +51,16 @@ _CONFIGS_EXAMPLES = """examples:
 
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Load and check a configuration, then train. `kind` is a key of `KINDS`; by default the file's sections tell."""
+    """Load and check a configuration, then train. `kind` is a key of `KINDS`; by default it is read from the file."""
     return _run(arguments, kind or "grpo", kind, train_to_the_end)
 
 
 def train_to_the_end(config: TrainMasterConfig) -> None:
     """Build the run and train it.
 
-    When a worker is lost (WorkerLostError: killed, stopped, its machine gone), end the others and continue from the newest
-    checkpoint with new workers, `cluster.max_restarts` times at most. Any other error ends the run, and so does a lost worker
-    of a run that was asked to end.
+    If a worker is lost (WorkerLostError: killed, stopped, its machine gone), end the other workers and resume from the
+    newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run. So does a
+    lost worker if the run was already asked to end.
     """
     from nemo_rl_cpp.algorithms.build import build_run  # loads torch, after the configuration is known to be right
     from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
@@ -96,7 +96,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Report every mistake of a configuration, or that there is none."""
+    """Report every error in a configuration, or that there is none."""
     parser = command_parser(
         "check", "Check a configuration with its overrides, without loading anything else.", _CHECK_EXAMPLES
     )
@@ -126,7 +126,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def configs(arguments: Sequence[str]) -> int:
-    """List the shipped configurations, a line each."""
+    """List the shipped configurations, one per line."""
     parser = command_parser("configs", "List the shipped configurations.", _CONFIGS_EXAMPLES)
     parser.add_argument("word", nargs="?", default="", help="only those with this word in their name or description")
     word = parser.parse_args(arguments).word.lower()
@@ -141,7 +141,7 @@ def configs(arguments: Sequence[str]) -> int:
 
 
 def descriptions() -> dict[str, str]:
-    """Return the first sentence of the comment at the top of each shipped configuration, by name."""
+    """Return the first sentence of the leading comment of each shipped configuration, by name."""
     texts = {}
     for name in shipped_configs():
         text = find_config(name).read_text(encoding="utf-8")
@@ -151,13 +151,13 @@ def descriptions() -> dict[str, str]:
     return texts
 
 
-# ---- from the words of a command line to a checked configuration
+# ---- from command-line arguments to a checked configuration
 
 
 def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
-    """Do `work` on the configuration that the words of a command line name; return the exit status.
+    """Call `work` with the configuration given by a command line's arguments; return the exit status.
 
-    `default` is the kind whose help is shown, and whose file is taken without --config.
+    `default` is the kind whose help is shown, and whose configuration is used without --config.
     """
     parser = OneLineParser(
         description=KINDS[default].description,
@@ -204,8 +204,8 @@ def _help(kind: str) -> str:
 
 
 def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
-    """Load a configuration; print its mistakes and return None if there are any. A rank that a launcher has started becomes a
-    worker here and does not return."""
+    """Load a configuration; if it has errors, print them and return None. A rank started by a launcher becomes a worker
+    in this call and does not return."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)
@@ -218,7 +218,7 @@ def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfi
 
 
 def _dry_run(config: WholeConfig) -> int:
-    if isinstance(config, TrainMasterConfig):  # an evaluation holds no more than the model and its cache
+    if isinstance(config, TrainMasterConfig):  # an evaluation holds only the model and its cache
         print(forecast_text(config), end="\n\n")
     print(dump_yaml(written(config)))
     if (ineffective := keys_without_effect_text(config)) is not None:
@@ -228,7 +228,7 @@ def _dry_run(config: WholeConfig) -> int:
 
 @contextmanager
 def _started() -> Iterator[None]:
-    """Show the stages before the first step, and say so when the output is a closed pipe."""
+    """Show the stages before the first step, and report if the output is a closed pipe."""
     try:
         with stages_shown():
             yield
@@ -239,7 +239,7 @@ def _started() -> Iterator[None]:
 
 
 def _is_ready(config: WholeConfig) -> bool:
-    """Print the banner, check data, model and folders, and fetch the tokenizer's files if none are here."""
+    """Print the banner, check data, model and folders, and download the tokenizer's files if needed."""
     for line in banner_lines(config):
         print(line, flush=True)
     stage("checking data, model and folders")
@@ -247,7 +247,7 @@ def _is_ready(config: WholeConfig) -> bool:
         return False
     trains = isinstance(config, TrainMasterConfig)
     name = (config.policy if trains else config).tokenizer.name
-    if name != TINY_RANDOM:  # the run looks for newer ones
+    if name != TINY_RANDOM:  # the run looks for newer files
         resolve_tokenizer(name, ask_hub=False, key=f"{'policy' if trains else 'generation'}.model_name")
     stage("loading torch")
     return True

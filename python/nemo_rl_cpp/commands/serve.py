@@ -1,4 +1,4 @@
-"""`nemo-rl-cpp serve`: a model or a checkpoint behind HTTP, by the routes of OpenAI and vLLM."""
+"""`nemo-rl-cpp serve`: serves a model or a checkpoint over HTTP, with the routes of OpenAI and vLLM."""
 
 import argparse
 import os
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         "--tinker", metavar="FOLDER", help="serve Tinker's API, and keep its checkpoints in this folder"
     )
     known = parser.parse_args(arguments)
-    if known.api_key is not None and not known.api_key.strip():  # of a variable that is not set, perhaps
+    if known.api_key is not None and not known.api_key.strip():  # an unset shell variable, for instance
         parser.error("--api-key is empty: give a key, or leave it out")
     if known.tinker is not None:
         from nemo_rl_cpp.tinker.command import serve_tinker
@@ -75,7 +75,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    listener = listen(arguments.host, arguments.port)  # a port that is taken fails before a model is loaded
+    listener = listen(arguments.host, arguments.port)  # fails before a model is loaded if the port is in use
     model = load_model(
         arguments.model,
         served_name=arguments.served_model_name,
@@ -107,7 +107,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def wait_for_end(ended: threading.Event, server: "HttpServer", engine: "EngineThread", every: float = 1.0) -> None:
-    """Wait until `ended` is set. RuntimeError if a thread has died, without which nothing is answered."""
+    """Wait until `ended` is set. Raise RuntimeError if a required thread has died."""
     while not ended.wait(every):
         for name, thread in (("HTTP server", server), ("engine", engine)):
             if not thread.is_alive:

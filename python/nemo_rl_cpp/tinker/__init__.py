@@ -1,1 +1,1 @@
-"""Tinker's API over one base model: `nemo-rl-cpp serve --tinker` (docs/tinker.md)."""
+"""Tinker's API for one base model: `nemo-rl-cpp serve --tinker` (docs/tinker.md)."""

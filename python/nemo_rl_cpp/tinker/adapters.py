@@ -1,4 +1,4 @@
-"""Many LoRA models over one base: a native model computes with the adapters of one of them at a time."""
+"""Many LoRA models on one base: a native model computes with the adapters of one LoRA model at a time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from nemo_rl_cpp.tinker.losses import Loss
 ALPHA = 32
 """An adapter is multiplied by ALPHA / rank, as Tinker's."""
 _ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-_TOKENS_AT_ONCE = 16384  # of a forward whose activations are kept; a longer datum stands alone
+_TOKENS_AT_ONCE = 16384  # per forward pass with kept activations; a longer datum forms its own micro-batch
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Which matrices have adapters, and of which rank."""
+    """The matrices that have adapters, and the adapters' rank."""
 
     rank: int
     train_mlp: bool = True
@@ -49,8 +49,8 @@ class Base:
     """The model that the server was started with.
 
     Attributes:
-        names: by which clients call it; the first is shown.
-        cache_bytes: memory of keys and values of one sampler's requests.
+        names: the names that clients may use; the first is shown.
+        cache_bytes: memory of keys and values for the requests of one sampler.
     """
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Base:
     def load(
         cls, name: str, served_name: str | None, *, precision: str, max_batch_size: int, cache_bytes: int, max_length: int | None
     ) -> Base:  # fmt: skip
-        """Open a Hugging Face folder, a model's name, a run's checkpoint, or "tiny-random"."""
+        """Open a Hugging Face folder, a named model, a run's checkpoint, or "tiny-random"."""
         place = name if name == TINY_RANDOM else find_policy_weights(name)
         folder = open_model_folder(str(place), max_length=max_length, length_key="--max-model-len", key="--model")
         folder.check_weights()
@@ -94,11 +94,11 @@ class Base:
         return self._native[shape]
 
     def any_adapted(self) -> AdaptedModel:
-        """Return a native model for sampling from the base itself."""
+        """Return a native model for sampling from the base model."""
         return next(iter(self._native.values()), None) or self.adapted(Shape(1))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
-        """Raise UserError for tokens that are no sequence of this model."""
+        """Raise UserError for tokens that are no valid sequence for this model."""
         if not tokens:
             raise UserError(f"{what} has no token")
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
@@ -109,7 +109,7 @@ class Base:
 
 @dataclass(eq=False)
 class TrainingState:
-    """What one model in training owns: its adapters (A and B), their gradient, AdamW's moments."""
+    """The state of one model in training: its adapters (A and B), their gradient, AdamW's moments."""
 
     adapter: Tensor
     grads: Tensor
@@ -125,11 +125,11 @@ class TrainingState:
 
 @dataclass
 class Datum:
-    """A sequence to learn from.
+    """A training sequence.
 
     Attributes:
-        tokens: of the input, and the last target behind them, so [N + 1].
-        inputs: float32 [N] by name, beside the targets.
+        tokens: the input followed by the last target, so [N + 1].
+        inputs: float32 [N] by name, in addition to the targets.
     """
 
     tokens: list[int]
@@ -137,7 +137,7 @@ class Datum:
 
 
 class AdaptedModel:
-    """The base with adapters of one shape. `base` may have many models of it, each a `TrainingState`; their adapters take turns."""
+    """The base with adapters of one shape. Several models (`TrainingState`) share it by swapping their adapters in."""
 
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
@@ -155,16 +155,16 @@ class AdaptedModel:
         self.lora.begin(self.native, 0, None, is_whole=True)
         self.trainer = C.Trainer(self.native)
         self.runner = native_runner(self.native, {})
-        self.nothing = torch.zeros_like(self.native.masters)  # the base itself
-        self._owner: TrainingState | None = None  # whose gradient and moments lie in the trainer
+        self.nothing = torch.zeros_like(self.native.masters)  # the adapters of the base model
+        self._owner: TrainingState | None = None  # the state whose gradient and moments the trainer holds
 
     def new_adapter(self, seed: int) -> Tensor:
-        """Draw A from the seed; B is 0."""
+        """Return a new adapter: A drawn from the seed, B zero."""
         self.lora.draw(self.native, seed)
         return self.native.masters.clone()
 
     def show(self, adapter: Tensor) -> None:
-        """Compute with these adapters from now on."""
+        """Use these adapters from now on."""
         if not torch.equal(self.native.masters, adapter):
             self.native.masters.copy_(adapter)
             self.native.masters_changed()
@@ -183,11 +183,11 @@ class AdaptedModel:
     def forward(
         self, state: TrainingState, data: Sequence[Datum], loss: Loss, config: dict[str, float], *, backward: bool
     ) -> tuple[float, list[Tensor]]:
-        """Compute a loss, and with `backward` add its gradient to that of the next step.
+        """Compute a loss, and with `backward` add its gradient to the gradient for the next step.
 
         Returns: the loss, and the log-probabilities of each datum's targets, float32 [N] each.
 
-        Raises UserError where the loss is not finite; nothing is added then.
+        Raises UserError if the loss is not finite; nothing is added then.
         """
         self._take_up(state)
         lengths = [len(datum.tokens) for datum in data]
@@ -204,7 +204,7 @@ class AdaptedModel:
             scored = logprobs[chosen].requires_grad_(backward)
             value = loss(scored, given)
             if not torch.isfinite(value):
-                self._owner = None  # parts may have been added
+                self._owner = None  # some parts may have been added
                 raise UserError(f"the loss is {value.item()}, expected a finite number: no gradient was added")
             if backward:
                 gradient = torch.zeros_like(logprobs)
@@ -218,9 +218,9 @@ class AdaptedModel:
     def step(
         self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
     ) -> float:  # fmt: skip
-        """Update the adapters by AdamW and set the gradient to zero. Return its norm before clipping.
+        """Update the adapters with AdamW and reset the gradient to zero. Return its norm before clipping.
 
-        Raises UserError where that is not finite; the adapters stay as they are then.
+        Raises UserError if the norm is not finite; the adapters then stay unchanged.
         """
         self._take_up(state)
         done = self.trainer.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
@@ -239,11 +239,11 @@ class AdaptedModel:
     # ---- files
 
     def save(self, folder: Path, adapter: Tensor) -> None:
-        """Write adapters into `folder`/adapter, as PEFT does."""
+        """Write adapters to `folder`/adapter, in PEFT's format."""
         self.lora.save(folder, self.native.trained_layout, adapter)
 
     def load(self, folder: Path) -> Tensor:
-        """Read what `save` wrote. Raise ValueError for adapters of another base or shape."""
+        """Load adapters written by `save`. Raise ValueError if base or shape differ."""
         self.lora.load(folder, self.native)
         return self.native.masters.clone()
 
@@ -260,7 +260,8 @@ class AdaptedModel:
         return found
 
     def likeliest_of_prompt(self, adapter: Tensor, prompt: list[int], k: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens at each place of a prompt but the first, [P - 1, k], and their log-probabilities."""
+        """Return the likeliest tokens at each position of a prompt but the first, [P - 1, k], and their
+        log-probabilities."""
         self.show(adapter)
         logits = self.trainer.logits(torch.tensor(prompt))[:-1].float()
         values, tokens = logits.log_softmax(-1).topk(min(k, logits.shape[-1]))
@@ -277,7 +278,7 @@ class AdaptedModel:
 
 
 def _micro_batches(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut neighbouring rows by their tokens."""
+    """Yield (begin, end) of consecutive rows, limited by their tokens."""
     begin, tokens = 0, 0
     for row, length in enumerate(lengths):
         if tokens and tokens + length > _TOKENS_AT_ONCE:
@@ -288,7 +289,7 @@ def _micro_batches(lengths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _inputs_of(data: Sequence[Datum], config: dict[str, float]) -> dict[str, Tensor]:
-    """Put the inputs of a loss one after the other; a configured number stands where a datum carries none."""
+    """Return the concatenated inputs of a loss; the configured number is used for a datum without an input."""
     names = {name for datum in data for name in datum.inputs} | set(config)
     return {
         name: torch.cat([

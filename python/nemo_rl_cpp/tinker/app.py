@@ -1,4 +1,4 @@
-"""The routes that Tinker's SDK calls, as a Starlette application."""
+"""The routes called by Tinker's SDK, as a Starlette application."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nemo_rl_cpp.tinker.service import NotFoundError, Service
 from nemo_rl_cpp.tinker.store import Place
 
 M = TypeVar("M", bound=BaseModel)
-_POLL_SECONDS = 20.0  # that a client waits for a result before it asks again
+_POLL_SECONDS = 20.0  # the time a client waits for a result before it repeats the request
 _URL_LIFE = timedelta(days=1)
 _NO_CONTENT = 204
 
@@ -34,13 +34,13 @@ class Routes:
     """The handlers.
 
     Args:
-        api_key: that requests must carry as `X-API-Key`; None: any.
-        max_body_bytes: of a request.
+        api_key: the key that requests must send as `X-API-Key`; None: any key is accepted.
+        max_body_bytes: the largest request body.
     """
 
     def __init__(self, service: Service, api_key: str | None, max_body_bytes: int) -> None:
         self.service, self._api_key, self._most = service, api_key, max_body_bytes
-        self._secret = secrets.token_bytes(32)  # of the URLs of downloads, which carry no key
+        self._secret = secrets.token_bytes(32)  # lifetime of download URLs, which contain no key
 
     # ---- the service
 
@@ -63,7 +63,7 @@ class Routes:
         return _json(types.ClientDynamicConfigResponse(sample_cancel_enabled=True))
 
     async def telemetry(self, request: Request) -> Response:
-        """Take events and drop them."""
+        """Accept events and drop them."""
         await self._raw(request)
         return _json(types.TelemetryResponse(status="accepted"))
 
@@ -82,7 +82,7 @@ class Routes:
     # ---- futures
 
     async def retrieve_future(self, request: Request) -> Response:
-        """Wait for a result; `try_again` where it takes long."""
+        """Wait for a result; return `try_again` if it takes long."""
         request_id = (await self._body(request, types.FutureRetrieveRequest)).request_id
         future = self.service.worker.futures.get(request_id)
         if future is None:
@@ -111,7 +111,7 @@ class Routes:
     # ---- models
 
     def in_turn(self, kind: type[M], ask: Callable[[M], str]) -> Callable[[Request], Awaitable[Response]]:
-        """Make the handler of a request of a model, whose result is a future."""
+        """Return a handler for requests to a model whose result is a future."""
 
         async def handle(request: Request) -> Response:
             body = await self._body(request, kind)
@@ -181,12 +181,12 @@ class Routes:
         return Response(status_code=_NO_CONTENT)
 
     async def keep_checkpoint(self, request: Request) -> Response:
-        """Take a time to live: nothing expires here."""
+        """Accept a time to live and ignore it: checkpoints do not expire."""
         self.service.store.facts(self._place(request))
         return Response(status_code=_NO_CONTENT)
 
     async def download_urls(self, request: Request) -> Response:
-        """Name a URL for each file of an adapter."""
+        """Return a URL for each file of an adapter."""
         place = self._place(request)
         self.service.store.facts(place)
         folder = self.service.store.folder(place)
@@ -247,7 +247,7 @@ class Routes:
     # ---- bodies
 
     async def service_do(self, run: Callable[[], object]) -> None:
-        """Run something in the thread that owns the models."""
+        """Call `run` in the thread that owns the models."""
         await asyncio.wrap_future(self.service.worker.do(run))
 
     async def _raw(self, request: Request) -> bytes:
@@ -278,7 +278,7 @@ class Routes:
     def told(
         self, handler: Callable[[Request], Awaitable[Response]], needs_key: bool = True
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler behind the key, whose exceptions become answers."""
+        """Return a handler that checks the key and turns exceptions into error responses."""
 
         async def handle(request: Request) -> Response:
             given = request.headers.get("x-api-key", "")
@@ -309,7 +309,7 @@ def _error(status: int, text: str) -> JSONResponse:
 
 
 def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
-    """Cut a list by the query's limit and offset."""
+    """Return the part of a list given by the query's limit and offset."""
     query = request.query_params
     try:
         limit, offset = int(query.get("limit", 1000)), int(query.get("offset", 0))

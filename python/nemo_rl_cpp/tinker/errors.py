@@ -1,5 +1,5 @@
-"""Mistakes of a client."""
+"""Errors caused by a client."""
 
 
 class UserError(ValueError):
-    """A request that the client has to change; any other exception is the server's fault."""
+    """Raised for a request that the client has to change; any other exception is the server's fault."""

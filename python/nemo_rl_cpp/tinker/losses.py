@@ -1,4 +1,4 @@
-"""Tinker's built-in losses: sums over tokens of log-probabilities and what a datum carries beside them."""
+"""Tinker's built-in losses: sums over tokens, computed from log-probabilities and the inputs of a datum."""
 
 from collections.abc import Callable, Mapping
 
@@ -52,7 +52,7 @@ LOSSES: dict[str, tuple[Loss, tuple[str, ...], dict[str, float]]] = {
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:
-    """Return a loss, the inputs that it needs, and its configuration. Raise UserError for one that is not here."""
+    """Return a loss, the inputs that it needs, and its configuration. Raise UserError for an unknown loss."""
     if name not in LOSSES:
         raise UserError(f"the loss {name!r} is not here: take one of {', '.join(LOSSES)}, or forward_backward_custom")
     loss, needed, defaults = LOSSES[name]

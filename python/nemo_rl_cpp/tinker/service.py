@@ -1,4 +1,4 @@
-"""What the routes ask for: sessions, models, samplers and their checkpoints."""
+"""The service behind the routes: sessions, models, samplers and their checkpoints."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from nemo_rl_cpp.tinker.losses import loss_of
 from nemo_rl_cpp.tinker.store import Facts, Place, Store
 from nemo_rl_cpp.tinker.worker import Answers, Result, Sampled, Sampler, TrainedModel, Worker
 
-_SESSION_SECONDS = 3600.0  # without a heartbeat, after which what a session has in memory is dropped
-_MOST_SNAPSHOTS = 8  # of one model, without a name: older ones are forgotten
+_SESSION_SECONDS = 3600.0  # time without a heartbeat after which a session's memory is dropped
+_MOST_SNAPSHOTS = 8  # unnamed snapshots per model; older ones are dropped
 _OPTIMIZER = "optimizer.safetensors"
 _STEPS = "optimizer.json"
 _MOST_SAMPLES = 1024
 
 
 class NotFoundError(UserError):
-    """A model, sampler or checkpoint that is not here."""
+    """Raised if a model, sampler or checkpoint does not exist on this server."""
 
 
 @dataclass
 class Session:
-    """One ServiceClient."""
+    """The session of one ServiceClient."""
 
     metadata: dict | None = None
     seen: float = field(default_factory=time.monotonic)
 
 
 class Service:
-    """All that a server holds. Methods that begin with `do_` run in the worker's thread."""
+    """The state of a server. Methods that begin with `do_` run in the worker's thread."""
 
     def __init__(self, base: Base, store: Store) -> None:
         self.base, self.store, self.worker = base, store, Worker()
@@ -61,7 +61,7 @@ class Service:
     # ---- sessions
 
     def create_session(self, metadata: dict | None) -> str:
-        """Begin a session, and drop those that are long silent."""
+        """Create a session, and drop sessions without recent heartbeats."""
         for old, session in list(self.sessions.items()):
             if time.monotonic() - session.seen > _SESSION_SECONDS:
                 self.end_session(old)
@@ -70,11 +70,11 @@ class Service:
         return session_id
 
     def heartbeat(self, session_id: str) -> None:
-        """Note that a client is there; one that the server does not know was there before it started."""
+        """Record that a client is alive; an unknown session was created before the server started."""
         self.sessions.setdefault(session_id, Session()).seen = time.monotonic()
 
     def end_session(self, session_id: str) -> None:
-        """Forget a session's models, samplers and results; its checkpoints stay."""
+        """Drop a session's models, samplers and results; its checkpoints stay."""
         self.sessions.pop(session_id, None)
         for kept in (self.models, self.samplers, self.worker.futures):
             for name in [name for name in list(kept) if name.startswith(f"{session_id}:")]:
@@ -83,12 +83,12 @@ class Service:
     # ---- models
 
     def check_base(self, name: str) -> None:
-        """Raise UserError for another base model than this server's."""
+        """Raise UserError if the base model is not this server's."""
         if name not in self.base.names:
             raise UserError(f"the base model {name!r} is not here: this server has {self.base.names[0]!r}")
 
     def create_model(self, request: types.CreateModelRequest) -> str:
-        """Make a model that begins as the base. Return the request's id."""
+        """Create a model equal to the base. Return the request's id."""
         lora = request.lora_config or types.LoraConfig(rank=32)
         shape = Shape(lora.rank, lora.train_mlp, lora.train_attn)
         model = self._new_model(request.session_id, request.model_seq_id, shape)
@@ -107,12 +107,12 @@ class Service:
 
     def _new_model(self, session_id: str, number: int, shape: Shape) -> TrainedModel:
         model_id = f"{session_id}:train:{number}"
-        Place.of(f"tinker://{model_id}/weights/x")  # the names of its checkpoints
+        Place.of(f"tinker://{model_id}/weights/x")  # part of its checkpoints' names
         facts = Facts(self.base.names[0], shape)
         return self.models.setdefault(model_id, TrainedModel(model_id, session_id, facts))
 
     def model(self, model_id: str) -> TrainedModel:
-        """Return a model, taken up from its last checkpoint if the server was started since."""
+        """Return a model; after a restart of the server, restore it from its last checkpoint."""
         if model_id not in self.models:
             place = self.store.last_training(model_id) if re.fullmatch(r"[\w-]+:train:\d+", model_id) else None
             if place is None:
@@ -124,7 +124,7 @@ class Service:
         return self.models[model_id]
 
     def unload(self, model_id: str) -> None:
-        """Forget a model; its checkpoints stay."""
+        """Drop a model; its checkpoints stay."""
         if self.models.pop(model_id, None) is None:
             raise NotFoundError(f"there is no model {model_id}")
 
@@ -171,7 +171,7 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def optim_step(self, request: types.OptimStepRequest) -> str:
-        """Make a step of AdamW."""
+        """Take a step of AdamW."""
 
         def run(model: TrainedModel) -> Result:
             asked = request.optim_params
@@ -193,7 +193,7 @@ class Service:
             state, next_seq = model.state, request.seq_id + 1
             tensors = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
             if state.grads.any():
-                tensors["grads"] = state.grads  # between a backward and its step
+                tensors["grads"] = state.grads  # between a backward pass and its step
 
             def write(folder: Path) -> None:
                 model.adapted.save(folder, state.adapter)
@@ -206,7 +206,7 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> str:
-        """Save a model's adapters to sample from: by name on the disk, else in memory behind a new sampling session."""
+        """Save a model's adapters for sampling: on disk under a name, otherwise in memory in a new sampling session."""
 
         def run(model: TrainedModel) -> Result:
             if request.kind != "snapshot":
@@ -229,7 +229,7 @@ class Service:
         self.samplers[name] = Sampler(model.adapted, model.state.adapter.clone(), snapshot_of=model.id)
 
     def save_external(self, request: types.SaveWeightsExternalRequest) -> str:
-        """Save a model's adapters as PEFT reads them, to be downloaded."""
+        """Save a model's adapters in PEFT's format for download."""
 
         def run(model: TrainedModel) -> Result:
             if request.age_encryption_recipients:
@@ -262,7 +262,7 @@ class Service:
         return place.path
 
     def load_weights(self, request: types.LoadWeightsRequest) -> str:
-        """Load a checkpoint into a model, or into a new one."""
+        """Load a checkpoint into a model, or into a new model."""
         place = Place.of(request.path)
         if request.session_id is not None:
             if request.base_model is not None:
@@ -302,7 +302,7 @@ class Service:
     # ---- sampling
 
     def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> Future:
-        """Make a sampler of the base or of a checkpoint; its future gives its id."""
+        """Create a sampler of the base or of a checkpoint; its future returns its id."""
         name = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
 
         def run() -> str:
@@ -322,7 +322,7 @@ class Service:
         return self.worker.do(run)
 
     def sampler(self, name: str) -> Sampler:
-        """Return a sampler by its session's id."""
+        """Return the sampler of a sampling session's id."""
         if name not in self.samplers:
             raise NotFoundError(
                 f"there is no sampling session {name}: make a new sampling client. (Of those without a name a model keeps {_MOST_SNAPSHOTS}.)"
@@ -330,7 +330,7 @@ class Service:
         return self.samplers[name]
 
     def sample(self, request: types.SampleRequest) -> tuple[str, list[str]]:
-        """Ask a sampler. Return the request's id and one id for each sample."""
+        """Submit a request to a sampler. Return the request's id and an id per sample."""
         name, count = request.sampling_session_id, request.num_samples
         if name is None or request.seq_id is None:
             raise UserError("a request for samples needs sampling_session_id and seq_id")
@@ -360,7 +360,7 @@ class Service:
         is_plain = params.temperature == 1 and params.top_p == 1 and params.top_k <= 0
 
         def finish(samples: list[Sampled]) -> Result:
-            if not is_plain:  # the log-probabilities are the model's own, as training has them
+            if not is_plain:  # the model's unfiltered log-probabilities, as in training
                 for sample in samples:
                     scored = adapted.prompt_logprobs(sampler.adapter, prompt + sample.tokens)
                     sample.logprobs = scored[len(prompt) :].tolist()
@@ -378,7 +378,7 @@ class Service:
         self.worker.join_in(sampler)
 
     def cancel(self, request_id: str) -> None:
-        """End a request for samples that nobody waits for."""
+        """Cancel a request for samples whose result is no longer needed."""
         future, name = self.worker.futures.get(request_id), request_id.rpartition(":")[0]
         sampler = self.samplers.get(name)
         if sampler is None or future is None or future.done():
@@ -393,12 +393,12 @@ class Service:
 
 
 def stops_of(stop: str | list[str] | list[int] | None) -> tuple[list[int], list[bytes]]:
-    """Return the stop tokens and stop strings that a request names."""
+    """Return the stop tokens and stop strings of a request."""
     given = [stop] if isinstance(stop, str) else list(stop or ())
     return [s for s in given if isinstance(s, int)], [s.encode() for s in given if isinstance(s, str)]
 
 
 def _draw(seed: int | None, request_id: str) -> dict[str, int]:
-    """Return the key of a request's random draws: of its seed, else of its id."""
+    """Return the key of a request's random draws, from its seed or otherwise its id."""
     number = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little") if seed is None else seed
     return {"seed": number & 0xFFFFFFFF, "stream": 2, "draw_id": (number >> 32) & 0xFFFFFFFF, "first_sample": 0}

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: a folder for each tinker:// path, whole or not there."""
+"""Checkpoints on disk: a folder per tinker:// path, which appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 
 @dataclass(frozen=True)
 class Place:
-    """A checkpoint by its training run, kind and name."""
+    """Identifies a checkpoint by its training run, kind and name."""
 
     run: str
     kind: str
@@ -35,7 +35,7 @@ class Place:
 
     @classmethod
     def of(cls, path: str) -> Place:
-        """Read a tinker:// path."""
+        """Parse a tinker:// path."""
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
             raise UserError(
@@ -49,10 +49,10 @@ class Place:
 
 @dataclass
 class Facts:
-    """What a checkpoint says about itself.
+    """The metadata of a checkpoint.
 
     Attributes:
-        next_seq: number of the request that its model expected next.
+        next_seq: the number of the next request that its model expected.
     """
 
     base_model: str
@@ -77,21 +77,21 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob("*/*/.*"):  # of a server that was killed while it saved
+        for left in root.glob("*/*/.*"):  # left by a server that was killed while saving
             shutil.rmtree(left, ignore_errors=True)
 
     def folder(self, place: Place) -> Path:
         return self.root / place.run / place.kind / place.name
 
     def facts(self, place: Place) -> Facts:
-        """Return what a checkpoint says. Raise UserError if it is not there."""
+        """Return the metadata of a checkpoint. Raise UserError if it does not exist."""
         found = manifest_facts(self.folder(place))
         if not found:
             raise UserError(f"there is no checkpoint {place.path}")
         return Facts.of(found)
 
     def save(self, place: Place, facts: Facts, write: Callable[[Path], None], overwrite: bool = False) -> None:
-        """Write a checkpoint: readers see all of it, or what was there before."""
+        """Write a checkpoint atomically: readers see the complete new folder or the previous one."""
         Place.of(place.path)
         folder = self.folder(place)
         if folder.exists() and not overwrite:
@@ -111,7 +111,7 @@ class Store:
             shutil.rmtree(old, ignore_errors=True)
 
     def delete(self, place: Place) -> None:
-        """Remove a checkpoint. Raise UserError if it is not there."""
+        """Delete a checkpoint. Raise UserError if it does not exist."""
         self.facts(place)
         shutil.rmtree(self.folder(place))
 
@@ -125,11 +125,11 @@ class Store:
         return sorted(found, key=lambda place: (self.facts(place).time, place.path))
 
     def last_training(self, run: str) -> Place | None:
-        """Return the newest checkpoint of a run from which training can go on."""
+        """Return the newest checkpoint of a run from which training can resume."""
         return next((place for place in reversed(self.places(run)) if place.kind == "weights"), None)
 
     def checkpoint(self, place: Place) -> types.Checkpoint:
-        """Describe a checkpoint as the SDK reads it."""
+        """Describe a checkpoint in the SDK's format."""
         facts, files = self.facts(place), [file for file in self.folder(place).rglob("*") if file.is_file()]
         made = datetime.fromtimestamp(facts.time, UTC)
         expires = None if facts.ttl_seconds is None else datetime.fromtimestamp(facts.time + facts.ttl_seconds, UTC)

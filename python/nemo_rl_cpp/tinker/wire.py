@@ -1,4 +1,4 @@
-"""Between the messages of Tinker's SDK and tensors."""
+"""Converts between the messages of Tinker's SDK and tensors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,8 +29,8 @@ def data_of(request: pb.ForwardBackwardRequest, base: Base, needed: Sequence[str
     """Read the data of a forward pass.
 
     Args:
-        needed: what each datum must carry beside target_tokens.
-        known: what it may carry.
+        needed: the inputs that each datum must have in addition to target_tokens.
+        known: the inputs that it may have.
     """
     if not request.data:
         raise UserError("the request has no datum")
@@ -89,7 +89,7 @@ def config_of(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def forward_output(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Write a ForwardBackwardOutput: the log-probabilities of each datum."""
+    """Return a serialized ForwardBackwardOutput with the log-probabilities of each datum."""
     offsets = np.cumsum([0] + [4 * len(row) for row in logprobs]).astype(np.int64)
     data = torch.cat(list(logprobs)).numpy().astype(np.float32).tobytes()
     field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32)
@@ -101,12 +101,12 @@ def forward_output(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> 
 def sample_response(
     samples: Sequence[Sampled], stopped: Sequence[int], prompt_logprobs: Tensor | None, likeliest: tuple[Tensor, Tensor] | None, k: int
 ) -> bytes:  # fmt: skip
-    """Write a SampleResponse.
+    """Return a serialized SampleResponse.
 
     Args:
-        stopped: reasons of samples that ended by themselves, and not at their longest.
-        likeliest: tokens [P - 1, k'] and their log-probabilities, at each place of the prompt but the first.
-        k: likeliest tokens that are told beside each sampled one.
+        stopped: the reasons of samples that ended before the length limit.
+        likeliest: tokens [P - 1, k'] and their log-probabilities, at each position of the prompt except the first.
+        k: the number of likeliest tokens returned per sampled token.
     """
     response = pb.SampleResponse()
     for sample in samples:

@@ -1,4 +1,4 @@
-"""The thread that owns all models: it runs the requests of each model in their order, and steps the samplers between them."""
+"""The thread that owns all models: it runs the requests of each model in order, and steps the samplers in between."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from nemo_rl_cpp.tinker.store import Facts
 
 Result = bytes | dict
 """An answer: a protobuf message, or JSON."""
-_SLICE_SECONDS = 0.25  # that a sampler computes while others wait
-_GAP_SECONDS = 60.0  # for a request whose predecessor has not come
-_MOST_RETRIEVED = 256  # results that are kept for a client that asks for them again
+_SLICE_SECONDS = 0.25  # a sampler's turn while others wait
+_GAP_SECONDS = 60.0  # wait of a request whose predecessor is missing
+_MOST_RETRIEVED = 256  # retrieved results that are kept for repeated requests
 
 
 @dataclass(eq=False)
 class Job:
-    """Something to do in the thread, and who hears of it.
+    """A call to make in the thread, and the future for its result.
 
-    `is_short`: a request for samples. A sampler's turn ends for it, it is given the future, and the sampler sets the result.
-    """
+    `is_short`: a request for samples. It interrupts a sampler's turn and receives the future; the sampler sets the
+    result."""
 
     run: Callable[..., Result | None]
     future: Future
@@ -42,8 +42,8 @@ class TrainedModel:
     """A model that a client trains.
 
     Attributes:
-        adapted, state: None until it is made.
-        next_seq: number of the request that comes next; `waiting` came before their turn.
+        adapted, state: None until the model is created.
+        next_seq: number of the next request; requests in `waiting` arrived too early.
     """
 
     id: str
@@ -57,14 +57,14 @@ class TrainedModel:
 
 @dataclass(eq=False)
 class Answers:
-    """A request for samples under way. `finish` makes its result of (tokens, logprobs, reason, likeliest) of each sample."""
+    """A request for samples in flight. `finish` converts (tokens, logprobs, reason, likeliest) to its result."""
 
     future: Future
     finish: Callable[[list[Sampled]], Result]
     samples: list[Sampled]
 
     def complete(self) -> None:
-        """Give the result."""
+        """Set the result."""
         try:
             self.future.set_result(self.finish(self.samples))
         except Exception as error:  # noqa: BLE001 - the client's to hear
@@ -73,7 +73,7 @@ class Answers:
 
 @dataclass
 class Sampled:
-    """One answer so far."""
+    """A sample so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Sampled:
 
 
 class Sampler:
-    """One set of weights that is sampled from, and its requests under way.
+    """A set of weights to sample from, and its requests in flight.
 
     Args:
         path: of its checkpoint; None for the base and for snapshots.
@@ -101,20 +101,20 @@ class Sampler:
         return bool(self._running)
 
     def submit(self, answers: Answers, prompt: list[int], **how: object) -> None:
-        """Let a request join at the next step. Raise ValueError for one that cannot be answered."""
+        """Add a request at the next step. Raise ValueError for an invalid request."""
         if self._engine is None:
             self._engine = self.adapted.engine()
         first = self._engine.submit(prompt, samples=len(answers.samples), **how)
         self._running |= {first + k: (answers, k) for k in range(len(answers.samples))}
 
     def cancel(self, future: Future) -> None:
-        """Take a request out."""
+        """Remove a request."""
         for number in [n for n, (answers, _) in self._running.items() if answers.future is future]:
             self._engine.cancel(number)
             del self._running[number]
 
     def step(self) -> None:
-        """Draw a token for each request; the model must show this sampler's adapter."""
+        """Sample a token for each request; the model must use this sampler's adapter."""
         try:
             drawn = zip(*self._engine.step())
         except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up
@@ -139,7 +139,7 @@ class Sampler:
 
 
 class Worker:
-    """Runs jobs one after the other in its thread, and samplers that are busy in turns between them."""
+    """Runs jobs one after the other in its thread, and between them the busy samplers, round-robin."""
 
     gap_seconds = _GAP_SECONDS
 
@@ -157,13 +157,13 @@ class Worker:
     # ---- from any thread
 
     def submit(self, request_id: str, run: Callable[..., Result | None], *, is_short: bool = False) -> Future:
-        """Run something once. Its future is found by `request_id`; a request that comes again gets the same one."""
+        """Run a job once. Its future is stored by `request_id`; a repeated request gets the same future."""
         with self._changed:
             known = self.futures.get(request_id)
             return known or self._enqueue(Job(run, self._future(request_id), is_short))
 
     def submit_in_turn(self, model: TrainedModel, seq: int, run: Callable[[], Result | None]) -> str:
-        """Run a model's request once, after all with a lower number. Return the request's id."""
+        """Run a model's request once, after all requests with lower numbers. Return the request's id."""
         request_id = f"{model.id}:{seq}"
         with self._changed:
             if request_id in self.futures:
@@ -181,23 +181,23 @@ class Worker:
         return request_id
 
     def do(self, run: Callable[[], object]) -> Future:
-        """Run something of which nobody asks again."""
+        """Run a job whose result is not stored."""
         with self._changed:
             return self._enqueue(Job(run, Future()))
 
     def join_in(self, sampler: Sampler) -> None:
-        """Let a sampler that has got a request take its turns. Called in the thread."""
+        """Mark a sampler with a new request as busy. Called in the thread."""
         if sampler not in self._busy:
             self._busy.append(sampler)
 
     def was_retrieved(self, request_id: str) -> None:
-        """Note that a client has a result: it is kept for a while."""
+        """Record that a client has received a result, which is kept for a while."""
         self._retrieved.append(request_id)
         if len(self._retrieved) > _MOST_RETRIEVED:
             self.futures.pop(self._retrieved.popleft(), None)
 
     def shut_down(self) -> None:
-        """End the thread after its present job."""
+        """End the thread after its current job."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -229,7 +229,7 @@ class Worker:
                 job = self._ready.popleft() if self._ready else None
             if job is not None:
                 self._run(job)
-            if job is None or not job.is_short or not self._ready:  # requests that wait join the sampler together
+            if job is None or not job.is_short or not self._ready:  # waiting requests join the sampler together
                 self._let_sample()
 
     def _run(self, job: Job) -> None:
@@ -259,7 +259,7 @@ class Worker:
                 self._busy.remove(sampler)
 
     def _give_up_gaps(self) -> None:
-        """Fail requests whose predecessors do not come: of a client that lost some, or of a server that was started again."""
+        """Fail requests whose predecessors are missing, because the client lost them or the server was restarted."""
         for model in list(self._out_of_turn):
             if model.waiting and time.monotonic() - min(j.since for j in model.waiting.values()) > self.gap_seconds:
                 for seq, job in model.waiting.items():

@@ -253,9 +253,7 @@ def build_run(
     set_seed(loop.seed)
     stage("preparing tokenizer, data and environments")
     tokenizer = make_tokenizer(config.policy)
-    with (
-        ExitStack() as resources
-    ):  # released in reverse order: here if a later part fails, otherwise by `TrainingRun.close`
+    with ExitStack() as resources:  # released in reverse order: if a later part fails, or by `TrainingRun.close`
         made = data(config, tokenizer)
         resources.push(partial(close_environments, made.environments))
         checkpoints = CheckpointManager(config.checkpointing)

@@ -217,9 +217,7 @@ class VerifierPool:
                 result.result()
         except BaseException as error:
             waiting.clear()
-            if not isinstance(
-                error, Exception
-            ):  # Ctrl-C: a busy worker's reply would be taken for that of a later request
+            if not isinstance(error, Exception):  # Ctrl-C: replies of busy workers would be taken for later ones
                 for place in range(count):
                     self._replace(place)
             raise

@@ -428,9 +428,7 @@ class PromptSource:
         """Return the next prompts, each G times, with the columns of `repeat_prompts`; `group_id` is the draw id."""
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
-        repeated["group_id"] = repeated[
-            "draw_ids"
-        ].clone()  # unique over the run, because groups may outlive their step
+        repeated["group_id"] = repeated["draw_ids"].clone()  # unique over the run: groups may outlive a step
         return repeated
 
     def pop_finished_epochs(self) -> int:

@@ -1,4 +1,5 @@
-"""Run untrusted programs: with limits of time, memory and processes, no network, and no files but their own folder."""
+"""Runs untrusted programs with limits on time, memory and processes, without network, and with files of their own
+only."""
 
 from nemo_rl_cpp.environments.sandbox.run import Limits, Outcome, SandboxUnavailableError, run_program
 

@@ -1,6 +1,6 @@
-"""Check whether this machine can contain untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
+"""Checks whether this machine can sandbox untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
 
-The answer comes from trying: a sandbox is built, and a program inside tries to get out.
+The check builds a sandbox and runs a program in it that tries to escape.
 """
 
 import os
@@ -52,7 +52,7 @@ _NEEDS = (
 
 
 def missing_protections() -> list[str]:
-    """Return what is missing, a sentence each; nothing when programs are contained. The calling process must have one thread."""
+    """Return the missing protections, a sentence each; [] if none. The calling process must have one thread."""
     if sys.platform != "linux":
         return [f"Linux: this is {sys.platform}"]
     limits = Limits(time_s=10, memory_mb=256, threads=4)
@@ -68,7 +68,7 @@ def missing_protections() -> list[str]:
 
 
 def require_sandbox() -> None:
-    """Raise SandboxUnavailableError when a protection is missing. A new process checks, since this one may have threads."""
+    """Raise SandboxUnavailableError if a protection is missing. Checks in a new, single-threaded process."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.sandbox.check"],

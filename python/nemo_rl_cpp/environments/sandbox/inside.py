@@ -1,8 +1,8 @@
-"""Inside the sandbox: three processes, each started by the one before, and the files that the program sees.
+"""Inside the sandbox: three processes, each started by the previous one, and the files that the program sees.
 
-1. The keeper leaves the caller's namespaces and waits. When the caller dies, so does the keeper.
-2. The first process of the new process namespace builds the file system and waits for the program. When it ends, for
-   whatever reason, the kernel ends the program.
+1. The keeper leaves the caller's namespaces and waits. If the caller dies, the keeper dies, too.
+2. The first process of the new process namespace builds the file system and waits for the program. When this process
+   ends, for whatever reason, the kernel ends the program.
 3. The program.
 """
 
@@ -32,13 +32,13 @@ _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
 
 @dataclass(frozen=True)
 class Job:
-    """The program to run, and the descriptors to talk through.
+    """The program to run, and the descriptors for communication.
 
     Attributes:
         python: the interpreter, outside and inside.
         files: name in the folder -> contents; `main.py` is run.
-        stdin, stdout, stderr: the program's own.
-        status: where the processes above report, a line each.
+        stdin, stdout, stderr: the program's standard streams.
+        status: where processes 1 and 2 report, one line each.
         go: becomes readable when the caller has mapped the users of the new namespace.
     """
 
@@ -53,7 +53,7 @@ class Job:
 
 
 def guarded(job: Job, work: Callable[[Job], None]) -> NoReturn:
-    """Call `work(job)` in a forked process: whatever happens, it never returns into the caller's code."""
+    """Call `work(job)` in a forked process, and never return into the caller's code, whatever happens."""
     try:
         work(job)
     except MemoryError:
@@ -72,8 +72,8 @@ def keeper(job: Job, caller: int) -> NoReturn:
     os.setsid()  # signals to the program's process group must not reach the caller's
     kept = {0, 1, 2, job.stdin, job.stdout, job.stderr, job.status, job.go}
     for descriptor in sorted(int(name) for name in os.listdir("/proc/self/fd")):
-        if descriptor not in kept:  # the caller's own, of which there may be more than a program may have open
-            with suppress(OSError):  # the listing's own
+        if descriptor not in kept:  # the caller's descriptors, which may exceed the program's limit
+            with suppress(OSError):  # the descriptor of the listing
                 os.close(descriptor)
     kernel.unshare(NAMESPACES)
     kernel.die_with_parent()
@@ -120,7 +120,7 @@ def _program(job: Job) -> NoReturn:
         os.setresuid(PROGRAM_USER, PROGRAM_USER, PROGRAM_USER)
     kernel.die_with_parent()
     of_the_same_user = os.stat(f"{BOX}/main.py").st_uid == os.getuid()
-    job.limits.apply(2 if of_the_same_user else 0)  # the two processes above
+    job.limits.apply(2 if of_the_same_user else 0)  # the keeper and the first process
     kernel.drop_privileges()
     os.chdir(BOX)
     # with threads that each reserve memory, a limit of address space would leave room for two or three
@@ -137,12 +137,12 @@ def _program(job: Job) -> NoReturn:
 
 
 def interpreter() -> str:
-    """Return the Python that runs programs: this process's own, without its virtual environment."""
+    """Return the Python that runs programs: this process's interpreter, without its virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _visible_paths() -> list[str]:
-    """Return what is bound into the sandbox, each at its own place: the interpreter, its standard library, system libraries."""
+    """Return the paths bound into the sandbox at the same place: interpreter, standard library, system libraries."""
     standard_library = os.path.dirname(os.__file__)
     names = [interpreter(), standard_library, sysconfig.get_config_var("LIBDIR") or ""]
     names += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
@@ -154,13 +154,13 @@ def _visible_paths() -> list[str]:
 
 
 def _enter_new_root(folder_mb: int) -> None:
-    """Make a new root of `_visible_paths` and an empty `BOX`, and enter it. The caller is alone in its mount namespace.
+    """Build a new root with `_visible_paths` and an empty `BOX`, and enter it. The caller must be alone in its mount
+    namespace.
 
-    Raise OSError that names the mount that failed.
-    """
+    Raise OSError that names the failed mount."""
     staging = "/tmp"
-    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # nothing that follows shows outside
-    # /dev/zero is not among them: mapped, it is shared memory, which can be held without address space
+    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # nothing that follows is visible outside
+    # not /dev/zero: mapped, it is shared memory, which can be held without address space
     attributes = dict.fromkeys(_visible_paths(), _READ_ONLY | kernel.MOUNT_ATTR_NODEV)
     attributes |= dict.fromkeys(("/dev/null", "/dev/urandom"), kernel.MOUNT_ATTR_NOSUID)
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in attributes}
@@ -181,7 +181,7 @@ def _enter_new_root(folder_mb: int) -> None:
 
 
 def _bind(source: int, target: str) -> None:
-    """Show what `source` is open on at `target` too."""
+    """Bind the file or folder of the descriptor `source` to `target`."""
     original = os.readlink(f"/proc/self/fd/{source}")
     if os.path.isdir(f"/proc/self/fd/{source}"):
         os.makedirs(target, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The system calls that Python's standard library does not have."""
+"""System calls that Python's standard library lacks."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def machine() -> str:
-    """Return "x86_64" or "aarch64". Raise OSError on any other machine, whose system call numbers are not known here."""
+    """Return "x86_64" or "aarch64". Raise OSError on any other machine, because its system call numbers are unknown."""
     name = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if name not in _NUMBERS:
         raise OSError(f"the code sandbox knows the system calls of x86_64 and aarch64, not of {name}")
@@ -40,7 +40,7 @@ def _checked(result: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: object) -> int:
-    """Make a system call by name. Raise OSError that names it."""
+    """Make a system call by name. Raise OSError with that name."""
     return _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()][name]), *arguments), name)
 
 
@@ -50,7 +50,7 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Give the calling process new namespaces (the process namespace is for its next child)."""
+    """Move the calling process to new namespaces (a new process namespace applies to its next child)."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
@@ -67,7 +67,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
-    """Make a mount and all below it read-only, without set-uid and the like (Linux 5.12)."""
+    """Make a mount and all mounts below it read-only, without set-uid and similar rights (Linux 5.12)."""
     wanted = _MountAttributes(set=attributes)
     syscall(
         "mount_setattr", ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
@@ -76,28 +76,28 @@ def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> 
 
 
 def change_root(new_root: str) -> None:
-    """Make `new_root`, a mount, the root; nothing of the old one can be reached any more."""
+    """Make `new_root`, a mount, the root; the old root becomes unreachable."""
     os.chdir(new_root)
-    syscall("pivot_root", b".", b".")  # the old root now lies over the new one, at the same place
+    syscall("pivot_root", b".", b".")  # the old root now covers the new root, at the same place
     _checked(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
     os.chdir("/")
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. A change of user clears the setting, so call this after it."""
+    """Have the kernel kill this process when its parent ends. Call this after changing the user, which resets it."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def close_at_exec(first: int) -> None:
-    """Make all descriptors from `first` on close at exec, also inherited ones."""
+    """Make all descriptors from `first` on close at exec, including inherited ones."""
     syscall("close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(4))  # CLOSE_RANGE_CLOEXEC
 
 
 def drop_privileges() -> None:
-    """Give up all capabilities, now and after any exec."""
+    """Drop all capabilities, now and after any exec."""
     for capability in range(_LAST_CAPABILITY + 1):
         if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
-            break  # beyond the last one that this kernel has
+            break  # this kernel has no further capabilities
     prctl(_PR_CAP_AMBIENT, 4)  # PR_CAP_AMBIENT_CLEAR_ALL
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     syscall("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))

@@ -1,4 +1,4 @@
-"""Runs one program in a sandbox, and ends it at a limit."""
+"""Runs one program in a sandbox, and stops it at a limit."""
 
 import os
 import resource
@@ -13,25 +13,25 @@ from nemo_rl_cpp.environments.sandbox import inside
 _SETUP_SECONDS = 30.0
 _INTERPRETER_MB = 32
 _MB = 2**20
-_DESCRIPTORS = 32  # open files: the pipes and sockets among them hold 12 MB at most
+_DESCRIPTORS = 32  # open files: their pipes and sockets hold 12 MB at most
 
 
 class SandboxUnavailableError(RuntimeError):
-    """This machine lacks a protection that untrusted programs need; the message says which."""
+    """Raised if this machine lacks a protection that untrusted programs need; the message names the protection."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run of one program, which is one process.
+    """Limits of one run of a program, which is a single process.
 
     Attributes:
-        time_s: wall-clock seconds; processor time is limited to as much.
-        memory_mb: address space and folder together. The kernel keeps this limit: the folder has `folder_mb`, the address space
+        time_s: wall-clock seconds; the processor time is limited to the same number.
+        memory_mb: address space and folder together, enforced by the kernel: the folder gets `folder_mb`, the address
+            space
             the rest.
-        threads: threads at the same time.
-        output_kb: what it may write to standard output and standard error.
-        folder_mb: size of its folder, which lies in memory.
-    """
+        threads: concurrent threads.
+        output_kb: maximum of standard output and standard error.
+        folder_mb: size of its folder, which is in memory."""
 
     time_s: float = 5.0
     memory_mb: int = 512
@@ -46,9 +46,9 @@ class Limits:
             raise ValueError(f"memory_mb is {self.memory_mb}; the least is {needed}")
 
     def apply(self, other_processes: int) -> None:
-        """Set the kernel's limits of the calling process, all but that of memory. They cannot be raised again.
+        """Set the kernel's limits of the calling process, except the memory limit. They cannot be raised again.
 
-        `other_processes`: how many of the same user are not the program's.
+        `other_processes`: the number of processes of the same user that do not belong to the program.
         """
         _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
         _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
@@ -60,7 +60,7 @@ class Limits:
         os.nice(5)  # the run's own work goes first
 
     def apply_memory(self) -> None:
-        """Limit the address space: right before exec, since the calling process may be larger than its program may be."""
+        """Limit the address space. Call this right before exec, because this process may be larger than the limit."""
         _lower(resource.RLIMIT_AS, (self.memory_mb - self.folder_mb) * _MB)
 
 
@@ -72,7 +72,7 @@ def _lower(kind: int, limit: int) -> None:
 
 @dataclass
 class Outcome:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
         exit_code: of the program; negative: the signal that ended it; None: it was stopped.
@@ -91,10 +91,10 @@ class Outcome:
 def run_program(
     source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None
 ) -> Outcome:
-    """Run Python code with `stdin`, and `files` next to it in its folder. When this returns, no process of it is left.
+    """Run Python code with `stdin`, and `files` next to it in its folder. No process of the run is left on return.
 
-    The calling process must have one thread only (it forks). Raise SandboxUnavailableError when the sandbox cannot be built: the
-    program then has not run at all.
+    The calling process must have only one thread, because it forks. Raise SandboxUnavailableError if the sandbox cannot
+    be built; the program then has not run.
     """
     run = _Run(limits or Limits())
     try:
@@ -113,7 +113,7 @@ class _Run:
     limits: Limits
     outcome: Outcome = field(default_factory=Outcome)
     keeper: int = 0
-    first: int = 0  # the first process inside, by its number outside
+    first: int = 0  # the first process inside, by its pid outside
     streams: dict[int, bytearray] = field(default_factory=dict)
     failure: str = ""
     started: bool = False
@@ -136,7 +136,7 @@ class _Run:
         self.deadline = self.began + _SETUP_SECONDS
 
     def watch(self) -> None:
-        """Wait until everything inside has ended, and stop it at a limit."""
+        """Wait until all processes inside have ended, and stop them at a limit."""
         poll = select.poll()
         for descriptor in self.streams:
             os.set_blocking(descriptor, False)
@@ -167,7 +167,7 @@ class _Run:
         return len(self.streams[self.stdout]) + len(self.streams[self.stderr])
 
     def _read(self, descriptor: int) -> bool:
-        """Take what is there; return False at the end of the stream."""
+        """Read what is available; return False at the end of the stream."""
         try:
             chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -183,7 +183,7 @@ class _Run:
         return bool(chunk)
 
     def _told(self, line: str) -> None:
-        """Act on a line of the processes inside."""
+        """Handle a status line of the processes inside."""
         word, _, rest = line.partition(" ")
         if word == "unshared":
             self._name_users()
@@ -191,7 +191,7 @@ class _Run:
             self.first = int(rest)
         elif word == "started":
             self.started = True
-            self.began = time.monotonic()  # the program's own time begins
+            self.began = time.monotonic()  # the program's time starts
             self.deadline = self.began + self.limits.time_s
         elif word == "failed":
             self.failure = self.failure or rest
@@ -203,7 +203,7 @@ class _Run:
                 self.outcome.exit_code = int(rest)
 
     def _name_users(self) -> None:
-        """Map the users inside to users outside: as root to nobody (limits do not hold for root), else to the caller."""
+        """Map the users inside to users outside: as root to nobody (root has no limits), otherwise to the caller."""
         program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
         folder = f"/proc/{self.keeper}"
         try:
@@ -226,12 +226,12 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the first process, with which the kernel ends the program; the keeper collects it, and ends."""
+        """Kill the first process; the kernel then ends the program, and the keeper collects the process and ends."""
         with suppress(ProcessLookupError):
             os.kill(self.first or self.keeper, signal.SIGKILL)
 
     def end(self) -> None:
-        """Leave nothing behind, whatever happened."""
+        """Release all processes and descriptors, whatever happened."""
         if self.keeper:
             if not self.finished or self.outcome.stopped:
                 self._kill()
@@ -249,7 +249,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _read_only_file(contents: bytes) -> int:
-    """Return a descriptor of a file in memory that can only be read."""
+    """Return a read-only descriptor of an in-memory file."""
     writable = os.memfd_create("stdin")
     try:
         view = memoryview(contents)

@@ -17,14 +17,14 @@ _OF_THE_EVAL_SECTION = frozenset({"max_input_seq_length", "shuffle", "num_worker
 
 
 def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, ...] = ()) -> None:
-    """Make a data set known to configurations by a name; `keys` are those that it takes beyond the common ones.
-    Raise ValueError when the name is taken."""
+    """Register a data set by a name for configurations; `keys` are the keys that it takes beyond the common ones.
+    Raise ValueError if the name is taken."""
     DATASET_REGISTRY.add(dataset_name, DatasetEntry(cls, keys))
 
 
 def dataset_class(dataset_name: str) -> type[RawDataset]:
-    """Return the class of a name, or of a dotted path (`my_package.my_module.MyDataset`). Raise ValueError when
-    there is none."""
+    """Return the class of a name, or of a dotted path (`my_package.my_module.MyDataset`). Raise ValueError if there is
+    none."""
     dataset_name = DATASET_ALIASES.get(dataset_name, dataset_name)
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
@@ -41,7 +41,7 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
 
 
 def _accepted(cls: type) -> set[str] | None:
-    """Return the names of the constructor's parameters up the class tree; None when a class of the user takes
+    """Return the names of the constructor's parameters, including base classes; None if a custom class accepts
     anything."""
     names: set[str] = set()
     for base in cls.__mro__:
@@ -55,7 +55,7 @@ def _accepted(cls: type) -> set[str] | None:
 
 
 def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
-    """Return the class that a section names. Raise ValueError for a key that neither it nor every data set knows, so
+    """Return the class that a section names. Raise ValueError for a key that is neither the class's nor common, so
     that a misspelt option is not ignored."""
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
@@ -84,7 +84,7 @@ def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> 
 
 
 def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
-    """Load the data set of an evaluation's `data` section: its test or held-out split unless `split` names another."""
+    """Load the data set of an evaluation's `data` section: its test or held-out split unless `split` is set."""
     config = as_written(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
     repeat = 1 if "repeat" in (_accepted(cls) or ()) else config.pop("repeat", 1)

@@ -1,4 +1,4 @@
-"""Data sets that are drawn: arithmetic, reversed digits, functions to write, games."""
+"""Generated data sets: arithmetic, reversed digits, functions to write, games."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ HELD_OUT = 0.15
 
 
 class GeneratedDataset(RawDataset):
-    """Base: builds the rows of `split` ("train" or "validation") and, if `split_validation_size` asks for them,
-    held-out rows as `val_dataset`: a count, or a share of the number of training rows."""
+    """Base: builds the rows of `split` ("train" or "validation") and, if `split_validation_size` is set, held-out rows
+    as `val_dataset`: a count, or a fraction of the number of training rows."""
 
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
@@ -58,7 +58,7 @@ class GeneratedDataset(RawDataset):
 
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
-        """Return the numbers of the questions to use, each once before any comes twice."""
+        """Return the indices of the questions to use, each once before any is repeated."""
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples
@@ -71,9 +71,9 @@ class GeneratedDataset(RawDataset):
 class ArithmeticDataset(GeneratedDataset):
     """Sums as raw text: `num_shots` worked lines `a + b = c`, then `a + b = `, to be continued to the end of the line.
 
-    Numbers go from 1 to `max_number`. a + b and b + a are on the same side of the split. Without `num_samples` every
-    pair of the side comes once. The prompt ends in the space after "=": tokenizers that split numbers into digits keep
-    that space a separate token, so the text is cut where its tokens are, and the first sampled token is a digit.
+    Numbers are from 1 to `max_number`. a + b and b + a are on the same side of the split. Without `num_samples` every
+    pair of the side occurs once. The prompt ends with the space after "=": tokenizers that split numbers into digits
+    keep that space a separate token, so the text is cut at a token boundary, and the first sampled token is a digit.
     """
 
     task_name = "arithmetic"
@@ -129,8 +129,8 @@ class ReverseDigitsDataset(GeneratedDataset):
 class ReasoningGymDataset(GeneratedDataset):
     """A task of the `reasoning-gym` package as raw text: `num_shots` solved questions, then one to answer.
 
-    `task` is its name there, `task_options` its options ({"max_terms": 2}). Questions are different from one another.
-    The environment's information holds the package's own entry, for tasks with more than one right answer.
+    `task` is its name in the package, `task_options` its options ({"max_terms": 2}). All questions are different.
+    The environment's information holds the package's entry, for tasks with more than one right answer.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ReasoningGymDataset(GeneratedDataset):
         super().__init__(num_samples, **kwargs)
 
     def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, str | None]]:
-        """Return up to `count` different questions of one side; fewer when the task has no more."""
+        """Return up to `count` different questions of one side; fewer if the task has no more."""
         try:
             source = self._create(self.task, seed=seed, size=2**30, **self._options)
         except (TypeError, AssertionError, ValueError) as error:
@@ -221,7 +221,7 @@ def _functions() -> list[tuple[str, str]]:
 
 
 class PythonFunctionsDataset(GeneratedDataset):
-    """Functions whose name says what they do, as raw text: `num_shots` whole ones, then one up to `return`.
+    """Functions whose name describes what they do, as raw text: `num_shots` complete ones, then one up to `return`.
 
     The environment `code` gets the beginning of the program (`code_prefix`) and asserts as `ground_truth`.
     """
@@ -254,9 +254,9 @@ class PythonFunctionsDataset(GeneratedDataset):
 class GuessNumberDataset(GeneratedDataset):
     """Games of guessing a number from `min_number` to `max_number`: `prompt` as raw text, the same for every number.
 
-    `{low}` and `{high}` in the prompt stand for the two ends of the range. Every number comes once before any comes
-    twice. Training and validation have the same games: there is nothing to hold out where the prompt says nothing of the secret.
-    """
+    `{low}` and `{high}` in the prompt are replaced by the ends of the range. Every number occurs once before any is
+    repeated. Training and validation have the same games: the prompt does not depend on the secret, so nothing can be
+    held out."""
 
     task_name = "guess_number"
 

@@ -1,4 +1,4 @@
-"""Data sets of the hub: mathematics, and questions with several choices."""
+"""Data sets of the Hub: mathematics, and multiple-choice questions."""
 
 import random
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from nemo_rl_cpp.data.interfaces import Row
 class HubMathDataset(RawDataset):
     """Base: a repository, its columns and its default split. Rows become {"messages": [user, assistant], "task_name"}.
 
-    `split` overrides the default split, `repeat` puts the rows in several times (small test sets are noisy),
+    `split` overrides the default split, `repeat` repeats the rows (because small test sets are noisy),
     `split_validation_size` and `seed` are as for ResponseDataset.
     """
 
@@ -114,7 +114,7 @@ class AIME2026Dataset(HubMathDataset):
 
 
 class GSM8KDataset(HubMathDataset):
-    """Grade-school word problems; the answer is what follows `####` in the worked solution."""
+    """Grade-school word problems; the answer is the text after `####` in the worked solution."""
 
     task_name = "GSM8K"
     repository = "openai/gsm8k"
@@ -147,7 +147,7 @@ class MathDataset(HubMathDataset):
 
 
 def last_boxed(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}`, its inner braces included; the text itself where there is none."""
+    r"""Return the content of the last `\boxed{...}`, including inner braces; the whole text if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text
@@ -164,8 +164,8 @@ _LETTERS = "ABCDEFGHIJ"
 
 
 class HubMultichoiceDataset(HubMathDataset):
-    """Base: rows become {"question", "options": {letter: text or None}, "answer": letter, "messages", "task_name"}, so that
-    `multichoice_qa_processor` and the processors of messages both take them."""
+    """Base: rows become {"question", "options": {letter: text or None}, "answer": letter, "messages", "task_name"}, so
+    that both `multichoice_qa_processor` and the processors of messages accept them."""
 
     default_processor = "multichoice_qa_processor"
     default_split = "test"
@@ -173,7 +173,7 @@ class HubMultichoiceDataset(HubMathDataset):
     num_options = 4
 
     def choices(self, row: Row) -> tuple[list[str], int]:
-        """Return the options in the order in which they are shown, and the number of the right one."""
+        """Return the options in display order, and the index of the right one."""
         raise NotImplementedError
 
     def format_data(self, row: Row) -> Row:
@@ -214,7 +214,7 @@ class MMLUProDataset(HubMultichoiceDataset):
 
 
 class GPQADataset(HubMultichoiceDataset):
-    """GPQA's main questions. The order of a question's options is drawn from the question itself: the same in every run."""
+    """GPQA's main questions. The order of a question's options is a function of the question: the same in every run."""
 
     task_name = "gpqa"
     repository = "Idavidrein/gpqa"

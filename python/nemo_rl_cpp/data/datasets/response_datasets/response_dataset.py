@@ -1,4 +1,4 @@
-"""Question-and-answer pairs from a file or the hub."""
+"""Question-and-answer pairs from a file or the Hub."""
 
 import math
 from collections.abc import Mapping
@@ -23,22 +23,22 @@ _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage
 
 
 def task_name_of(data_path: str) -> str:
-    """Join the last two names of the path by "-", without what follows a dot: data/math/train.jsonl is math-train."""
+    """Return the last two names of the path joined by "-", up to the first dot: data/math/train.jsonl is math-train."""
     names = [part for part in str(data_path).split("/") if part not in ("", ".", "..", "~")][-2:]
     return "-".join(names).split(".")[0] or "-".join(name.lstrip(".") for name in names).split(".")[0]
 
 
 class ResponseDataset(RawDataset):
-    """Rows with a question under `input_key` and an answer under `output_key`, or with ready conversations.
+    """Rows with a question under `input_key` and an answer under `output_key`, or with complete conversations.
 
-    `data_path` is what `load_dataset_from_path` reads, `subset` and `split` as on the hub. `split_validation_size`
-    rows (a count, or a share) become the validation set, chosen by `seed`.
+    `data_path` is passed to `load_dataset_from_path`, `subset` and `split` are as on the Hub. `split_validation_size`
+    rows (a count, or a fraction) become the validation set, chosen by `seed`.
 
     A question is a text or a conversation: a list of {"role", "content"}, or of {"from", "value"}. Keys may be dotted
-    (`reward_model.ground_truth`). Without an `input_key` of your own the columns "messages" and "conversations" are
-    taken as they stand; a conversation that ends with an assistant message brings its answer along.
-    Rows come out as {"messages": [..., user, assistant], "task_name"}. ValueError for a row of another shape, with file,
-    row (from 1) and key.
+    (`reward_model.ground_truth`). If you set no `input_key`, the columns "messages" and "conversations" are used as
+    they are; a conversation that ends with an assistant message includes its answer.
+    Rows become {"messages": [..., user, assistant], "task_name"}. Raises ValueError for a row of any other form, with
+    file, row (from 1) and key.
     """
 
     def __init__(

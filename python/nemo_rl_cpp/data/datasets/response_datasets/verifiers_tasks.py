@@ -1,4 +1,4 @@
-"""Tasks of the package verifiers as rows. A row names a task of a task set, and `env.verifiers` plays it."""
+"""Tasks of the package verifiers as rows. A row names a task of a task set, and `env.verifiers` runs it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ INSTALL = "pip install 'nemo-rl-cpp[agents]'"
 
 
 def check_verifiers(what: str) -> None:
-    """Raise ValueError where the package is missing."""
+    """Raise ValueError if the package is missing."""
     if importlib.util.find_spec("verifiers") is None:
         raise ValueError(f"{what} needs the package verifiers: run `{INSTALL}`")
 
 
 @cache
 def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
-    """Return the tasks of a task set, given as JSON of its configuration (a mapping with `id`); the first `limit` of
-    them."""
+    """Return the first `limit` tasks of a task set, which is given as JSON of its configuration (a mapping with
+    `id`)."""
     check_verifiers("a task set")
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
@@ -42,9 +42,9 @@ def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
 
 
 class VerifiersDataset(RawDataset):
-    """The tasks of a task set of verifiers, by its id or a mapping with `id` and its settings: the first `num_samples` of them.
+    """The first `num_samples` tasks of a task set of verifiers, which is an id or a mapping with `id` and settings.
 
-    `split_validation_size` holds the last ones out, a number or a share.
+    `split_validation_size` holds out the last tasks, a count or a fraction.
     """
 
     task_name = "verifiers"
@@ -72,7 +72,7 @@ class VerifiersDataset(RawDataset):
         self.val_dataset = ListDataset(rows[len(rows) - held :]) if held else None
 
     def _row(self, text: str, number: int, taskset: str, name: object, limit: int | None) -> Row:
-        shown = text.strip() or f"task {number}"  # a task may have no prompt of its own
+        shown = text.strip() or f"task {number}"  # a task may have no prompt
         return {
             "messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": None}],
             "task_name": self.task_name,

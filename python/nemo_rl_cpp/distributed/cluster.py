@@ -61,7 +61,7 @@ class Cluster:
         settings: section `cluster` of the configuration: executor, threads and timeouts.
         role: name of a worker in messages.
 
-    Raises ValueError for several workers on GPUs or with the executor in_process.
+    Raises ValueError for GPU workers outside this process, and for several workers with the executor in_process.
     """
 
     def __init__(

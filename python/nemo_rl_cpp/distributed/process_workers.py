@@ -35,7 +35,7 @@ class SocketPeer:
     """A worker connected by a socket. One thread sends calls; a second thread receives results and heartbeats.
 
     Attributes:
-        pid: of the worker's process, on its machine.
+        pid: process id of the worker, on its machine.
     """
 
     pid: int

@@ -69,22 +69,22 @@ class RaggedBatch:
 
     @property
     def size(self) -> int:
-        """B."""
+        """The number of samples, B."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return int(self.offsets[-1])
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int64 [B]."""
+        """int64 [B]: number of tokens of each sample."""
         return self.offsets.diff()
 
     @cached_property
     def sample_of_token(self) -> Tensor:
-        """int64 [T]."""
+        """int64 [T]: index of each token's sample."""
         return torch.arange(self.size).repeat_interleave(self.lengths)
 
     @property

@@ -53,7 +53,7 @@ class Ranks:
     """The position of this process among the ranks. By default it is the only process.
 
     Attributes:
-        rank: of this process, or of its tensor-parallel group, from 0.
+        rank: index of this process, or of its tensor-parallel group, from 0.
         size: number of processes, or of groups.
         communicator: connects the processes with the same slice of the model; None for a single process.
         tensor: connects the processes of this group, which have the same samples and different slices; None: no slices.

@@ -98,7 +98,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     """Return a configuration in canonical form: omitted keys get transformers 5's defaults, rotary embeddings are
     written as in `models.rope`, and overrides, in the format of transformers 4 or 5, are applied.
 
-    transformers 4 and 5 read the result identically. Keys that affect the computation are checked.
+    transformers 4 and 5 read the result identically. Keys that affect the computation are checked. Idempotent.
 
     Raises:
         ModelFolderError: an unsupported architecture or option, or an invalid value; the key is named.

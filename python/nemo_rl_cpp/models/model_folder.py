@@ -20,7 +20,7 @@ _SAID: set[str] = set()
 
 
 def note_as_said(remark: str) -> str:
-    """Record that a remark reaches the user otherwise, so that loading the model does not repeat it; return it."""
+    """Record and return a remark that is shown to the user separately, so that loading does not repeat it."""
     _SAID.add(remark)
     return remark
 

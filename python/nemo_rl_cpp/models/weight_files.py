@@ -149,8 +149,7 @@ def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]
 
 
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
-    """Yield every tensor of the files by name, without a copy. (The safetensors library reads bfloat16 into torch
-    only.)"""
+    """Yield every tensor of the files by name, without a copy. (The safetensors library needs torch for bfloat16.)"""
     by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
     for file, name, entry in all_entries(files):
         by_file.setdefault(file, []).append((name, entry))
@@ -241,7 +240,7 @@ def check_parameters(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def head_differs(folder: Path) -> bool:
-    """Return whether the weights hold a language-model head that differs from the embedding; False without either."""
+    """Return whether the weights hold a head that differs from the embedding; False if either is missing."""
     found = {}
     for file, name, entry in all_entries(weight_files(folder)):
         known = _known_name(name, {HEAD, EMBEDDING})

@@ -250,8 +250,7 @@ class EngineWorker(EngineHost):
         self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
 
     def update_weights_from_collective(self, version: int) -> RefitResult:
-        """Receive the weights from rank 0 of the trainers. On a mismatch, raise C.RefitRefused and keep the old
-        weights."""
+        """Receive the weights from rank 0 of the trainers. On a mismatch, raise C.RefitRefused; old weights stay."""
         done = self._receiver.receive(version)
         self.model.masters_changed()  # discard data derived from the old weights
         self.weight_version = version

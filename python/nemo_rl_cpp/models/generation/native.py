@@ -35,8 +35,7 @@ def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str,
 class NativeGeneration(BaseEngine):
     """NeMo RL's generation interface on the C++ engine.
 
-    The response of a row never depends on the rest of the batch or the engine's limits. Equal prompts are computed
-    once.
+    The response of a row never depends on the rest of the batch or engine limits. Equal prompts are computed once.
 
     Args:
         runner: the model; `native_runner(model, config)` reads the trainer's weights in place.

@@ -186,8 +186,7 @@ class Policy(TrainedModel, PolicyInterface):
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
         """Let the next step train on generation's activations, once both forward passes were bit-identical on this
         machine. A step makes its own forward pass if they differ, with activation_checkpointing, with tensor
-        parallelism, or if memory cannot hold the `tokens` of a step (most micro-batches would then lack
-        activations)."""
+        parallelism, or if memory cannot hold the `tokens` of a step (most micro-batches would lack some)."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share

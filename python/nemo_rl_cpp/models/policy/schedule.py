@@ -103,9 +103,9 @@ def steps_of(state: dict[str, object]) -> int:
 class MegatronLearningRate:
     """Megatron's scheduler: linear warm-up from `lr_warmup_init` to `max_lr`, then decay to `min_lr`.
 
-    lr(n) = init + (max - init) n / warmup while n <= warmup; then with r = (n - warmup) / (decay - warmup): linear 1 -
-    r, cosine (cos(pi r) + 1) / 2, both scaling max - min above min; inverse-square-root max sqrt(warmup / n). Weight
-    decay changes from its start to its end value over the whole run, `total_steps`, whatever the decay length.
+    lr(n) = init + (max - init) n / warmup while n <= warmup; then with r = (n - warmup) / (decay - warmup):
+    linear 1 - r, cosine (cos(pi r) + 1) / 2, both scaling max - min above min; inverse-square-root max sqrt(warmup / n).
+    Weight decay changes from its start to its end value over the whole run, `total_steps`, whatever the decay length.
     """
 
     def __init__(self, schedule: MegatronSchedule, total_steps: int | None = None):

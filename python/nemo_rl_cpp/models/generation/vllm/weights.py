@@ -100,8 +100,8 @@ class SharedMemoryTransport:
 
 
 class NcclTransport:
-    """NCCL broadcast from the trainer's GPU, rank 0, to the server's workers, one tensor at a time, as `update_info`
-    lists.
+    """NCCL broadcast from the trainer's GPU, rank 0, to the server's workers, tensor by tensor in `update_info`'s
+    order.
 
     The workers receive NCCL's id by HTTP, join a sum of one number as a greeting, and receive one broadcast per tensor,
     as in vLLM's engine `nccl` without packing.

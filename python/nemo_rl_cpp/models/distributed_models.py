@@ -29,7 +29,7 @@ from nemo_rl_cpp.models.value.lm_value import Value
 
 
 class PolicyWorker(Policy, EngineHost):  # create_generation is inherited from Policy
-    """The policy in a worker, with its engines and the sender of weights to engines in other workers."""
+    """The policy in a worker, with its engines and the sender that refits engines in other workers."""
 
     _publisher: C.RefitPublisher | None = None
 

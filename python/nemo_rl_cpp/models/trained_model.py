@@ -204,7 +204,8 @@ class TrainedModel(NoOffload):
     def _score(
         self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
     ) -> Tensor:  # fmt: skip
-        """Return the head's output per wanted token, [T]; 0 at other tokens. Each rank scores its share, or `rows`."""
+        """Return the head's output per wanted token, [T]; 0 at all other tokens. Each rank scores its share, or
+        `rows`."""
         rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob", micro_batch_size)

@@ -120,12 +120,12 @@ def gae(
     reference_logprobs: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> TokenAdvantages:
-    """Generalized advantage estimation over the valid tokens of each row, last to first.
+    """Return generalized advantage estimates over the valid tokens of each row, computed from last to first.
 
         delta_t = r_t + gamma V_next - V_t,   A_t = delta_t + gamma lambda A_next,   returns_t = A_t + V_t
 
     "next" is the next valid token (0 after the last); r_t is -kl_coef K_t, plus rewards[b] at the row's last valid
-    token. rewards [B]; values, mask, log-probs of tokens. Advantages are 0 at masked positions.
+    token. rewards [B]; values, mask and log-probs are per-token. Advantages are 0 at masked positions.
     """
     decoupled = config.gae_lambda_value is not None
     lambda_value = config.gae_lambda_value if decoupled else config.gae_lambda

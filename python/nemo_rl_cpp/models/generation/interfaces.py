@@ -221,7 +221,7 @@ class RefitRendezvous(NamedTuple):
 
 class RefitResult(NamedTuple):
     """The result of a refit for one process: bytes of weights, seconds, the digest of the process's weights afterwards,
-    and the bytes of the messages that were sent."""
+    and the bytes of the messages that carried the weights."""
 
     bytes: int
     seconds: float

@@ -20,7 +20,7 @@ SCORE = "score.weight"
 
 
 class ValueNet(nn.Module):
-    """V = score · h, h [..., D] the last hidden states (after the final norm). The head starts at zero, as natively.
+    """V = score · h, h [..., D] the last hidden states (after the final norm). The head starts at zero, as in `Value`.
 
     Attributes:
         backbone: transformers' AutoModel.
@@ -63,7 +63,7 @@ class ValueNet(nn.Module):
 
 @dataclass(frozen=True)
 class ModelRows:
-    """The input of one forward pass, and the positions of the W wanted tokens.
+    """The input of one forward pass, and the positions of the W wanted tokens (see `wanted_tokens`).
 
     A token is predicted from the token before it, so a sample's last wanted token and later tokens are not computed.
 

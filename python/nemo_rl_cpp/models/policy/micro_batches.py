@@ -27,8 +27,9 @@ def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
 def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str) -> Bins:
     """Pack rows into bins, ordered by their first rows.
 
-    Each of `rows` (ascending) has a wanted token. Neighbouring rows with the same prompt stay together if the budget
-    allows, because the prompt is then computed once. A row longer than the budget gets its own bin.
+    Each of `rows` (ascending) has a wanted token (see `wanted_tokens`). Neighbouring rows with the same prompt stay
+    together if the budget allows, because the prompt is then computed once. A row longer than the budget gets its own
+    bin.
     """
     units, costs = C.prompt_units(batch, rows, max_tokens, share_prefix)
     chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []

@@ -38,7 +38,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
 
 
 SMALLEST, LARGEST = 1e-38, 1e38
-"""Of a temperature that is not 0: the engine holds it and its reciprocal as float32."""
+"""Bounds of a temperature above 0: the engine stores it and its reciprocal as float32."""
 
 
 def _scalar(value: object) -> object:

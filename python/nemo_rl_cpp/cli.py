@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed",
     ),
 }
-"""Name of a command -> (module of commands/ and its function, what it does)."""
+"""Name of a command -> (module of commands/ and its function, description)."""
 _EXAMPLES = """examples:
   nemo-rl-cpp train --config grpo_tiny.yaml
   nemo-rl-cpp train --config my.yaml policy.optimizer.kwargs.lr=1e-5

@@ -23,10 +23,10 @@ ERROR_FILE = "error.txt"
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-# ours say what to do when raised with a message
+# raised by this package, their messages say what to do
 _SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
-_INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # the line's number says as much
-_LONGEST = 600  # characters of a message that is not ours
+_INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # redundant with the line number
+_LONGEST = 600  # maximum characters of a foreign message
 _INSTALLED_AS = {
     "PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "reasoning_gym": "reasoning-gym", "skimage": "scikit-image",
     "sklearn": "scikit-learn", "yaml": "pyyaml",
@@ -143,7 +143,7 @@ def _called_place(error: BaseException) -> Place | None:
 
 def _as_type_of(error: BaseException) -> type[UserCodeError]:
     """Make a UserCodeError that is also an instance of the exception's type, if Python allows it."""
-    kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end anything by itself
+    kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end the process
     if issubclass(kind, (StopIteration, StopAsyncIteration)):
         return UserCodeError  # nor these a loop; contextlib mistakes a RuntimeError raised from one for its own
     try:
@@ -176,7 +176,7 @@ def in_user_code(
 
 
 RAISED_ON = "raised on"
-"""So begins the note of an exception that a worker has raised (`distributed/worker_calls.py`)."""
+"""Prefix of the note on an exception that a worker raised (`distributed/worker_calls.py`)."""
 
 
 class user_code:  # noqa: N801  (reads as a function; a generator as context manager could not tell StopIteration)

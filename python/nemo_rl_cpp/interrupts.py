@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 GRACE_SECONDS = 3.0
-"""What a program that ends at once gets for its last words, before it is ended from outside."""
+"""Seconds that an ending program has for cleanup before it is killed."""
 
 
 class Ended(SystemExit):

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 _began: float | None = None
 _PATIENCE = 2.0
-"""Seconds of work before how much of it is done is shown."""
+"""Seconds of work before its progress is shown."""
 _REDRAWN, _REPEATED = 0.5, 15.0
-"""Seconds between two such lines: of one that a terminal draws over the last, and in a file."""
+"""Seconds between two progress lines: in a terminal, which overwrites the line, and in a file."""
 
 
 @contextmanager

@@ -77,8 +77,8 @@ class _Caller:
         self._loop = asyncio.new_event_loop()
         self._waits = False  # whether it waits in `run_forever` for the next call
         self._lock = threading.Lock()  # guards the two below: a call comes before the end or after it
-        self._depth = 0  # of nested `serve`
-        self._ended = False  # by a signal
+        self._depth = 0  # nesting depth of `serve`
+        self._ended = False  # set by a signal
 
     @property
     def is_here(self) -> bool:
@@ -173,7 +173,7 @@ class _Caller:
     def _called(self, call: Callable[[], object]) -> object:
         if self._loop.is_closed():
             self._loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self._loop)  # asyncio.run in the user's code leaves none
+        asyncio.set_event_loop(self._loop)  # asyncio.run in user code leaves no loop
         return call()
 
     def _wake(self) -> None:
@@ -277,7 +277,7 @@ class _ProcessState:
 
     def __exit__(self, *exc: object) -> None:
         if self._folder is not None and _folder() != self._folder:
-            with suppress(OSError):  # it was deleted
+            with suppress(OSError):  # the folder was deleted
                 os.chdir(self._folder)
         now = _torch_state()
         for names, value in self._torch.items():

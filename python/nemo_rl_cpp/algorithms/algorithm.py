@@ -87,4 +87,4 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": Algorithm(lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True),
     "ppo": Algorithm(ppo_advantages, is_trained=spoken_by_assistant, needs_tokens=True),
 }
-"""By the name of their section of the configuration."""
+"""The algorithms by the name of their configuration section."""

@@ -356,7 +356,7 @@ def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, s
         return {"hub": push_to_hub(checkpoint, repository, private=private)}
     except ValueError as error:
         return {"hub": f"not uploaded: {error}"}
-    except KeyboardInterrupt:  # the run is over and saved: only the upload is given up
+    except KeyboardInterrupt:  # the run is over and saved: only the upload is cancelled
         return {
             "hub": f"not uploaded: the upload to {repository} was interrupted; nemo_rl_cpp.push_to_hub does it again"
         }

@@ -31,7 +31,7 @@ from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
 _SAVED = ("rollout_metrics", "sampler_metrics", "finished_epochs", "weight_version")
 CollectedState = dict[str, object]
-"""`Collected` in a checkpoint: `samples`, as a dictionary, and these; without times."""
+"""`Collected` in a checkpoint: its fields without times; `samples` as a dictionary."""
 
 
 @dataclass

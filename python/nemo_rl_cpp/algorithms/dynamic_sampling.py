@@ -104,7 +104,7 @@ class GroupSampler:
         self.num_groups, self.group_size, self._voters = num_groups, group_size, voters
         self.enabled, self.max_gen_batches, self.keep_surplus = enabled, max_gen_batches, keep_surplus
         self.metrics: dict[str, float] = {}
-        """of the step last taken"""
+        """metrics of the last step"""
         self._cache: Rollouts | None = None
         self._checked = False
         self._start_step()

@@ -85,7 +85,7 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
     """Load the data sets of the section `data`, and start the environments of `env` with their processes."""
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
-    env = None if config.algorithm == "sft" else config.env  # nothing scores the answers of a file
+    env = None if config.algorithm == "sft" else config.env  # answers from a file are not scored
     data = load_response_data(tokenizer, config.data, env, limit, actors)
     return RunData(data.train, data.validation, Environments(data.environments, data.val_environments))
 
@@ -188,9 +188,9 @@ def make_policy(
         factory = HfPolicy
     weights, optimizer = resume.model_paths("policy")
     policy = config.policy
-    if engines_of(config):  # whose activations are in other processes
+    if engines_of(config):  # their activations are in other processes
         policy = policy.model_copy(update={"kept_activations_gb": 0.0})
-    if runs_vllm:  # whose log-probabilities are not those of training
+    if runs_vllm:  # its log-probabilities differ from training's
         policy = policy.model_copy(update={"kept_activations_gb": 0.0, "reuse_generation_logprobs": "never"})
     return (factory or Policy)(
         cluster=cluster,

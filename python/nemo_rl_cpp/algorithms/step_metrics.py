@@ -10,7 +10,7 @@ from nemo_rl_cpp.models.interfaces import TrainingResult
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 Metrics = dict[str, float | str | None | list[float]]
-"""Numbers by their names; a list is a histogram, a text a digest, None what was not asked for."""
+"""Metrics by name; a list is a histogram, a text a digest, None was not requested."""
 
 _MEANS = {
     "lr",

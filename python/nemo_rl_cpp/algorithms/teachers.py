@@ -15,7 +15,7 @@ from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
     """Raise ValueError if the teacher's vocabulary differs from the policy's, whose token ids the teacher scores."""
-    if teacher == TINY_RANDOM:  # it has no tokenizer of its own
+    if teacher == TINY_RANDOM:  # has no tokenizer
         return
     if Tokenizer.from_pretrained(teacher, section=key).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
@@ -49,7 +49,7 @@ class Teachers:
         chosen = [self._model_of(task) for task in samples.get("task_name") or [None] * batch.size]
         scored = torch.zeros(batch.num_tokens)
         for model in sorted(set(chosen)):
-            own = batch.copy()  # samples of other teachers have nothing to score in it
+            own = batch.copy()  # masks the samples of all other teachers
             is_own = torch.tensor([name == model for name in chosen])
             own.samples["sample_mask"] = batch.sample_mask * is_own
             scored = scored + batch.ragged(self.policy.get_teacher_logprobs(own, model)["teacher_logprobs"])

@@ -40,7 +40,7 @@ OWN_METRICS = (
     "accuracy_ci95_high",
     "pass_k",
 )
-"""what every validation may give, whatever its environments give besides"""
+"""metrics that any validation may return, in addition to those of environments"""
 
 
 @dataclass

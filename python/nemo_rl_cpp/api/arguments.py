@@ -15,7 +15,7 @@ from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironmen
 
 _SECTIONS: dict[str, type[Section]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
 Keys = dict[str, tuple[str, object]]
-"""Key of the configuration -> (argument, value)."""
+"""Configuration key -> (argument, value)."""
 
 
 # ---- further keywords

@@ -17,7 +17,7 @@ from nemo_rl_cpp.evals.eval import measure
 from nemo_rl_cpp.evals.metrics import Interval
 from nemo_rl_cpp.evals.results import metric_name
 
-_SHOWN = 20  # samples of a notebook's table
+_SHOWN = 20  # samples shown in a notebook
 
 
 @dataclass(repr=False)

@@ -20,7 +20,7 @@ import jinja2.sandbox
 from nemo_rl_cpp.files.prompt_files import find_file
 
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Contents of all messages, one after another, and nothing added: what `chat_template: null` means."""
+"""The concatenated contents of all messages: the meaning of `chat_template: null`."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, in the order in which templates look
 

@@ -76,7 +76,7 @@ _WRITTEN_OUT = re.compile(
     r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:"""
 )  # a conversation as JSON or Python text
 ChatMessage = dict[str, object]
-"""A message as data sets and callers give it: role, content, and whatever else the chat template reads."""
+"""A message in a data set or call: role, content, and other keys that the chat template reads."""
 
 
 def look_up(row: Mapping[str, object], key: str) -> object:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 Row = dict[str, object]
-"""A row of a data set: what its columns hold, by their names."""
+"""A row of a data set: values by column name."""
 
 
 class Indexed(Protocol[T_co]):

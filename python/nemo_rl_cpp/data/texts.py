@@ -156,7 +156,7 @@ class TextStream:
         self._window = [token for token in (*context, *unfinished) if not self._is_skipped(token)]
         self._settled = sum(not self._is_skipped(token) for token in context)
         self._known = self._decode(self._window[: self._settled])
-        self._waiting: list[int] = []  # of each token without text yet: where it ends in the window
+        self._waiting: list[int] = []  # per token without text: its end in the window
         self._held: list[str] = []  # texts of tokens that may be part of a stop string
         self._stopped = False
 

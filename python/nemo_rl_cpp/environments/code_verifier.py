@@ -244,7 +244,7 @@ class CodeVerifyWorker(VerifierBase):
     memory_limit, process_limit, output_limit, forbidden_call, or file_access, an error at a file outside its folder.
     """
 
-    caught = ()  # what goes wrong inside the sandbox never comes up here; what does is a mistake in the use
+    caught = ()  # errors inside the sandbox never raise here; an exception is a usage error
 
     def judge(
         self, response: str, ground_truth: object, limits: dict[str, float] | None = None, total_time_s: float = 20.0, reward: str = "all"

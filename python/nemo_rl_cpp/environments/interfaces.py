@@ -85,8 +85,8 @@ class Environment(Protocol):
     """
 
     scores_rows_alone: bool
-    """Whether a conversation's answer depends on that conversation only. True lets rollouts call `step` with some of a
-    batch's rows while the others are still generated."""
+    """Whether a conversation's result depends only on that conversation. If True, rollouts may call `step` with some
+    rows of a batch while others are still generated."""
     runs_rollouts: bool
     """Whether its agents make the rollouts, over the policy's HTTP server; `step` is then not called."""
 
@@ -116,7 +116,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     scores_rows_alone: bool = False
     runs_rollouts: bool = False
     can_be_asked_again: bool = False
-    """Whether an answer follows from `step`'s arguments alone, so that a lost Ray actor is started again and asked again."""
+    """Whether results depend only on `step`'s arguments, so that a lost Ray actor is restarted and called again."""
 
     @abc.abstractmethod
     def step(

@@ -115,7 +115,7 @@ def load_response_data(
     try:
         # environments start processes, which is safe only before threads exist
         for name in extract_necessary_env_names(config) if env_configs is not None else ():
-            if env_configs.get(name) is not None:  # a default that no section uses may lack one
+            if env_configs.get(name) is not None:  # a default that no section uses may have no entry
                 environments[name] = create_env(name, env_configs[name], actors)
         tasks = {"train": _Tasks(), "validation": _Tasks()}
         for side, sections in sides.items():

@@ -100,7 +100,7 @@ def _described(value: object) -> str:
 
 RewardFunction = Callable[..., Sequence[float | None]]
 Columns = dict[str, list[object]]
-"""The columns of a batch: one entry a sample under each name."""
+"""The columns of a batch by name, each with one entry per sample."""
 Info = Mapping[str, object] | None
 """The columns of one sample."""
 

@@ -17,7 +17,7 @@ from functools import reduce
 from typing import TypedDict
 
 Request = tuple[str, object, dict[str, object]]
-"""A response, its truth, and the verifier's keywords."""
+"""A response, its ground truth, and the verifier's keyword arguments."""
 
 
 class Reply(TypedDict, total=False):

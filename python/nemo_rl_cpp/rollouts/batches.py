@@ -18,7 +18,7 @@ from nemo_rl_cpp.dotted_names import is_user_defined
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 
 DatumBatch = BatchedDataDict[DatumSpec]
-"""Rows of a data set on their way through a rollout."""
+"""Rows of a data set during a rollout."""
 
 
 class MissingField(AttributeError, KeyError):
@@ -80,7 +80,7 @@ class TrainBatch(RaggedBatch):
     """
 
     lacks_generation_logprobs: bool = False
-    """A trained message was not generated: its `generation_logprobs` are 0 for want of any."""
+    """Whether a trained message was not generated, so that its `generation_logprobs` are 0."""
 
     input_ids = _of_tokens("input_ids", "int64 [T]")
     token_mask = _of_tokens("token_mask", "[T], 1 on the tokens that are trained")

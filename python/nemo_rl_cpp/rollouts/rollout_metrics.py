@@ -80,7 +80,7 @@ def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, flo
 
 
 COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out"})
-"""Metrics that count, under names that do not say so."""
+"""Names of metrics that are counts, although the name does not show it."""
 
 
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 PASSED_TO_GENERATION = ("draw_ids", "sample_index", "stream")
-"""Keys of a batch that go to the engine with the prompts: they decide its random draws."""
+"""Keys of a batch that are passed to the engine; they determine its random draws."""
 
 
-_ENOUGH_IDS = 64  # behind a token with a text, and one of so many has one
+_ENOUGH_IDS = 64  # the window must start at a token with text; 64 ids contain one
 
 
 # ---- one turn
@@ -202,7 +202,7 @@ class EarlyScoring:
         }
         self._waiting: dict[str, list[tuple[int, list[int]]]] = {}
         self.begun: list[tuple[list[int], Future]] = []
-        """(rows of the turn, what `step` will have given), in the order of the calls."""
+        """(rows of the turn, future of `step`'s result), in the order of the calls."""
         self._latest: dict[str, Future] = {}
 
     @property
@@ -369,7 +369,7 @@ def repeat_prompts(
     repeated = type(batch)({key: value for key, value in batch.items() if key != "message_log"}).repeat_interleave(
         num_generations
     )
-    # each copy has its own messages; their token ids, which nothing writes into, are shared
+    # each copy has separate messages; their token ids are shared, because nothing modifies them
     repeated["message_log"] = [[dict(message) for message in log] for log in logs for _ in range(num_generations)]
     repeated["group_id"] = torch.arange(batch.size).repeat_interleave(num_generations)
     repeated["draw_ids"] = repeated["group_id"] + first_draw_id

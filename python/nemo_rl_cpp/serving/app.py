@@ -125,7 +125,7 @@ class Conversation:
             while not self.complete:
                 for body in answer.chunk(header, await self.next()):
                     yield event(body)
-        except ServingError as error:  # too late for a status
+        except ServingError as error:  # too late for an error status
             yield event(error_body(str(error), "server_error", code=503))
             return
         self.keep()

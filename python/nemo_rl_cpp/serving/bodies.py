@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, object] = {
     "verbosity": "medium",
     "add_generation_prompt": True,
 }
-"""Fields that are taken at the values that change nothing."""
+"""Fields that are accepted only with a value that changes nothing."""
 _IGNORED = {
     "user",
     "metadata",
@@ -47,9 +47,9 @@ _IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Fields that change no answer."""
+"""Fields that do not affect the response."""
 _IGNORED_PARAMS = {"detokenize", "spaces_between_special_tokens", "routed_experts_prompt_start", "output_kind"}
-"""Fields of vLLM's `sampling_params` that change no token ids."""
+"""Fields of vLLM's `sampling_params` that do not affect token ids."""
 
 
 class RequestError(ValueError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MARK = "<tool_call>"
 THINK, END_OF_THINKING = "<think>", "</think>"
 MARKS = (MARK, "</tool_call>", THINK, END_OF_THINKING)
-"""The texts that separate the parts of an answer; some tokenizers have them as special tokens."""
+"""The tags that separate the parts of a response; in some tokenizers they are special tokens."""
 _PART = re.compile(rf"{THINK}|{MARK}\s*")
 _END = re.compile(r"\s*</tool_call>")
 
@@ -85,7 +85,7 @@ def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
 _PLACE = "9001place1009"  # digits and letters, which templates do not change
 _ENOUGH_IDS = 32  # enough for the tag, however it is tokenized, and blank lines after it
 Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
-"""Role, content without blanks around it, calls and reasoning of a message: what tells two messages apart."""
+"""Role, stripped content, tool calls and reasoning of a message, by which messages are compared."""
 Tools = list[Mapping[str, object]]
 
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from nemo_rl_cpp._native import C
 
 STOP_TOKEN, STOP_STRING, LENGTH = 1, 2, 3
-"""Why a sequence ended, as csrc/generation/sequence.h numbers it; 0: it has not ended."""
+"""Why a sequence ended, numbered as in csrc/generation/sequence.h; 0: not ended."""
 FINISH_REASONS = {STOP_TOKEN: "stop", STOP_STRING: "stop", LENGTH: "length"}
-"""The same in OpenAI's words."""
+"""OpenAI's names of these reasons."""
 Likeliest = tuple[tuple[int, float], ...]
-"""The likeliest tokens at a place, with their log-probabilities, likeliest first."""
+"""The likeliest tokens at a position with their log-probabilities, in descending order."""
 
 
 class ServingError(RuntimeError):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_UNREGISTERED = 4096
 _MOST_ENDED = 1 << 16
 HEADER = "x-rollout-key"
-"""The header that names a rollout; the field `rollout_key` of a body does the same."""
+"""The header that names a rollout, equivalent to the body's field `rollout_key`."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Rollouts:
             self._ended[key] = None
             while len(self._ended) > _MOST_ENDED:
                 self._ended.popitem(last=False)
-            return replace(rollout, calls=[*rollout.calls])  # later answers are too late
+            return replace(rollout, calls=[*rollout.calls])  # a copy: later responses are ignored
 
     def find(self, key: str) -> Rollout:
         """Return the rollout of a request. Raise RequestError (410) if it was taken."""

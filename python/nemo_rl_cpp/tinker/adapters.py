@@ -29,7 +29,7 @@ from nemo_rl_cpp.tinker.errors import UserError
 from nemo_rl_cpp.tinker.losses import Loss
 
 ALPHA = 32
-"""An adapter is multiplied by ALPHA / rank, as Tinker's."""
+"""An adapter is scaled by ALPHA / rank, as in Tinker."""
 _ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 _TOKENS_AT_ONCE = 16384  # per forward pass with kept activations; a longer datum forms its own micro-batch
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -40,7 +40,7 @@ class Routes:
 
     def __init__(self, service: Service, api_key: str | None, max_body_bytes: int) -> None:
         self.service, self._api_key, self._most = service, api_key, max_body_bytes
-        self._secret = secrets.token_bytes(32)  # lifetime of download URLs, which contain no key
+        self._secret = secrets.token_bytes(32)  # signs download URLs, which contain no key
 
     # ---- the service
 

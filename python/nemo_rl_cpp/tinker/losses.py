@@ -48,7 +48,7 @@ LOSSES: dict[str, tuple[Loss, tuple[str, ...], dict[str, float]]] = {
     "cispo": (_cispo, _OF_SAMPLES, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": (_dro, _OF_SAMPLES, {"beta": 0.05}),
 }
-"""name: (function, what every datum must carry, keys of `loss_fn_config` with their defaults; a datum may carry those too)."""
+"""name: (function, required inputs of a datum, keys of `loss_fn_config` with defaults, which a datum may set, too)."""
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:

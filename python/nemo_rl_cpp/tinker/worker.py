@@ -18,7 +18,7 @@ from nemo_rl_cpp.tinker.errors import UserError
 from nemo_rl_cpp.tinker.store import Facts
 
 Result = bytes | dict
-"""An answer: a protobuf message, or JSON."""
+"""A result: a protobuf message, or JSON."""
 _SLICE_SECONDS = 0.25  # a sampler's turn while others wait
 _GAP_SECONDS = 60.0  # wait of a request whose predecessor is missing
 _MOST_RETRIEVED = 256  # retrieved results that are kept for repeated requests

@@ -108,7 +108,7 @@ class ChainedDataset:
 
 
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-_LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at the beginning of a file's
+_LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at the start of a file name
 
 
 def _text(path: Path) -> str:
@@ -228,7 +228,7 @@ READERS = {
     ".arrow": _arrow_rows,
     ".txt": _text_rows,
 }
-"""Reader by the ending of a file."""
+"""Readers by file extension."""
 
 
 def read_file(path: Path) -> ListDataset:

@@ -42,11 +42,11 @@ class RawDataset:
     preprocessor: TaskDataPreProcessFnCallable | None = None
     task_name: str
     default_processor = "default"
-    """Name of the processor where the configuration names none."""
+    """Name of the processor if the configuration names none."""
     unread_columns: Sequence[str] = ()
-    """Columns that are no part of the prompt though their names say so; said before the run."""
+    """Columns that look like a part of the prompt but are not read; reported before the run."""
     eval_split: str | None = None
-    """The split that an evaluation uses where the configuration names none."""
+    """The split that an evaluation uses if the configuration names none."""
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
         """Move `test_size` rows (a count, or a fraction) to `val_dataset`; none for 0."""

@@ -8,7 +8,7 @@ from nemo_rl_cpp.data.interfaces import Row
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
 
 HELD_OUT = 0.15
-"""Share of all questions that belong to validation."""
+"""Fraction of all questions that belong to validation."""
 
 
 class GeneratedDataset(RawDataset):

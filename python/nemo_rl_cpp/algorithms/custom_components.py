@@ -81,10 +81,7 @@ def make_component(
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
     with user_code(what):
         if inspect.isclass(found):
-            written = getattr(found.__init__, "__module__", None) not in (
-                None,
-                "typing",
-            )  # defined by object or Protocol
+            written = getattr(found.__init__, "__module__", None) not in (None, "typing")  # object's, Protocol's
             given = _taken(found.__init__, sections) if written else {}
             found = call_user(found, **{**kwargs, **given})
             kwargs = {}

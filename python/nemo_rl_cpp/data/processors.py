@@ -251,7 +251,7 @@ FILLS_A_PLACE = (
     agent_data_processor,
     sft_processor,
 )
-"""Processors that put the question into the prompt file's place `{}`."""
+"""Processors that insert the question into the prompt file's placeholder `{}`."""
 
 
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
-"""Ids of one text, of several, or of several as a tensor [B, S]."""
+"""Ids of one text, of several texts, or of several as a tensor [B, S]."""
 Templates = str | dict[str, str] | None
-"""A chat template, or several by their names, or none."""
+"""A chat template, several templates by name, or none."""
 
 
 class Encoding(dict[str, TokenIds]):
@@ -59,7 +59,7 @@ class Tokenizer(SpecialTokens):
     is_fast = True
     padding_side = "right"
     section = "policy.tokenizer"
-    """the section of the configuration that messages name; "" where there is no configuration"""
+    """the configuration section named in error messages; "" without a configuration"""
 
     def __init__(
         self,

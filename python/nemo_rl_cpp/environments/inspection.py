@@ -106,7 +106,7 @@ _CERTAIN = re.compile(r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII)
 # it parses three words as a product of letters, which only the same text equals
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
 _COMPARING = ("math", "math_default", "math_multi_reward", "arithmetic", "reverse_digits", "code")
-"""Environments of this package that compare responses with a row's truth."""
+"""Environments of this package that compare responses with a row's ground truth."""
 _Judge = Callable[[object], str | None]
 
 
@@ -199,7 +199,7 @@ def _read_by_math_verify(text: str) -> str | None:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        # its own time limit needs the main thread; a truth is short
+        # the library's time limit needs the main thread; a ground truth is short
         found = parse("\\boxed{" + text[:2000] + "}", (LatexExtractionConfig(),), parsing_timeout=None)
     except Exception:  # noqa: BLE001 - whatever it raises, it reads nothing
         found = []

@@ -30,9 +30,9 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.errors import in_user_code
 from nemo_rl_cpp.user_code import call_any, call_user, is_users, runs_here
 
-START_SECONDS = 300.0  # until an actor has made its environment
+START_SECONDS = 300.0  # time for an actor to make its environment
 DEADLINE_S = 1800.0  # per call of an actor that a different process made
-_END_SECONDS = 10.0  # for an environment to end its own processes
+_END_SECONDS = 10.0  # time for an environment to end its processes
 
 
 # ---- in a Ray actor

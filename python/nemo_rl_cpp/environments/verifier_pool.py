@@ -22,7 +22,7 @@ from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.verifier_process import Reply, Request
 
 _START_SECONDS = 300.0
-_END_SECONDS = 5.0  # for the kernel to end a killed process
+_END_SECONDS = 5.0  # time for the kernel to end a killed process
 
 
 class WorkerProcess:
@@ -67,7 +67,7 @@ class WorkerProcess:
             self._socket.sendall(pickle.dumps(request))
         except TimeoutError:
             raise
-        except OSError:  # it has died, or is being killed
+        except OSError:  # the process has died, or is being killed
             raise EOFError from None
         return self._receive(end)
 

@@ -103,7 +103,7 @@ class VerifierBase:
 
     unmatchable = 0
 
-    # may be raised besides Exception: a library's own timeout, for instance
+    # may be raised in addition to Exception: a library's timeout, for instance
     caught: tuple[type[BaseException], ...] = (Exception,)
 
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
@@ -158,7 +158,7 @@ class HFVerifyWorker(VerifierBase):
 
     def _hf_verdict(self, response: str, ground_truth: str) -> Verdict:
         if threading.current_thread() is not threading.main_thread():
-            # math-verify limits its time by signals; on a thread it would find every answer wrong, silently
+            # math-verify's time limit uses signals; on other threads it would silently score every answer wrong
             raise VerifierUseError("hf_math_verify runs in the main thread only: use MathEnvironment")
         if self._metric is None:
             self._load()

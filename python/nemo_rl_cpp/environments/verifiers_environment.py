@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verifiers.v1.trace import Trace
 
 CHAT = "nemo_rl_cpp_chat"
-"""The id of `verifiers_chat.ChatHarness`: verifiers looks a harness up as a module of this name, which may have no dots."""
+"""The id of `verifiers_chat.ChatHarness`: verifiers imports a harness as a module of this name, without dots."""
 _NO_KEY = "NEMO_RL_CPP_NO_KEY"  # an unset variable: the key is sent in a header
 
 

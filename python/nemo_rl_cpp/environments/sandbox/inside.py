@@ -26,7 +26,7 @@ NAMESPACES = (
 PROGRAM_USER = 65534
 """User and group of the program, inside its namespace."""
 BOX = "/box"
-"""The program's own folder, and its working directory."""
+"""The program's folder and working directory."""
 _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
 
 
@@ -123,7 +123,7 @@ def _program(job: Job) -> NoReturn:
     job.limits.apply(2 if of_the_same_user else 0)  # the keeper and the first process
     kernel.drop_privileges()
     os.chdir(BOX)
-    # with threads that each reserve memory, a limit of address space would leave room for two or three
+    # because threads reserve memory, the address-space limit would otherwise allow only two or three
     fixed = {"PATH": "/nowhere", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
     environment = {"HOME": BOX, "TMPDIR": BOX, **fixed}
     arguments = [job.python, "-s", "-S", "-P", "-B", f"{BOX}/main.py"]
@@ -148,7 +148,7 @@ def _visible_paths() -> list[str]:
     names += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     kept: list[str] = []
     for path in sorted({os.path.realpath(name) for name in names if name and os.path.exists(name)}):
-        if not any(path.startswith(other + "/") for other in kept):  # a folder shows what lies below it
+        if not any(path.startswith(other + "/") for other in kept):  # a bound folder includes its subfolders
             kept.append(path)
     return kept
 

@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _LAST_CAPABILITY = 63
 
-# numbers of calls that are made by number: x86-64 and arm64
+# system call numbers on x86-64 and arm64
 _NUMBERS = {
     "x86_64": {"pivot_root": 155, "mount_setattr": 442, "capset": 126, "close_range": 436},
     "aarch64": {"pivot_root": 41, "mount_setattr": 442, "capset": 91, "close_range": 436},

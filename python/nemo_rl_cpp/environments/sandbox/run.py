@@ -57,7 +57,7 @@ class Limits:
         _lower(resource.RLIMIT_SIGPENDING, 1024)
         for kind in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK):
             _lower(kind, 0)
-        os.nice(5)  # the run's own work goes first
+        os.nice(5)  # the training run has priority
 
     def apply_memory(self) -> None:
         """Limit the address space. Call this right before exec, because this process may be larger than the limit."""
@@ -150,7 +150,7 @@ class _Run:
             if self.outcome.stopped is None and not self.finished:
                 self._enforce()
             if self.outcome.stopped is not None or self.finished or self.failure:
-                self.deadline = time.monotonic() + 1  # it is ending
+                self.deadline = time.monotonic() + 1  # the run is ending
         self.outcome.seconds = time.monotonic() - self.began
 
     def _enforce(self) -> None:

@@ -202,7 +202,7 @@ class _Caller:
         thread.join(GRACE_SECONDS)
 
 
-_serving: list[_Caller] = []  # innermost last
+_serving: list[_Caller] = []  # nested callers, innermost last
 _of_thread = threading.local()
 
 

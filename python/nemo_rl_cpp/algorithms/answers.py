@@ -53,7 +53,7 @@ def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
 
 
 class EqualAdvantages:
-    """Gives every token of an answer the same advantage."""
+    """Gives every token of an answer an advantage of 1."""
 
     metrics: Metrics = {}
     estimator = None

@@ -93,4 +93,4 @@ def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -
     except (FileNotFoundError, ValueError):
         if own is None:
             raise ValueError(f"{folder} has no chat template, and that of its run cannot be read: {value!r}") from None
-        return value  # some different template
+        return value  # unreadable, so it differs from the model's

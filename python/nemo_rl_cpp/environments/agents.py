@@ -213,7 +213,7 @@ def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
             error = raised
         try:
             loop.call_soon_threadsafe(put, result, error)
-        except RuntimeError:  # the step is over
+        except RuntimeError:  # the event loop is closed, because the step is over
             return
 
     threading.Thread(target=work, daemon=True, name="agent").start()

@@ -124,7 +124,7 @@ class PoolOptions:
     """How a pool runs its workers.
 
     Attributes:
-        num_workers: the maximum number of processes, limited to the machine's cores but at least two.
+        num_workers: the number of processes, capped at the number of cores (or at two on a single core).
         deadline_s: seconds per response, after which its worker is killed.
         memory_mb: address space that a worker may use beyond its size at start; None for no limit.
         max_answer_chars: longer responses score 0 unread.

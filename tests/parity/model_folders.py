@@ -264,7 +264,7 @@ FAULTY = {
     "weights are a pointer": ("llama", lambda f: f.write("model.safetensors", LFS), f"{WEIGHTS} is a git-lfs pointer"),
     "shard is a pointer": ("llama", lambda f: f.shards().write("b.safetensors", LFS), r"b\.safetensors is a git-lfs pointer"),
     "weights are empty": ("llama", lambda f: f.write("model.safetensors", ""), f"{WEIGHTS} is not a whole"),
-    "weights are cut": ("llama", lambda f: f.bytes(lambda b: b[:-1]), f"{WEIGHTS} is not a whole.*behind the end"),
+    "weights are cut": ("llama", lambda f: f.bytes(lambda b: b[:-1]), f"{WEIGHTS} is not a whole.*its tensors end at byte"),
     "weights are too long": ("llama", lambda f: f.bytes(lambda b: b + b"\0"), f"{WEIGHTS} is not a whole"),
     "header too long": ("llama", lambda f: f.bytes(lambda b: struct.pack("<Q", 1 << 40) + b[8:]), f"{WEIGHTS} is not a whole.*header"),
     "header is a list": ("llama", lambda f: f.header(lambda h: "[]"), f"{WEIGHTS} is not a whole"),

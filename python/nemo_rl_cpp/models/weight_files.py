@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from os.path import isfile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -70,7 +71,8 @@ def weight_files(folder: Path) -> list[Path]:
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
             raise ModelFolderError(f"{index} names the file {name!r}: a file inside the folder was expected")
-    if absent := [name for name in names if not (folder / name).is_file()]:
+    # isfile is false for a name that is too long, for which pathlib raises
+    if absent := [name for name in names if not isfile(folder / name)]:
         raise ModelFolderError(f"{index} names files that are not there: {', '.join(absent)}")
     return [folder / name for name in names]
 

@@ -124,7 +124,7 @@ def test_evaluation_with_several_answers_computes_pass_at_k(model):
         (lambda m: nemo_rl_cpp.load(m.folder, precision="int4"), "precision is 'int4': expected float32 or bfloat16"),
         (lambda m: nemo_rl_cpp.load(m.folder, max_length=10**5), "has positions for 512 tokens"),
         (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, n=4), "n=4 greedy answers to a prompt would be equal: give temperature=1.0"),
-        (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, k=2), "argument k: eval.k_value is 2 but each prompt gets 1 responses"),
+        (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, k=2), "argument k: eval.k_value is 2, but each prompt gets 1 responses"),
         (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, num_test=2), "num_test is unknown; evaluate takes n, k, seed"),
         (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, precision="float32"), "the model is loaded already"),
         (lambda m: nemo_rl_cpp.evaluate(m, ROWS), "reward_funcs is missing"),

@@ -36,20 +36,11 @@ ALLOWED = {
     for first, _, may in ROWS
     for name in names(first)
 }
-EXCEPTIONS = [
-    (names(module)[0], names(imported)[0]) for _, module, imported, _ in table_below("| | module | imports | why |")
-]
 
 
 def against_the_table(module, imported):
     first, second = module.split(".")[0], imported.split(".")[0]
     return second not in ALLOWED[first] | {first}
-
-
-def without_exceptions(kept=None):
-    return {
-        name: {i for i in found if (name, i) not in EXCEPTIONS or (name, i) == kept} for name, found in GRAPH.items()
-    }
 
 
 def test_the_table_names_every_package_and_no_other():
@@ -76,22 +67,13 @@ def test_a_package_imports_only_what_the_architecture_table_allows(package):
         f"{module} imports {imported}"
         for module, found in GRAPH.items()
         for imported in sorted(found)
-        if module.split(".")[0] == package
-        and against_the_table(module, imported)
-        and (module, imported) not in EXCEPTIONS
+        if module.split(".")[0] == package and against_the_table(module, imported)
     ]
     assert not wrong, f"{wrong}: move the function, or let the row of docs/architecture.md allow it"
 
 
 def test_module_imports_have_no_cycle():
-    assert {tuple(sorted(group)) for group in circles(without_exceptions())} == set()
-
-
-@pytest.mark.parametrize("edge", EXCEPTIONS, ids=" -> ".join)
-def test_each_exception_is_needed(edge):
-    module, imported = edge
-    assert imported in GRAPH.get(module, ()), f"{module} does not import {imported}: delete the row"
-    assert against_the_table(*edge) or circles(without_exceptions(kept=edge)), f"{edge} is no exception: delete the row"
+    assert {tuple(sorted(group)) for group in circles(GRAPH)} == set()
 
 
 def test_the_reader_finds_imports_of_every_form(tmp_path):

@@ -32,13 +32,15 @@ def say(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
-def end_within(seconds: float, status: int, done: threading.Event | None = None) -> None:
-    """End the process with `status` after some seconds unless `done` is set first, because a thread may not be
-    stoppable, and the main thread may be stuck in a call."""
+def end_within(seconds: float, status: int, done: threading.Event | None = None, text: str | None = None) -> None:
+    """Print `text` and end the process with `status` after some seconds unless `done` is set first, because a thread
+    may not be stoppable, and the main thread may be stuck in a call."""
     done = done or threading.Event()
 
     def watch() -> None:
         if not done.wait(seconds):
+            if text is not None:
+                say(text)
             os._exit(status)
 
     threading.Thread(target=watch, daemon=True, name="end_within").start()
@@ -165,7 +167,8 @@ class GracefulStop:
             return
         for other in self._previous:
             signal.signal(other, signal.SIG_DFL)
-        end_within(GRACE_SECONDS, 128 + number, self._ended)
+        text = "interrupted" if number == signal.SIGINT else f"ended by {name}"
+        end_within(GRACE_SECONDS, 128 + number, self._ended, f"{text}: stopped at once")
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise Ended(number)

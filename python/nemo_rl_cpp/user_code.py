@@ -144,14 +144,26 @@ class _Caller:
             if self._calls:
                 self._begin(*self._calls.popleft(), state)
             else:
-                self._waits = True
-                try:
-                    self._loop.run_forever()
-                except SystemExit as error:  # `sys.exit` in a coroutine: raised in its caller
-                    if isinstance(error, Ended):
-                        raise
-                finally:
-                    self._waits = False
+                self._wait()
+
+    def _wait(self) -> None:
+        """Run the event loop until `_stop_waiting`. It wakes every second, because a signal that arrives just before the
+        selector blocks would otherwise be handled only at the next event."""
+
+        def wake() -> None:
+            nonlocal beat
+            beat = self._loop.call_later(1.0, wake)
+
+        beat = self._loop.call_later(1.0, wake)
+        self._waits = True
+        try:
+            self._loop.run_forever()
+        except SystemExit as error:  # `sys.exit` in a coroutine: raised in its caller
+            if isinstance(error, Ended):
+                raise
+        finally:
+            self._waits = False
+            beat.cancel()
 
     def _begin(self, future: Future, call: Callable[[], object], state: _ProcessState) -> None:
         try:

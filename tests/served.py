@@ -9,6 +9,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import save_weights
+from nemo_rl_cpp.serving.app import make_app
 from nemo_rl_cpp.serving.http_server import HttpServer, listen
 from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 from tokenizer_folders import byte_level
@@ -47,10 +48,11 @@ def make_folder(folder: Path, seed: int = 3) -> Path:
 def serving(
     folder: Path, api_key: str | None = None, sizes: EngineSizes | None = None, **limits: float
 ) -> Iterator[HttpServer]:
-    """The folder's model behind a server at a free port."""
+    """The folder's model behind a server at a free port; `server.model` is the model."""
     sizes = sizes or EngineSizes(kv_cache_gb=0.05, max_batch_size=16)
     model = load_model(str(folder), served_name="tiny", precision="float32", sizes=sizes, limits=Limits(**limits))
-    server = HttpServer(model, listen("127.0.0.1", 0), api_key)
+    server = HttpServer(make_app(model, api_key), listen("127.0.0.1", 0))
+    server.model = model
     server.start()
     try:
         yield server

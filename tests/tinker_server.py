@@ -3,11 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
-from time import sleep
 
-import uvicorn
-from nemo_rl_cpp.serving.http_server import listen
+from nemo_rl_cpp.serving.http_server import HttpServer, listen
 from nemo_rl_cpp.tinker.adapters import Base
 from nemo_rl_cpp.tinker.app import make_app
 from nemo_rl_cpp.tinker.service import Service
@@ -36,18 +33,11 @@ def tiny_base(model: Path) -> Base:
 def serving(folder: Path) -> Iterator[tuple[str, Service]]:
     """The URL of a server, and what it holds; its model and checkpoints lie in the folder."""
     base = tiny_base(make_model(folder / "model"))
-    service, listener = Service(base, Store(folder / "checkpoints")), listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        make_app(service), http="h11", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    thread = Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        sleep(0.01)
+    service = Service(base, Store(folder / "checkpoints"))
+    server = HttpServer(make_app(service), listen("127.0.0.1", 0), log_level="warning", most_connections=None)
+    server.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", service
+        yield server.url, service
     finally:
-        server.should_exit = True
-        thread.join(10)
+        server.stop()
         service.worker.shut_down()

@@ -2,18 +2,11 @@
 
 import argparse
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.command_line import add_engine_options, add_model_option, at_least, command_parser, positive
 from nemo_rl_cpp.serving import check_installed
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.serving.engine import EngineThread
-    from nemo_rl_cpp.serving.http_server import HttpServer
 
 KEY_VARIABLE = "NEMO_RL_CPP_API_KEY"
 _EXAMPLES = """examples:
@@ -70,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     import torch
 
-    from nemo_rl_cpp.serving.http_server import HttpServer, listen
+    from nemo_rl_cpp.serving.app import make_app
+    from nemo_rl_cpp.serving.http_server import HttpServer, listen, serve_until_ended
     from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 
     if arguments.threads is not None:
@@ -85,11 +79,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
-    server = HttpServer(model, listener, key)
-    ended = threading.Event()
-    before = {n: signal.signal(n, lambda *_: ended.set()) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        server.start()
+
+    def greet() -> None:
         if key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
             print(f"warning: whoever reaches {arguments.host} may use this server: give it --api-key", file=sys.stderr)
         print(
@@ -97,18 +88,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             f"sequences of up to {model.max_model_len} tokens); Ctrl-C ends it",
             flush=True,
         )
-        wait_for_end(ended, server, model.engine)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        server.stop()
-        model.engine.shut_down()
+
+    server = HttpServer(make_app(model, key), listener)
+    serve_until_ended(server, model.engine, greet)
     return 0
-
-
-def wait_for_end(ended: threading.Event, server: "HttpServer", engine: "EngineThread", every: float = 1.0) -> None:
-    """Wait until `ended` is set. Raise RuntimeError if a required thread has died."""
-    while not ended.wait(every):
-        for name, thread in (("HTTP server", server), ("engine", engine)):
-            if not thread.is_alive:
-                raise RuntimeError(f"the {name} has ended by itself; its last words are above: start the server again")

@@ -182,7 +182,8 @@ def serve_policy(
 
     Raises ValueError if the cache cannot hold a sequence of full length.
     """
-    from nemo_rl_cpp.serving.http_server import HttpServer  # needs the extra `serve`
+    from nemo_rl_cpp.serving.app import make_app  # needs the extra `serve`
+    from nemo_rl_cpp.serving.http_server import HttpServer
 
     generation = config.generation
     with ExitStack() as stack:
@@ -190,7 +191,7 @@ def serve_policy(
         key = key_of(generation.http_server.api_key_variable)
         model = _model(policy, inner, config, version, seed)
         stack.callback(model.engine.shut_down)
-        server = HttpServer(model, listener, key)
+        server = HttpServer(make_app(model, key), listener)
         stack.callback(server.stop)
         server.start()
         print(f"the policy is served at {server.url}/v1 while rollouts are made", flush=True)

@@ -1,14 +1,15 @@
 """The HTTP server: uvicorn on h11, in a thread."""
 
 import asyncio
+import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 import uvicorn
-
-from nemo_rl_cpp.serving.app import make_app
-from nemo_rl_cpp.serving.model import ServedModel
+from starlette.applications import Starlette
 
 _START_SECONDS = 15.0
 _END_SECONDS = 5.0
@@ -29,18 +30,26 @@ def listen(host: str, port: int, where: str = "--host and --port") -> socket.soc
 
 
 class HttpServer:
-    """Serves a model at a listening socket until `stop`.
+    """Serves an application at a listening socket until `stop`.
 
     Args:
-        api_key: the key that requests must send; None: no key is needed.
+        log_level: of uvicorn, which writes exceptions of a handler to stderr at "error".
+        most_connections: further connections are answered with 503; None: no limit.
     """
 
-    def __init__(self, model: ServedModel, listener: socket.socket, api_key: str | None = None) -> None:
-        self.model, self._listener = model, listener
+    def __init__(
+        self,
+        app: Starlette,
+        listener: socket.socket,
+        *,
+        log_level: str = "critical",
+        most_connections: int | None = _MOST_CONNECTIONS,
+    ) -> None:
+        self._listener = listener
         self.host, self.port = listener.getsockname()[:2]
         config = uvicorn.Config(
-            make_app(model, api_key), http="h11", ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False,
-            log_level="critical", timeout_keep_alive=_IDLE_SECONDS, limit_concurrency=_MOST_CONNECTIONS,
+            app, http="h11", ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False,
+            log_level=log_level, timeout_keep_alive=_IDLE_SECONDS, limit_concurrency=most_connections,
             h11_max_incomplete_event_size=_LONGEST_HEAD, timeout_graceful_shutdown=int(_END_SECONDS), server_header=False,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
@@ -76,3 +85,35 @@ class HttpServer:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _END_SECONDS)
             self._server.force_exit = True
+
+
+class Engine(Protocol):
+    """What computes the answers, in a thread."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def shut_down(self) -> None: ...
+
+
+def serve_until_ended(server: HttpServer, engine: Engine, greet: Callable[[], None]) -> None:
+    """Start the server, call `greet`, and serve until Ctrl-C or SIGTERM; then stop server and engine."""
+    ended = threading.Event()
+    before = {n: signal.signal(n, lambda *_: ended.set()) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.start()
+        greet()
+        wait_for_end(ended, server, engine)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        server.stop()
+        engine.shut_down()
+
+
+def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, every: float = 1.0) -> None:
+    """Wait until `ended` is set. Raise RuntimeError if a required thread has died."""
+    while not ended.wait(every):
+        for name, thread in (("HTTP server", server), ("engine", engine)):
+            if not thread.is_alive:
+                raise RuntimeError(f"the {name} has ended by itself; its last words are above: start the server again")

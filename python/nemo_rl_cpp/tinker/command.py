@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import signal
-import threading
 from pathlib import Path
 
 _PACKAGES = ("tinker", "starlette", "uvicorn")
@@ -17,9 +15,8 @@ def serve_tinker(arguments: argparse.Namespace, key: str | None) -> int:
     if missing:
         raise ValueError(f"serve --tinker needs {' and '.join(missing)}: run `pip install 'nemo-rl-cpp[tinker]'`")
     import torch
-    import uvicorn
 
-    from nemo_rl_cpp.serving.http_server import listen
+    from nemo_rl_cpp.serving.http_server import HttpServer, listen, serve_until_ended
     from nemo_rl_cpp.serving.model import EngineSizes
     from nemo_rl_cpp.tinker.adapters import Base
     from nemo_rl_cpp.tinker.app import make_app
@@ -35,28 +32,15 @@ def serve_tinker(arguments: argparse.Namespace, key: str | None) -> int:
         cache_bytes=sizes.cache_bytes(), max_length=sizes.max_model_len,
     )  # fmt: skip
     service = Service(base, Store(Path(arguments.tinker)))
-    config = uvicorn.Config(
-        make_app(service, key, int(arguments.max_body_mb * (1 << 20))), http="h11", ws="none", lifespan="off", log_config=None,
-        access_log=False, timeout_graceful_shutdown=5, server_header=False, timeout_keep_alive=75,
-    )  # fmt: skip
-    server, ended = uvicorn.Server(config), threading.Event()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    thread.start()
-    host, port = listener.getsockname()[:2]
-    print(
-        f"Tinker's API for {base.names[0]} at http://{host}:{port}, checkpoints in {arguments.tinker}; Ctrl-C ends it. Clients:\n"
-        f"  TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={'tml-...' if key else 'tml-none'}",
-        flush=True,
-    )
-    try:
-        while not ended.wait(1.0):
-            if not (thread.is_alive() and service.worker.is_alive):
-                raise RuntimeError("a thread of the server has ended; what it said is above: start the server again")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        server.should_exit = True
-        thread.join(10.0)
-        service.worker.shut_down()
+    app = make_app(service, key, int(arguments.max_body_mb * (1 << 20)))
+    server = HttpServer(app, listener, log_level="warning", most_connections=None)  # clients poll for many results
+
+    def greet() -> None:
+        print(
+            f"Tinker's API for {base.names[0]} at {server.url}, checkpoints in {arguments.tinker}; Ctrl-C ends it. Clients:\n"
+            f"  TINKER_BASE_URL={server.url} TINKER_API_KEY={'tml-...' if key else 'tml-none'}",
+            flush=True,
+        )
+
+    serve_until_ended(server, service.worker, greet)
     return 0

@@ -4,12 +4,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from nemo_rl_cpp.commands.serve import wait_for_end
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.serving import generation as attach
 from nemo_rl_cpp.serving.engine import Draw, EngineThread, PendingRequest, Sampling
-from nemo_rl_cpp.serving.http_server import listen
+from nemo_rl_cpp.serving.http_server import listen, wait_for_end
 
 
 class Stuck:

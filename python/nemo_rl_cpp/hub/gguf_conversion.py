@@ -93,11 +93,9 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key projection [heads * head_dim, D] from neighbouring-pair to half-and-half
-    rotary order: within a head, row 2i goes to i and row 2i + 1 to head_dim / 2 + i."""
-    rows, columns = weight.shape
-    half = rows // heads // 2
-    return weight.reshape(heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    """Reorder the rows of a query or key projection [heads * head_dim, D], or of its bias, from neighbouring-pair to
+    half-and-half rotary order: within a head, row 2i goes to i and row 2i + 1 to head_dim / 2 + i."""
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def hf_name(name: str) -> str:

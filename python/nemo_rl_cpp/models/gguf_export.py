@@ -17,11 +17,12 @@ import numpy as np
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.gguf_conversion import unpermute
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.gguf_tokenizer import add_tokenizer
-from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, fill_parameters, raw_tensors, weight_files
+from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -102,7 +103,8 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
             writer.write_tensor_data(values)
 
         def write(name: str, tensor: RawTensor) -> None:
-            values = to_gguf(config, name, _float32(tensor))
+            numbers = decoded(tensor.dtype, tensor.data).astype(np.float32, copy=False)
+            values = to_gguf(config, name, numbers.reshape(tensor.shape))
             writer.write_tensor_data(gguf.quants.quantize(values, formats[name]))
 
         fill_parameters(folder, shapes, raw_tensors(files), write)
@@ -251,8 +253,7 @@ def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.
     """Undo `to_gguf`."""
     heads = _paired_heads(config, name)
     if heads:
-        pairs = values.reshape(heads, -1, 2, *values.shape[1:])
-        values = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+        values = unpermute(values, heads)
     return values - np.float32(1) if _is_offset(config, name) else values
 
 
@@ -271,15 +272,6 @@ def _paired_heads(config: Mapping[str, Plain], name: str) -> int:
 
 def _is_offset(config: Mapping[str, Plain], name: str) -> bool:
     return SUPPORTED_ARCHITECTURES[config["model_type"]].norm_offset != 0 and name.endswith("norm.weight")
-
-
-def _float32(tensor: RawTensor) -> np.ndarray:
-    if tensor.dtype == "BF16":
-        values = (np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        types = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-        values = np.frombuffer(tensor.data, types[tensor.dtype]).astype(np.float32)
-    return values.reshape(tensor.shape)
 
 
 def _rope_factors(config: Mapping[str, Plain]) -> dict[str, np.ndarray]:

@@ -257,18 +257,22 @@ def head_differs(folder: Path) -> bool:
         return not all((a == b).all() for a, b in zip(_values(one, head), _values(other, embedding)))
 
 
-def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
-    """Yield the tensor's values in order, about a million at a time, as numpy arrays of float32 or float64."""
+def decoded(dtype: str, raw: bytes | memoryview) -> np.ndarray:
+    """Return a tensor's bytes as float32 numbers, those of F64 as float64."""
     import numpy as np
 
+    if dtype == "BF16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    numbers = np.frombuffer(raw, {"F64": np.float64, "F32": np.float32, "F16": np.float16}[dtype])
+    return numbers.astype(np.float32) if dtype == "F16" else numbers
+
+
+def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
+    """Yield the tensor's values in order, about a million at a time, as numpy arrays of float32 or float64."""
     handle.seek(entry.begin)
     width, left = _BYTES[entry.dtype], (entry.end - entry.begin) // _BYTES[entry.dtype]
     while left:
         count = min(left, 1 << 20)
         left -= count
         raw = handle.read(count * width)
-        if entry.dtype == "BF16":
-            yield (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            numbers = np.frombuffer(raw, {"F64": np.float64, "F32": np.float32, "F16": np.float16}[entry.dtype])
-            yield numbers.astype(np.float32) if entry.dtype == "F16" else numbers
+        yield decoded(entry.dtype, raw)

@@ -24,6 +24,7 @@ from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
+from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.serving.engine import longest_in_cache
 from nemo_rl_cpp.tinker.errors import UserError
 from nemo_rl_cpp.tinker.losses import Loss
@@ -32,7 +33,6 @@ ALPHA = 32
 """An adapter is scaled by ALPHA / rank, as in Tinker."""
 _ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 _TOKENS_AT_ONCE = 16384  # per forward pass with kept activations; a longer datum forms its own micro-batch
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class AdaptedModel:
             raise UserError("no matrix of this model would be trained: set train_attn or train_mlp")
         name = findable_name(base.names[-1])
         self.lora = Lora("base", tuple(modules), layers, shape.rank, ALPHA, "xavier", name, value_head=False)
-        self.native = C.DecoderModel(native, _DTYPES[base.precision], False)
+        self.native = C.DecoderModel(native, DTYPES[base.precision], False)
         base.folder.fill(self.native)
         self.lora.begin(self.native, 0, None, is_whole=True)
         self.trainer = C.Trainer(self.native)

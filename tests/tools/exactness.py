@@ -12,14 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nemo_rl_cpp.algorithms.build import build_run
-from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import tiny  # noqa: E402
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES  # noqa: E402
 
-SMALL = (
-    "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "grpo.max_num_steps=2",
-    "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false", "logger.report=false", "logger.tensorboard_enabled=false",
-)  # fmt: skip
 WAYS = {"all weights": (), "LoRA": ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")}
 
 
@@ -31,16 +27,14 @@ def gap(family: str, precision: str, way: str, device: str) -> tuple[float, floa
     )
     more = attention if way == "LoRA" and SUPPORTED_ARCHITECTURES[family].experts else ()
     with tempfile.TemporaryDirectory() as folder:
-        config = load_grpo_config(
-            "grpo_tiny.yaml",
-            [*SMALL, *WAYS[way], *more, f"++policy.hf_config_overrides.model_type={family}", f"policy.precision={precision}",
-             f"cluster.device={device}", f"logger.log_dir={folder}/logs"],
+        run = tiny.make(
+            Path(folder), *tiny.SMALL, "grpo.max_num_steps=2", *WAYS[way], *more, f"++policy.hf_config_overrides.model_type={family}",
+            f"policy.precision={precision}", f"cluster.device={device}",
         )  # fmt: skip
-        with build_run(config) as run:
+        with run:
             run.train()
-        return max(row["token_mult_prob_error"] for row in run.history), max(
-            row["max_logprob_gap"] for row in run.history
-        )
+        errors, gaps = zip(*((row["token_mult_prob_error"], row["max_logprob_gap"]) for row in run.history))
+        return max(errors), max(gaps)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-// Sums over all ranks that are formed while the backward goes on: a bucket of the flat gradient travels as soon as no
+// Sums over all ranks that are formed while the backward is running: a bucket of the flat gradient travels as soon as no
 // layer adds to it any more, on a second thread. The sums are those of distributed/gradient_sums.h, to the bit.
 #pragma once
 #include <condition_variable>

@@ -21,7 +21,7 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
-# --kill-on-bad-exit: when a rank is lost, the rest of the step ends too. A requeued job goes on from the newest checkpoint.
+# --kill-on-bad-exit: when a rank is lost, the rest of the step ends too. A requeued job resumes from the newest checkpoint.
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
   uv run --no-sync nemo-rl-cpp train --config "$config" \
   cluster.executor=processes \

@@ -26,7 +26,7 @@ def searched_folders() -> list[str]:
 
 
 def search_for_modules(*folders: str | Path) -> None:
-    """Search these folders (the working folder, the configuration's folder) for user modules, after all others."""
+    """Search these folders (the working directory, the configuration's folder) for user modules, after all others."""
     _searched[:] = dict.fromkeys(map(str, folders))
     for folder in _searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):
@@ -94,10 +94,10 @@ def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, 
             raise LoadingError(
                 f"{what} {in_a_line(name)} cannot be imported: {told or _syntax(error) or one_sentence(error)}"
             ) from error
-    folders = ", ".join(dict.fromkeys(["the working folder", *_searched[1:]])) if _searched else "sys.path"
+    folders = ", ".join(dict.fromkeys(["the working directory", *_searched[1:]])) if _searched else "sys.path"
     beside = sorted({path.stem for folder in [*_searched, "."] for path in Path(folder).glob("*.py")})
     near = did_you_mean(parts[0], beside)
-    hint = f"; {near}" if near else f": put {parts[0]}.py into the working folder, or set PYTHONPATH"
+    hint = f"; {near}" if near else f": put {parts[0]}.py into the working directory, or set PYTHONPATH"
     raise LoadingError(
         f"{what} {in_a_line(name)} cannot be imported: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}"
     )

@@ -75,7 +75,7 @@ class Place(NamedTuple):
 
 
 def short_path(path: str | os.PathLike[str]) -> str:
-    """Return the path as shown in messages: relative if it lies below the working folder."""
+    """Return the path as shown in messages: relative if it lies below the working directory."""
     full = Path(path)
     try:
         return str(full.resolve().relative_to(Path.cwd()))
@@ -102,7 +102,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _real(file: str) -> str:
-    """Return the real path of a source file; a name like `<string>` is unchanged. The working folder may not exist."""
+    """Return the real path of a source file; a name like `<string>` is unchanged. The working directory may not exist."""
     return os.path.realpath(file) if os.path.isabs(file) else file
 
 

@@ -277,7 +277,7 @@ def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
 class _ProcessState:
     """The process state that user code may change, recorded at construction and restored on exit.
 
-    This covers the working folder, the handlers of the signals that end a run, and torch's default dtype and device,
+    This covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
     gradient mode, thread count and deterministic mode. Random generators need no restoring: every draw of a run has its
     own generator."""
 

@@ -12,7 +12,7 @@ def of(history, name):
 
 
 def recorded(run):
-    """The batches that the policy is trained on, filled as the run goes on."""
+    """The batches that the policy is trained on, filled as the run continues."""
     batches, train = [], run.policy.train
 
     def note_and_train(data, loss_fn, timer=None):

@@ -1,4 +1,4 @@
-"""Rollouts beside training: the bits repeat, a run goes on from a checkpoint, and the correction is for staleness alone."""
+"""Rollouts beside training: the bits repeat, a run resumes from a checkpoint, and the correction is for staleness alone."""
 
 import json
 

@@ -219,7 +219,7 @@ def check(
     """Runs once unbroken and once with `kills` kills, and returns what differs.
 
     Each kill comes at a random moment of what is left of the run: a random step, and a random time after its end, so that
-    it meets start-up, generation, training, logging and saving alike. A run that got through begins anew in another folder.
+    it meets start-up, generation, training, logging and saving alike. A run that got through starts from scratch in another folder.
     """
     environment, dice = dict(os.environ), random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:

@@ -274,12 +274,12 @@ class Saver:
         )
         if state.finished:
             raise NotSavedError(
-                f"{text}. This was the run's last save: free space and start it again (it goes on from the newest checkpoint "
+                f"{text}. This was the run's last save: free space and start it again (it resumes from the newest checkpoint "
                 "there), or change checkpointing.checkpoint_dir"
             ) from error
         if not manager.owed:
             self.terminal.print(
-                f"warning: {text}. The run goes on and tries again when there is space, at the next period and at its end"
+                f"warning: {text}. The run continues and tries again when there is space, at the next period and at its end"
             )
         manager.owed = True
 

@@ -66,7 +66,7 @@ class CheckpointManager:
         self.config = config
         self.enabled, self.metric_name, self.save_period = config.enabled, config.metric_name, config.save_period
         self.save_optimizer = config.save_optimizer
-        self.checkpoint_dir = Path(config.checkpoint_dir).absolute()  # the user's code may change the working folder
+        self.checkpoint_dir = Path(config.checkpoint_dir).absolute()  # the user's code may change the working directory
         self.metric_seen = self.metric_missed = self.owed = False
         self.facts: dict[str, Plain] = {}
         self._store = CheckpointStore(self.checkpoint_dir)
@@ -208,7 +208,7 @@ class CheckpointManager:
         if not optimizer.exists():
             warnings.warn(
                 f"{optimizer} does not exist (checkpointing.save_optimizer was false): the {model_component} optimizer starts fresh. Its "
-                "moments are 0, its learning-rate schedule begins anew, and float32 master weights are made of the saved weights, so the run "
+                "moments are 0, its learning-rate schedule starts from scratch, and float32 master weights are made of the saved weights, so the run "
                 "goes on otherwise than an unbroken one",
                 stacklevel=2,
             )

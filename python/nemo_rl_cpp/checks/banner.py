@@ -5,7 +5,7 @@ GRPO smollm2-135m-instruct
   steps     20, of 16 prompts with 8 answers each
   device    cpu, 2 threads
   memory    1.82 GB at the peak, in policy training; fits into this machine's 25.2 GB
-  folder    results/grpo_arithmetic_smollm2, begins anew
+  folder    results/grpo_arithmetic_smollm2, starts from scratch
   report    file:///.../logs/grpo_arithmetic_smollm2/exp_001/report.html
   data      arithmetic, 2,091 rows; validation: arithmetic, 256 rows
 """
@@ -50,7 +50,7 @@ def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
     checkpointing, newest = config.checkpointing, None
     if checkpointing.enabled:
         newest = _newest(Path(checkpointing.checkpoint_dir))
-        begins = "begins anew" if newest is None else f"goes on from {newest.name}"
+        begins = "starts from scratch" if newest is None else f"resumes from {newest.name}"
         yield "folder", f"{Path(checkpointing.checkpoint_dir)}, {begins}"
     else:
         yield "folder", "none: checkpointing.enabled is false, nothing is saved"

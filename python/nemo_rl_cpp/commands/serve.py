@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         "--max-model-len", type=at_least(2), help="longest sequence (default: what the model and the cache allow)"
     )
     parser.add_argument(
-        "--kv-cache-gb", type=positive, help="memory of keys and values (default: half of what is free, 4 at most)"
+        "--kv-cache-gb", type=positive, help="size of the KV cache in GB (default: half of what is free, 4 at most)"
     )
     parser.add_argument(
         "--max-batch-size",

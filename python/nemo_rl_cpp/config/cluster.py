@@ -69,7 +69,7 @@ class ClusterConfig(Section):
     )
     max_restarts: Count = key(
         0,
-        "how often a run of the run scripts goes on from its newest checkpoint with new workers after one was lost; 0: it ends",
+        "how often a run of the run scripts resumes from its newest checkpoint with new workers after one was lost; 0: it ends",
     )
     environment_restarts: Count = key(
         3,

@@ -470,7 +470,7 @@ class DDPConfig(Section):
     and `data_parallel_sharding_strategy` are null."""
 
     overlap_grad_reduce: bool = key(
-        True, "several processes: gradients are added over them while the backward goes on, else after it"
+        True, "several processes: gradients are added over them while the backward is running, else after it"
     )
     use_custom_fsdp: bool = key(False, "read data_parallel_sharding_strategy; false: optim")
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = key(

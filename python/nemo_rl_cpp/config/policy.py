@@ -167,7 +167,7 @@ class TrainedModelConfig(Section):
     )
     overlap_grad_reduce: bool | None = key(
         None,
-        "true: gradients are added over the processes while the last backward goes on, layer by layer; false: after it; same bits; null: as megatron_cfg.distributed_data_parallel_config says where that backend is enabled, else false. The value model's null is the policy's",
+        "true: gradients are added over the processes while the last backward is running, layer by layer; false: after it; same bits; null: as megatron_cfg.distributed_data_parallel_config says where that backend is enabled, else false. The value model's null is the policy's",
     )
     share_prompt_prefix: bool = key(True, "training computes the prompt of a group once (backend native)")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")

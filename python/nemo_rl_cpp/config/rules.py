@@ -250,7 +250,7 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
         report.add("cluster.max_restarts", text, "cluster.executor")
     elif cluster.max_restarts > 0 and not config.checkpointing.enabled:
         text = (
-            f"is {cluster.max_restarts}, but a restart goes on from a checkpoint: set checkpointing.enabled=true, or 0 "
+            f"is {cluster.max_restarts}, but a restart resumes from a checkpoint: set checkpointing.enabled=true, or 0 "
             "here"
         )
         report.add("cluster.max_restarts", text, "checkpointing.enabled")

@@ -66,7 +66,7 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
 def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: Report) -> None:
     """Require a power of two that the processes divide. Sharded gradients must be reduced during backward."""
     strategy = f"{name}.data_parallel_sharding_strategy"
-    late = "is false, but gradients that are shared out are added while the backward goes on: "
+    late = "is false, but gradients that are shared out are added while the backward is running: "
     if model.shards_gradients and model.overlap_grad_reduce is False:
         report.add(f"{name}.overlap_grad_reduce", f"{late}set it to true, or {strategy} to optim", strategy)
     exchange = model.megatron_cfg.distributed_data_parallel_config

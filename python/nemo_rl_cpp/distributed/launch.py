@@ -84,7 +84,7 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
     if cluster.max_restarts:
         text = (
             f"is {cluster.max_restarts}, but a launcher has started the ranks, and only it can start them again: set it to 0, and use "
-            "torchrun --max-restarts or sbatch --requeue; the run goes on from its newest checkpoint"
+            "torchrun --max-restarts or sbatch --requeue; the run resumes from its newest checkpoint"
         )
         problems.append(Problem("", "cluster.max_restarts", text))
     if problems:

@@ -91,7 +91,7 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return this process's working folder, and its environment variables except machine- and process-specific ones."""
+    """Return this process's working directory, and its environment variables except machine- and process-specific ones."""
     return os.getcwd(), {
         name: value
         for name, value in os.environ.items()
@@ -111,9 +111,7 @@ def enter(folder: str, variables: Mapping[str, str]) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        text = (
-            f"warning: this node has no working folder {folder} ({error.strerror}): relative paths lead elsewhere here"
-        )
+        text = f"warning: this node has no working directory {folder} ({error.strerror}): relative paths lead elsewhere here"
         print(text, file=sys.stderr, flush=True)
 
 

@@ -36,7 +36,7 @@ class Logger(LoggerInterface):
         if not section.log_dir:
             raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
         self.base_log_dir = str(section.log_dir)
-        self.log_dir = Path(section.log_dir).absolute()  # the user's code may change the working folder
+        self.log_dir = Path(section.log_dir).absolute()  # the user's code may change the working directory
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.loggers: list[LoggerBackend] = []
         self.wandb_logger: WandbLogger | None = None
@@ -143,7 +143,7 @@ class Logger(LoggerInterface):
         if name not in self._failed:
             self._failed.add(name)
             warnings.warn(
-                f"{self.log_dir}: {trouble}: {name} cannot be written; the run goes on, later failures are not shown",
+                f"{self.log_dir}: {trouble}: {name} cannot be written; the run continues, later failures are not shown",
                 stacklevel=4,
             )
 
@@ -181,7 +181,7 @@ class Logger(LoggerInterface):
                 if name not in self._failed:
                     self._failed.add(name)
                     warnings.warn(
-                        f"{name} failed ({error}): the run goes on, later failures are not shown", stacklevel=3
+                        f"{name} failed ({error}): the run continues, later failures are not shown", stacklevel=3
                     )
 
     def __enter__(self) -> "Logger":

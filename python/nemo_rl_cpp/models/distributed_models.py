@@ -237,5 +237,5 @@ def plain_batch(data: Batch) -> RaggedBatch:
 
 
 def absolute(path: object) -> object:
-    """Return an absolute path, which is valid whatever the working folder of a worker is."""
+    """Return an absolute path, which is valid whatever the working directory of a worker is."""
     return Path(path).expanduser().absolute() if isinstance(path, (str, Path)) else path

@@ -398,7 +398,7 @@ class TrainedModel(NoOffload):
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"{folder}: this is not the optimizer state of this model ({why}): resume from another checkpoint, or begin anew "
+                f"{folder}: this is not the optimizer state of this model ({why}): resume from another checkpoint, or start from scratch "
                 "from its weights (policy.model_name)"
             ) from error
 

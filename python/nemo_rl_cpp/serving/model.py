@@ -154,7 +154,7 @@ class EngineSizes:
 
     Attributes:
         max_model_len: the longest sequence (prompt and response); None: limited by the model's positions and the cache.
-        kv_cache_gb: memory of keys and values; None: half of the free memory, 4 GiB at most.
+        kv_cache_gb: size of the KV cache; None: half of the free memory, 4 GiB at most.
         max_batch_size: the number of responses generated concurrently.
         prefill_chunk_tokens: prompt tokens computed per step, so that a long prompt does not delay other requests.
     """
@@ -165,7 +165,7 @@ class EngineSizes:
     prefill_chunk_tokens: int = 512
 
     def cache_bytes(self) -> int:
-        """Return the maximum memory of keys and values in bytes."""
+        """Return the maximum size of the KV cache in bytes."""
         if self.kv_cache_gb is not None:
             return int(self.kv_cache_gb * 1e9)
         return max(min(available_bytes() // 2, _LONGEST_CACHE), 1)

@@ -50,7 +50,7 @@ class Base:
 
     Attributes:
         names: the names that clients may use; the first is shown.
-        cache_bytes: memory of keys and values for the requests of one sampler.
+        cache_bytes: size of the KV cache of one sampler, in bytes.
     """
 
     names: tuple[str, ...]

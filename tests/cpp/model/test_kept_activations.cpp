@@ -49,7 +49,7 @@ TEST(KeptActivations, AFullStoreGivesUpABranchUpToWhereOthersNeedIt) {
   EXPECT_TRUE(kept.full());
   EXPECT_EQ(kept.add(b[0], 6).node, kNone);
   EXPECT_EQ(kept.add(b[0], 6).node, kNone);
-  EXPECT_FALSE(kept.drop(prompt[1])) << "others go on from it";
+  EXPECT_FALSE(kept.drop(prompt[1])) << "others resume from it";
   EXPECT_TRUE(kept.drop(a[1]));
   EXPECT_EQ(kept.tokens(), 3);
   EXPECT_EQ(kept.find(kept.find(kRoot, 1), 2), prompt[1]);

@@ -174,6 +174,6 @@ def test_resume_without_optimizer_state_warns_that_the_optimizer_starts_fresh(tm
     train(tmp_path, Heard("step 1"), checkpointing__save_optimizer=False)
     with pytest.warns(
         UserWarning,
-        match="the policy optimizer starts fresh. Its moments are 0, its learning-rate schedule begins anew",
+        match="the policy optimizer starts fresh. Its moments are 0, its learning-rate schedule starts from scratch",
     ):
         train(tmp_path, None, resume=True, checkpointing__save_optimizer=False)

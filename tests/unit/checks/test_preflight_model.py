@@ -302,7 +302,7 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
     )
     (snapshot / "model.safetensors").rename(
         snapshot / "a.safetensors"
-    )  # a download that was broken off: the run goes on with it
+    )  # a download that was broken off: the run continues with it
     (snapshot / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
     )
@@ -334,7 +334,7 @@ def tied_with_a_head_of_its_own(folder):
 
 
 def resumed(model, tmp_path, saved_keys, *overrides):
-    """What is refused when a run of `model` goes on from a checkpoint whose config.json has `saved_keys`."""
+    """What is refused when a run of `model` resumes from a checkpoint whose config.json has `saved_keys`."""
     from nemo_rl_cpp.checks.resumed import Saved, _model_refusals
 
     (tmp_path / "step_1/policy/weights").mkdir(parents=True)

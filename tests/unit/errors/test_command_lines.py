@@ -185,7 +185,7 @@ def hangs(completions, **_):
 
 @pytest.mark.slow
 def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
-    """The function's module lies beside the configuration, and another one in the working folder: both are found, though
+    """The function's module lies beside the configuration, and another one in the working directory: both are found, though
     `examples/run_grpo_math.py` puts neither folder on Python's path."""
     Path("mine").mkdir()
     Path("mine/beside_the_config.py").write_text(HANGING)

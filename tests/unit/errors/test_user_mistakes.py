@@ -153,7 +153,7 @@ CASES = {
     # reward functions
     "misspelt reward": (lambda: rewards("my_rewards.rigth"), 2, ["my_rewards.rigth", "did you mean right?"]),
     "misspelt module": (lambda: rewards("my_reward.right"), 2, ["no module my_reward ", "did you mean my_rewards?"]),
-    "module that is not there": (lambda: rewards("elsewhere.right"), 2, ["no module elsewhere", "elsewhere.py", "working folder"]),
+    "module that is not there": (lambda: rewards("elsewhere.right"), 2, ["no module elsewhere", "elsewhere.py", "working directory"]),
     "name without a module": (lambda: rewards("right"), 2, ["'right'", "my_module.my_name"]),
     "module of the package is not there": (lambda: rewards("os.nothing.right"), 2, ["os has no nothing"]),
     "import of a package": (lambda: rewards("wants_package.right"), 2, ["a_package_that_nobody_has", "wants_package.py:1", "pip install a_package_that_nobody_has"]),

@@ -260,7 +260,7 @@ def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):
         raise ConnectionError("no route to host")
 
     trackio.log = fail
-    with pytest.warns(UserWarning, match="TrackioLogger failed .no route to host.: the run goes on") as warned:
+    with pytest.warns(UserWarning, match="TrackioLogger failed .no route to host.: the run continues") as warned:
         logger.log_metrics({"a": 1}, 1)
         logger.log_metrics({"a": 2}, 2)
     assert len(warned) == 1

@@ -26,7 +26,7 @@ try:
 except MemoryError:
     pass
 if os.getpid() > 8:
-    found.append("processes: no process namespace")
+    found.append("processes: no PID namespace")
 if os.getuid() == 0:
     found.append("privileges: the program runs as root")
 try:

@@ -1,7 +1,7 @@
 """Inside the sandbox: three processes, each started by the previous one, and the files that the program sees.
 
 1. The keeper leaves the caller's namespaces and waits. If the caller dies, the keeper dies, too.
-2. The first process of the new process namespace builds the file system and waits for the program. When this process
+2. The first process of the new PID namespace builds the file system and waits for the program. When this process
    ends, for whatever reason, the kernel ends the program.
 3. The program.
 """

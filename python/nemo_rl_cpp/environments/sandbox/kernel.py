@@ -50,7 +50,7 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move the calling process to new namespaces (a new process namespace applies to its next child)."""
+    """Move the calling process to new namespaces (a new PID namespace applies to its next child)."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 

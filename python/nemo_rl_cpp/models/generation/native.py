@@ -94,7 +94,7 @@ class NativeGeneration(BaseEngine):
         return True
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Release the memory of keys and values."""
+        """Free the KV cache."""
         self._engine.release_cache()
         return True
 

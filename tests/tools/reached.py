@@ -142,14 +142,8 @@ def starting_names(root: Path) -> set[str]:
             if file.suffix in {".yaml", ".ipynb", ".py"}:
                 names |= set(dotted(file.read_text()))
     for file in (package / "compat").rglob("*.py"):
-        names |= wanted_by(ast.parse(file.read_text()))
+        names |= set(re.findall(r"\w+", file.read_text()))
     return names
-
-
-def wanted_by(tree: ast.Module) -> set[str]:
-    """The names that a file imports, and those in it."""
-    imports = (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
-    return {alias.name for node in imports for alias in node.names} | set(mentions(tree))
 
 
 def reached(root: Path) -> list[Item]:

@@ -1,4 +1,104 @@
 """The names that NeMo RL's guides print for environments, data processors, data sets, estimators and losses of a user, at the
 paths where they print them: code that uses them replaces `nemo_rl` by `nemo_rl_cpp.compat`. docs/porting-from-nemo-rl.md tells how
 to port the rest. Nothing else in the package imports from here.
+
+NeMo RL's modules are entries of `_MODULES`. Importing this package registers them in `sys.modules`; each of their names is
+imported at its first use.
 """
+
+import sys
+from importlib import import_module
+from types import ModuleType
+
+_LOSS_PARTS = dict.fromkeys(("LossFunction", "LossInputType", "LossType"), "algorithms.loss")
+_LOSSES = {
+    "ClippedPGLossConfig": "config.loss",
+    "ClippedPGLossFn": "algorithms.loss",
+    "MseValueLossConfig": "config.loss",
+    "MseValueLossFn": "algorithms.loss",
+}
+
+# module of NeMo RL -> its names -> our module; `module:name` where our name differs
+_MODULES = {
+    "algorithms": {},
+    "algorithms.advantage_estimator": {
+        "GDPOAdvantageEstimator": "algorithms.advantage_estimator",
+        "GRPOAdvantageEstimator": "algorithms.advantage_estimator",
+        "GeneralizedAdvantageEstimator": "algorithms.advantage_estimator",
+        "RawRewardAdvantageEstimator": "algorithms.advantage_estimator",
+        "ReinforcePlusPlusAdvantageEstimator": "algorithms.advantage_estimator",
+    },
+    "algorithms.grpo": {
+        "DynamicSamplingExhausted": "algorithms.dynamic_sampling",
+        "MasterConfig": "config.master:GRPOMasterConfig",
+        "ReinforcePlusPlusAdvantageEstimator": "algorithms.advantage_estimator",
+        "dynamic_sampling": "compat.dynamic_sampling",
+        "grpo_train": "algorithms.loop:train_loop",
+        "scale_rewards": "algorithms.reward_functions",
+    },
+    "algorithms.interfaces": _LOSS_PARTS,
+    "algorithms.loss": _LOSS_PARTS | _LOSSES,
+    "algorithms.loss.interfaces": _LOSS_PARTS,
+    "algorithms.loss.loss_functions": _LOSSES,
+    "algorithms.loss_functions": _LOSSES,
+    "algorithms.ppo": {"MasterConfig": "config.master:PPOMasterConfig", "ppo_train": "algorithms.loop:train_loop"},
+    "algorithms.reward_functions": {"apply_reward_shaping": "algorithms.reward_functions"},
+    "data": {},
+    "data.datasets": {
+        "AllTaskProcessedDataset": "data.datasets.processed_dataset",
+        "extract_necessary_env_names": "data.datasets.utils",
+        "load_response_dataset": "data.datasets.response_datasets",
+    },
+    "data.datasets.raw_dataset": {"RawDataset": "data.datasets.processed_dataset"},
+    "data.datasets.response_datasets": {"ResponseDataset": "data.datasets.response_datasets.response_dataset"},
+    "data.interfaces": {
+        "DatumSpec": "data.interfaces",
+        "LLMMessageLogType": "data.interfaces",
+        "TaskDataProcessFnCallable": "data.interfaces",
+        "TaskDataSpec": "data.interfaces",
+    },
+    "data.processors": {
+        "PROCESSOR_REGISTRY": "data.processors",
+        "math_data_processor": "data.processors",
+        "math_hf_data_processor": "data.processors",
+        "register_processor": "data.processors",
+    },
+    "distributed": {},
+    "distributed.batched_data_dict": {"BatchedDataDict": "distributed.batched_data_dict"},
+    "distributed.virtual_cluster": {"RayVirtualCluster": "distributed.cluster:Cluster"},
+    "distributed.worker_groups": {"RayWorkerGroup": "distributed.cluster:WorkerGroup"},
+    "environments": {},
+    "environments.code_environment": {"CodeEnvironment": "environments.code_environment"},
+    "environments.interfaces": {
+        "EnvironmentInterface": "environments.interfaces",
+        "EnvironmentReturn": "environments.interfaces",
+    },
+    "environments.math_environment": {"MathEnvironment": "environments.math_environment"},
+    "environments.utils": {"create_env": "environments.loading", "register_env": "environments.loading"},
+    "models": {},
+    "models.interfaces": {"PolicyInterface": "models.interfaces", "ValueInterface": "models.interfaces"},
+}
+
+
+class _Module(ModuleType):
+    """A module of NeMo RL, whose names are imported when they are used."""
+
+    __path__: list[str] = []  # it may have submodules, all of them registered
+
+    def __getattr__(self, name: str) -> object:
+        source = _MODULES[self.__name__.removeprefix(f"{__name__}.")].get(name)
+        if source is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        module, _, ours = source.partition(":")
+        value = getattr(import_module(f"nemo_rl_cpp.{module}"), ours or name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted(_MODULES[self.__name__.removeprefix(f"{__name__}.")])
+
+
+for _path in _MODULES:
+    _parent, _, _name = f"{__name__}.{_path}".rpartition(".")
+    sys.modules[f"{__name__}.{_path}"] = _Module(f"{__name__}.{_path}")
+    setattr(sys.modules[_parent], _name, sys.modules[f"{__name__}.{_path}"])

@@ -1,4 +1,4 @@
-"""What the GRPO, DAPO and ProRLv2 guides name. `grpo_train` takes a run: `with build_run(config) as run: grpo_train(run)`."""
+"""Dynamic sampling with NeMo RL's signature, as its DAPO guide prints it."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from nemo_rl_cpp.algorithms.advantage_estimator import ReinforcePlusPlusAdvantageEstimator
 from nemo_rl_cpp.algorithms.dynamic_sampling import (
     ADVICE,
     DynamicSamplingExhausted,
@@ -14,9 +13,6 @@ from nemo_rl_cpp.algorithms.dynamic_sampling import (
     group_numbers,
     raw_rewards,
 )
-from nemo_rl_cpp.algorithms.loop import train_loop as grpo_train
-from nemo_rl_cpp.algorithms.reward_functions import scale_rewards
-from nemo_rl_cpp.config.master import GRPOMasterConfig as MasterConfig
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict

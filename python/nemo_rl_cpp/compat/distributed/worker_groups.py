@@ -1,3 +1,0 @@
-"""Re-export the group of workers."""
-
-from nemo_rl_cpp.distributed.cluster import WorkerGroup as RayWorkerGroup

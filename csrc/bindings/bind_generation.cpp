@@ -113,24 +113,35 @@ GenerationArrays arrays_from(const std::vector<Generation>& generations) {
   return out;
 }
 
+/// Engine's callback that calls `on_finished(requests, token_ids)`, with the GIL; none for None.
+Finished finished_callback(const py::object& on_finished) {
+  if (on_finished.is_none()) return {};
+  return [&on_finished](const std::vector<std::int64_t>& requests,
+                        const std::vector<const std::vector<std::int64_t>*>& token_ids) {
+    py::gil_scoped_acquire gil;
+    py::list ids;
+    for (const auto* tokens : token_ids) ids.append(py::cast(*tokens));
+    on_finished(requests, ids);
+  };
+}
+
 /// Runs without the GIL and takes it once a step to let Python see signals, and for `on_finished(requests, token_ids)`
-/// where it is given; a KeyboardInterrupt, or what that raises, reaches the caller.
-GenerationArrays generate(Engine& engine, const at::Tensor& prompt_ids, const at::Tensor& prompt_offsets,
-                          const RequestArrays& arrays, const py::object& on_finished) {
-  return interruptible([&](const auto& interrupted) {
-    Finished finished;
-    if (!on_finished.is_none()) {
-      finished = [&](const std::vector<std::int64_t>& requests,
-                     const std::vector<const std::vector<std::int64_t>*>& token_ids) {
-        py::gil_scoped_acquire gil;
-        py::list ids;
-        for (const auto* tokens : token_ids) ids.append(py::cast(*tokens));
-        on_finished(requests, ids);
-      };
-    }
-    return arrays_from(
-        engine.generate(split(prompt_ids, prompt_offsets), requests_from(arrays), interrupted, finished));
+/// where it is given; a KeyboardInterrupt, or what that raises, reaches the caller. None: the call has paused.
+std::optional<GenerationArrays> generate(Engine& engine, const at::Tensor& prompt_ids, const at::Tensor& prompt_offsets,
+                                         const RequestArrays& arrays, const py::object& on_finished,
+                                         std::int64_t pause_after, bool keep_cache) {
+  const Finished finished = finished_callback(on_finished);
+  return interruptible([&](const auto& interrupted) -> std::optional<GenerationArrays> {
+    const auto generations = engine.generate(split(prompt_ids, prompt_offsets), requests_from(arrays), interrupted,
+                                             finished, {}, Pause{pause_after, keep_cache});
+    if (engine.paused()) return std::nullopt;
+    return arrays_from(generations);
   });
+}
+
+GenerationArrays resume(Engine& engine, const py::object& on_finished) {
+  const Finished finished = finished_callback(on_finished);
+  return interruptible([&](const auto& interrupted) { return arrays_from(engine.resume(interrupted, finished)); });
 }
 
 py::dict metrics_dict(const EngineMetrics& m) {
@@ -296,7 +307,9 @@ void bind_engine(py::module_& m) {
           py::arg("token_bytes"))
       .def("set_max_cache_bytes", &Engine::set_max_cache_bytes, py::arg("max_cache_bytes"))
       .def("generate", &generate, py::arg("prompt_ids"), py::arg("prompt_offsets"), py::arg("requests"),
-           py::arg("on_finished") = py::none())
+           py::arg("on_finished") = py::none(), py::arg("pause_after") = 0, py::arg("keep_cache") = false)
+      .def("resume", &resume, py::arg("on_finished") = py::none())
+      .def_property_readonly("paused", &Engine::paused)
       .def("release_cache", &Engine::release_cache, release_gil())
       .def_property_readonly("cache_blocks", &Engine::cache_blocks)
       .def_property_readonly("metrics", [](const Engine& self) { return metrics_dict(self.metrics()); })

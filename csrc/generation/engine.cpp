@@ -41,32 +41,60 @@ void Engine::set_token_bytes(std::shared_ptr<const TokenBytes> token_bytes) {
 
 std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int64_t>>& prompts,
                                          const std::vector<Request>& requests, const std::function<bool()>& interrupted,
-                                         const Finished& finished, const Drawn& drawn) {
+                                         const Finished& finished, const Drawn& drawn, const Pause& pause) {
+  if (paused_) give_up();
   NRL_CHECK(!busy_, "generate() was called while another generate() of this engine runs");
-  struct Emptied {  // also when something throws
-    Engine& engine;
-    ~Emptied() {
-      engine.just_finished_.clear();
-      engine.scheduler_.reset();
-      engine.sequences_.clear();
-      engine.groups_.clear();
-      engine.busy_ = false;
-    }
-  } emptied{*this};
   busy_ = true;
-  add(prompts, requests);
+  try {
+    drawn_ = drawn;
+    add(prompts, requests, pause);
+    return run(interrupted, finished);
+  } catch (...) {
+    give_up();
+    throw;
+  }
+}
+
+std::vector<Generation> Engine::resume(const std::function<bool()>& interrupted, const Finished& finished) {
+  NRL_CHECK(paused_, "resume() was called, but nothing is paused");
+  paused_ = false;
+  try {
+    scheduler_->resume();
+    return run(interrupted, finished);
+  } catch (...) {
+    give_up();
+    throw;
+  }
+}
+
+std::vector<Generation> Engine::run(const std::function<bool()>& interrupted, const Finished& finished) {
   while (scheduler_->has_unfinished()) {
     if (interrupted && interrupted()) throw GenerationInterrupted();
-    just_finished_ = run_step(*runner_, *scheduler_, *token_bytes_, config_.with_entropy, metrics_, drawn);
-    if (finished && !just_finished_.empty() && scheduler_->has_unfinished()) tell(finished);
+    just_finished_ = run_step(*runner_, *scheduler_, *token_bytes_, config_.with_entropy, metrics_, drawn_);
+    const bool some_left = scheduler_->has_unfinished() || scheduler_->num_paused() > 0;
+    if (finished && !just_finished_.empty() && some_left) tell(finished);
   }
+  just_finished_.clear();
+  paused_ = scheduler_->num_paused() > 0;
+  if (paused_) return {};
   NRL_CHECK(scheduler_->blocks().num_used() == 0, scheduler_->blocks().num_used(), " cache blocks were not given back");
   std::vector<Generation> out;
   out.reserve(sequences_.size());
   for (auto& s : sequences_) {
     out.push_back({std::move(s->generated), std::move(s->logprobs), std::move(s->entropies), s->finish_reason});
   }
+  give_up();
   return out;
+}
+
+/// Forgets the call in progress.
+void Engine::give_up() {
+  just_finished_.clear();
+  scheduler_.reset();
+  sequences_.clear();
+  groups_.clear();
+  drawn_ = {};
+  busy_ = paused_ = false;
 }
 
 void Engine::tell(const Finished& finished) {
@@ -86,7 +114,8 @@ void Engine::check(const std::vector<std::vector<std::int64_t>>& prompts, const 
   check_sampling(request.params, *token_bytes_);
 }
 
-void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests) {
+void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
+                 const Pause& pause) {
   const std::int64_t V = runner_->vocab_size();
   for (std::size_t p = 0; p < prompts.size(); ++p) {
     if (!prompts[p].empty()) check_prompt(static_cast<std::int64_t>(p), prompts[p], V);  // one without requests may be
@@ -110,8 +139,9 @@ void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const st
     }
     sequences_.push_back(std::move(s));
   }
-  prepare_cache();
+  prepare_cache(pause.after_tokens > 0 && pause.keep_cache);
   scheduler_ = std::make_unique<Scheduler>(config_.scheduler, cache_blocks_, runner_->block_size());
+  if (pause.after_tokens > 0) scheduler_->pause_after(pause.after_tokens, pause.keep_cache);
   for (auto& group : groups_) {
     scheduler_->add(group.get());
     const auto G = static_cast<std::int64_t>(group->pending.size());
@@ -120,8 +150,10 @@ void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const st
 }
 
 /// As many blocks as these requests can use at once, within max_cache_bytes; a larger cache is kept as it is.
-void Engine::prepare_cache() {
-  const std::int64_t block = runner_->block_size(), slots = config_.scheduler.max_batch_size;
+/// `for_all`: as many as all requests fill, since a preemption would compute keys and values that are to be kept again.
+void Engine::prepare_cache(bool for_all) {
+  const std::int64_t block = runner_->block_size();
+  const std::int64_t slots = for_all ? static_cast<std::int64_t>(sequences_.size()) : config_.scheduler.max_batch_size;
   const std::int64_t limit = config_.max_cache_bytes / std::max<std::int64_t>(runner_->bytes_per_block(), 1);
   std::vector<std::int64_t> own, shared;
   std::int64_t least = 0;
@@ -139,6 +171,11 @@ void Engine::prepare_cache() {
                 block, " tokens (", static_cast<double>(least * runner_->bytes_per_block()) / (1 << 30),
                 " GiB), but the cache may hold ", limit,
                 ": raise policy.generation.kv_cache_gb or lower max_new_tokens");
+  NRL_CHECK_ARG(!for_all || useful <= std::max(wanted, cache_blocks_), "the keys and values of ", sequences_.size(),
+                " generations are to be kept over a change of the weights, which needs ",
+                static_cast<double>(useful * runner_->bytes_per_block()) / 1e9, " GB, but the cache may hold ",
+                static_cast<double>(limit * runner_->bytes_per_block()) / 1e9,
+                " GB: raise policy.generation.kv_cache_gb, or set recompute_kv_cache_after_weight_updates=true");
   if (wanted <= cache_blocks_) return;
   cache_blocks_ = 0;
   runner_->allocate_cache(wanted);
@@ -146,6 +183,7 @@ void Engine::prepare_cache() {
 }
 
 void Engine::release_cache() {
+  if (paused_) give_up();
   NRL_CHECK(!busy_, "release_cache() was called while generate() runs");
   runner_->release_cache();
   cache_blocks_ = 0;

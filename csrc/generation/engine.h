@@ -34,6 +34,12 @@ struct Generation {
   FinishReason finish_reason = FinishReason::none;
 };
 
+/// Where generate() stops in the middle of its generations, so that the model's weights can change.
+struct Pause {
+  std::int64_t after_tokens = 0;  ///< each generation stops after so many tokens, at least 2; 0: never
+  bool keep_cache = false;        ///< keys and values of the weights so far are read on, not computed again
+};
+
 /// Thrown when the interrupt callback returned true. All requests were given up.
 class GenerationInterrupted : public std::runtime_error {
  public:
@@ -55,14 +61,21 @@ class Engine {
   /// `interrupted` (may be null) is asked once a step. `finished` (may be null) is told after a step which requests
   /// have just ended, with their tokens, unless none is left. `drawn` (may be null) is told every token.
   ///
+  /// Returns none, and paused() is true, when generations have reached `pause` and all others have ended. Which tokens
+  /// are generated before it depends on `pause` alone, since it counts the tokens of each generation.
+  ///
   /// Throws ValueError for an empty prompt, a token id outside the vocabulary, max_new_tokens < 1, bad sampling
   /// parameters, stop strings without token bytes, or a sequence that cannot fit the cache; RuntimeError for logits
-  /// that are not finite. Whatever is thrown, the engine is empty and usable afterwards.
+  /// that are not finite; ValueError where the cache cannot keep all generations over a pause. Whatever is thrown, the
+  /// engine is empty and usable afterwards. A paused call that nobody resumed is given up.
   std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts,
                                    const std::vector<Request>& requests, const std::function<bool()>& interrupted,
-                                   const Finished& finished = {}, const Drawn& drawn = {});
+                                   const Finished& finished = {}, const Drawn& drawn = {}, const Pause& pause = {});
+  /// Goes on from a pause to the end of every generation; callbacks as for generate(), whose `drawn` holds on.
+  std::vector<Generation> resume(const std::function<bool()>& interrupted, const Finished& finished = {});
+  bool paused() const { return paused_; }
 
-  /// Frees the cache; the next generate() allocates it again.
+  /// Frees the cache; the next generate() allocates it again. A paused call is given up.
   void release_cache();
   std::int64_t cache_blocks() const { return cache_blocks_; }
   /// For the next generate(); a cache that is larger already is kept.
@@ -75,9 +88,12 @@ class Engine {
   const EngineConfig& config() const { return config_; }
 
  private:
-  void add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests);
+  void add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
+           const Pause& pause);
   void check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const;
-  void prepare_cache();
+  void prepare_cache(bool for_all);
+  std::vector<Generation> run(const std::function<bool()>& interrupted, const Finished& finished);
+  void give_up();
   void tell(const Finished& finished);
 
   std::shared_ptr<ModelRunner> runner_;
@@ -86,7 +102,9 @@ class Engine {
   std::int64_t cache_blocks_ = 0;
   bool busy_ = false;
   EngineMetrics metrics_;
+  bool paused_ = false;
   // of the generate() call in progress
+  Drawn drawn_;
   std::unique_ptr<Scheduler> scheduler_;
   std::vector<std::unique_ptr<PromptGroup>> groups_;
   std::vector<std::unique_ptr<Sequence>> sequences_;

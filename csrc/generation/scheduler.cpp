@@ -45,6 +45,10 @@ void Scheduler::add(PromptGroup* group) {
 
 StepPlan Scheduler::schedule() {
   StepPlan plan;
+  while (!resumed_.empty() && num_running() < config_.max_batch_size) {
+    running_.push_back(resumed_.front());
+    resumed_.pop_front();
+  }
   feed_running(plan);
   admit(plan);
   NRL_CHECK(!plan.slices.empty() || !has_unfinished(), "the scheduler found nothing to do with ", running_.size(),
@@ -157,6 +161,12 @@ void Scheduler::preempt_last() {
   running_.pop_back();
   blocks_.release(s->blocks);
   s->cached = 0;
+  wait_again(s);
+  ++preemptions_;
+}
+
+/// Puts a sequence without blocks back to its group, and that in the queue.
+void Scheduler::wait_again(Sequence* s) {
   PromptGroup* const group = s->group;
   if (group->pending.empty()) {
     const auto behind =
@@ -164,7 +174,33 @@ void Scheduler::preempt_last() {
     queue_.insert(behind, group);
   }
   group->pending.push_front(s);
-  ++preemptions_;
+}
+
+void Scheduler::pause_after(std::int64_t tokens, bool keep_cache) {
+  NRL_CHECK_ARG(tokens >= 2, "pause_after = ", tokens, ": expected at least 2");  // the first comes with the prompt
+  pause_after_ = tokens;
+  pause_keeps_cache_ = keep_cache;
+}
+
+void Scheduler::pause_due() {
+  if (pause_after_ == 0) return;
+  std::erase_if(running_, [&](Sequence* s) {
+    if (static_cast<std::int64_t>(s->generated.size()) < pause_after_) return false;
+    paused_.push_back(s);
+    if (!pause_keeps_cache_) {
+      blocks_.release(s->blocks);
+      s->cached = 0;
+    }
+    return true;
+  });
+}
+
+void Scheduler::resume() {
+  pause_after_ = 0;
+  for (auto s = paused_.rbegin(); s != paused_.rend(); ++s) {
+    pause_keeps_cache_ ? resumed_.push_front(*s) : wait_again(*s);
+  }
+  paused_.clear();
 }
 
 void Scheduler::plan_sequence(Sequence* s, std::int64_t length, StepPlan& plan) {
@@ -187,6 +223,7 @@ void Scheduler::retire_finished() {
     if (s->finished()) blocks_.release(s->blocks);
     return s->finished();
   });
+  pause_due();
   std::erase_if(queue_, [&](PromptGroup* group) {  // a generation may end with its first token, before it had a slot
     std::erase_if(group->pending, [](const Sequence* s) { return s->finished(); });
     if (group->pending.empty()) release_prompt(group);
@@ -206,8 +243,12 @@ void Scheduler::remove(Sequence* sequence) {
 
 void Scheduler::abort() {
   for (Sequence* s : running_) blocks_.release(s->blocks);
+  for (Sequence* s : paused_) blocks_.release(s->blocks);
+  for (Sequence* s : resumed_) blocks_.release(s->blocks);
   for (PromptGroup* group : queue_) release_prompt(group);
   running_.clear();
+  paused_.clear();
+  resumed_.clear();
   queue_.clear();
 }
 

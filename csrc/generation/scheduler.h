@@ -41,12 +41,21 @@ class Scheduler {
 
   /// The group's pending sequences are to be generated. Throws ValueError if one could not fit the cache alone.
   void add(PromptGroup* group);
-  bool has_unfinished() const { return !running_.empty() || !queue_.empty(); }
+  /// Whether a step has something to do; paused sequences do not count.
+  bool has_unfinished() const { return !running_.empty() || !queue_.empty() || !resumed_.empty(); }
+
+  /// Each sequence pauses when it has generated `tokens` tokens (at least 2): it leaves its slot and is not computed
+  /// until resume(). With `keep_cache` it keeps its blocks; otherwise it gives them back, and its keys and values are
+  /// computed again after resume(), as after a preemption.
+  void pause_after(std::int64_t tokens, bool keep_cache);
+  /// Lets paused sequences go on to their ends.
+  void resume();
+  std::int64_t num_paused() const { return static_cast<std::int64_t>(paused_.size()); }
 
   StepPlan schedule();
   /// Books what the model has computed: to be called after the plan's forward pass.
   void computed(const StepPlan& plan);
-  /// Takes sequences that finished out of slots and groups, after their tokens were appended.
+  /// Takes sequences that finished or pause out of slots and groups, after their tokens were appended.
   void retire_finished();
   /// Takes out one sequence that has not finished, wherever it is, and frees its blocks; not between schedule() and
   /// computed().
@@ -68,6 +77,8 @@ class Scheduler {
   bool make_room(std::int64_t blocks, const PromptGroup* keep, const StepPlan& plan);
   bool drop_waiting_prompt(const PromptGroup* keep);
   void preempt_last();
+  void wait_again(Sequence* s);
+  void pause_due();
   void release_prompt(PromptGroup* group);
   void plan_sequence(Sequence* sequence, std::int64_t length, StepPlan& plan);
   std::int64_t budget(const StepPlan& plan) const { return config_.prefill_chunk_tokens - plan.prefill_tokens; }
@@ -77,6 +88,10 @@ class Scheduler {
   std::vector<Sequence*> running_;  // in the order of admission
   std::deque<PromptGroup*> queue_;  // groups with pending sequences, by priority
   std::int64_t preemptions_ = 0;
+  std::int64_t pause_after_ = 0;  // 0: never
+  bool pause_keeps_cache_ = false;
+  std::vector<Sequence*> paused_;
+  std::deque<Sequence*> resumed_;  // with their cache, waiting for a slot
 };
 
 }  // namespace nemo_rl::generation

@@ -1,4 +1,5 @@
-"""Rollouts beside training: the bits repeat, a run resumes from a checkpoint, and the correction is for staleness alone."""
+"""Rollouts beside training: the bits repeat, a run resumes from a checkpoint, and the correction is for staleness alone; also with
+weights that change in the middle of responses."""
 
 import json
 
@@ -6,7 +7,9 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.rollouts.batches import build_train_batch
 from test_dedicated_engines import apart
 from test_several_processes import tensor_digest
 
@@ -35,6 +38,22 @@ def trained(folder, steps, *overrides, **options):
     return {str(path.relative_to(folder)): tensor_digest(path) for path in files}, history
 
 
+def stop_after(folder, step, steps, *overrides):
+    """Train the beginning of a run of `steps` steps, and return the versions of the batches that its checkpoint holds."""
+    with make(folder, steps, *overrides) as run:
+        advance = run.state.advance
+
+        def stopped(*args):
+            advance(*args)
+            if run.state.step == step:
+                run.state.stop("the test")
+
+        run.state.advance = stopped
+        run.train()
+    kept = json.loads((folder / "checkpoints" / f"step_{step}" / "trainer_state" / "ready_batches.json").read_text())
+    return [batch["weight_version"] for batch in kept]
+
+
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(tmp_path):
     options = (
         "checkpointing.save_period=2",
@@ -44,20 +63,7 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(tmp_path):
     )
     whole, history = trained(tmp_path / "whole", 5, *options)
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 2, 2, 2]
-    with make(tmp_path / "parts", 5, *options) as run:
-        advance = run.state.advance
-
-        def stop_after_two(*args):
-            advance(*args)
-            if run.state.step == 2:
-                run.state.stop("the test")
-
-        run.state.advance = stop_after_two
-        run.train()
-    kept = json.loads(
-        (tmp_path / "parts" / "checkpoints" / "step_2" / "trainer_state" / "ready_batches.json").read_text()
-    )
-    assert [batch["weight_version"] for batch in kept] == [0, 1]
+    assert stop_after(tmp_path / "parts", 2, 5, *options) == [0, 1]
     rest, later = trained(tmp_path / "parts", 5, *options)
     assert rest == whole and later == history[2:]
 
@@ -107,6 +113,98 @@ def test_ppo_run_with_overlapping_generation_is_reproducible(tmp_path):
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1]
     again, _ = trained(tmp_path / "2", 3, *sizes, section="ppo")
     assert first == again
+
+
+IN_FLIGHT = (
+    "grpo.async_grpo.in_flight_weight_updates=true", "grpo.async_grpo.in_flight_after_tokens=2",
+    "policy.generation.stop_token_ids=[]", "policy.generation.max_new_tokens=6",
+)  # fmt: skip
+
+
+def test_run_with_weights_in_flight_resumes_to_the_bit_from_the_middle_of_its_responses(tmp_path):
+    recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
+    options = (*IN_FLIGHT, recompute, "checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9")
+    whole, history = trained(tmp_path / "whole", 4, *options)
+    assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1, 1]
+    assert [row["total_tokens_of_newer_weights"] for row in history] == [0, *[32 * 4] * 3]
+    assert [row["total_tokens_of_older_weights"] for row in history] == [32 * 6, *[32 * 2] * 3]
+    assert [row["mean_weight_versions"] for row in history] == [1, 2, 2, 2]
+    assert stop_after(tmp_path / "parts", 2, 4, *options) == [1]
+    rest, later = trained(tmp_path / "parts", 4, *options)
+    assert rest == whole and later == history[2:]
+
+
+def test_run_with_weights_in_flight_that_keeps_the_cache_repeats_on_any_number_of_engines(tmp_path):
+    options = (*IN_FLIGHT, "grpo.async_grpo.max_trajectory_age_steps=2", "checkpointing.save_period=1000")
+    one, history = trained(tmp_path / "one", 4, *options)
+    assert [row["total_tokens_of_newer_weights"] > 0 for row in history] == [False, False, True, True]
+    two, same = trained(tmp_path / "two", 4, *options, *apart(1, 2))
+    assert two == one and same == history
+    recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
+    assert trained(tmp_path / "again", 4, *options, recompute)[0] != one
+
+
+def test_each_token_has_the_version_that_sampled_it_and_that_versions_probability(tmp_path):
+    """With recompute_kv_cache_after_weight_updates: to the bit. So the importance ratios are those of the versions."""
+    batches, options = [], ("checkpointing.save_period=1", "policy.precision=float32")
+    recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
+    with make(tmp_path, 3, *IN_FLIGHT, recompute, *options) as run:
+        collect = run.collector.collect
+
+        def watched(timer):
+            collected = collect(timer)
+            batches.append((run.state.step, collected.samples))
+            return collected
+
+        run.collector.collect = watched
+        run.train()
+        history, config, tokenizer = run.history, run.config, run.tokenizer
+    scorers = {}
+    for step, samples in batches[1:]:
+        batch = build_train_batch(
+            samples, pad_token_id=tokenizer.pad_token_id, overlong_filtering=False, divisible_by=1
+        )
+        sampled = batch.token_mask != 0
+        logs = [
+            torch.cat([m.get("token_versions", m["token_ids"] * 0 - 1) for m in log]) for log in samples.message_log
+        ]
+        versions = torch.cat(logs)
+        assert sorted(versions[sampled].unique().tolist()) == [step - 1, step]
+        for version in (step - 1, step):
+            if version not in scorers:
+                saved = tmp_path / "checkpoints" / f"step_{version}" / "policy" / "weights"
+                scorers[version] = Policy(
+                    None, config.policy, tokenizer, weights_path=saved if version else None,
+                    init_reference_model=False, seed=config.loop.seed,
+                )  # fmt: skip
+            scored = batch.ragged(scorers[version].get_logprobs(batch)["logprobs"])
+            mine = (versions == version) & sampled
+            assert torch.equal(scored[mine], batch.generation_logprobs[mine])
+    assert all(row["stale_samples"] == 32 for row in history[1:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_run_with_weights_in_flight_learns(tmp_path, seed):
+    given = [text.format("grpo", "grpo") for text in BESIDE]
+    run = tiny.train(
+        tmp_path, *tiny.FAST, *given, "checkpointing.enabled=false", IN_FLIGHT[0], IN_FLIGHT[1], f"grpo.seed={seed}",
+        "grpo.max_num_steps=300", until=0.9,
+    )  # fmt: skip
+    with run:
+        rewards = [row["reward"] for row in run.history]
+        assert rewards[0] < 0.2 and sum(rewards[-5:]) / 5 > 0.9
+        assert run.history[-1]["total_tokens_of_newer_weights"] > 0
+
+
+def test_auto_takes_a_process_for_training_and_one_for_generation_beside_it(tmp_path):
+    config = load_grpo_config("grpo_tiny.yaml", [
+        "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true", "policy.generation.colocated.enabled=false",
+        "cluster.gpus_per_node=8",
+    ])  # fmt: skip
+    assert (trainers_of(config), engines_of(config), config.cluster.has_workers) == (1, 1, True)
+    auto = trained(tmp_path / "auto", 2, "cluster.executor=auto", "cluster.gpus_per_node=8")
+    assert auto == trained(tmp_path / "written", 2)
 
 
 def test_async_grpo_is_rejected_if_generation_shares_the_training_weights():

@@ -28,7 +28,17 @@ STARTS = ("cli.py", "run_grpo_math.py", "run_ppo.py", "run_eval.py", "api.py", "
 PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "dataclass", "deprecated",
                     "lru_cache", "no_grad", "overload", "property", "setter", "staticmethod"}  # fmt: skip
 # functions that look an attribute up by a text that they are given
-LOOK_UP = {"getattr", "hasattr", "call_remote", "_tell", "_ask", "call_all", "call_each", "call_for_one_value"}
+LOOK_UP = {
+    "getattr",
+    "hasattr",
+    "call_remote",
+    "_tell",
+    "_ask",
+    "_of_engines",
+    "call_all",
+    "call_each",
+    "call_for_one_value",
+}
 # methods that a base class of another package calls
 CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "launch", "nemo_rl_cpp_weights", "run",
                        "visit_Concat", "visit_Getitem"}  # fmt: skip

@@ -4,7 +4,8 @@ Both collectors return batches in the same order. The content of a batch does no
 
     SyncCollector   batch k is generated in step k, under version k of the weights
     AsyncCollector  batch k is generated under version max(0, k - A) while steps before k train (A:
-        `max_trajectory_age_steps`)"""
+        `max_trajectory_age_steps`). With weights in flight, a batch k >= A changes to version k - A + 1 in the middle of
+        its responses, after a number of tokens that the configuration fixes"""
 
 import copy
 from abc import ABC, abstractmethod
@@ -19,13 +20,13 @@ import torch
 
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.data.interfaces import tokens_of
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, tokens_of
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.files.plain_state import check_state
 from nemo_rl_cpp.metrics.timer import Timer
-from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, finished_on_error
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, Pause, WeightChange, finished_on_error
 from nemo_rl_cpp.rollouts.batches import DatumBatch, Rollouts
-from nemo_rl_cpp.rollouts.rollout_metrics import RoundMetrics
+from nemo_rl_cpp.rollouts.rollout_metrics import RoundMetrics, version_metrics
 from nemo_rl_cpp.rollouts.rollouts import PromptSource
 from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
@@ -126,7 +127,8 @@ class RolloutCollector(ABC):
     def make(self, weight_version: int, timer: Timer) -> Collected:
         """Generate until a step can be trained: one round, or more if dynamic sampling needs them.
 
-        Add to the rollouts `raw_reward` float32 [B], as the environments returned it, and `weight_version` int64 [B].
+        Add to the rollouts `raw_reward` float32 [B], as the environments returned it, and `weight_version` int64 [B]: the
+        given one, or with weights in flight the oldest version that sampled a token of the row.
         """
         while not self.sampler.full:
             prompts = self.prompts.next()
@@ -143,7 +145,8 @@ class RolloutCollector(ABC):
                 rollouts = Rollouts(finished.data)
                 rollouts.raw_reward = rollouts.total_reward.clone()
                 metrics |= self.change_rewards(rollouts)
-                rollouts.weight_version = torch.full((rollouts.size,), weight_version)
+                rollouts.weight_version = oldest_versions(rollouts.message_log, weight_version)
+                metrics |= self._version_metrics(rollouts, weight_version)
                 metrics["total_rollout_tokens"] = sum(map(tokens_of, rollouts.message_log))
                 self._rounds.add(rollouts, metrics)
             with timer("reward_calculation"):
@@ -153,6 +156,10 @@ class RolloutCollector(ABC):
         samples = self.sampler.take(weight_version)
         epochs = self.prompts.pop_finished_epochs()
         return Collected(samples, self._rounds.pop(), self.sampler.metrics, epochs, weight_version)
+
+    def _version_metrics(self, rollouts: Rollouts, weight_version: int) -> dict[str, float]:
+        """Return metrics of the versions of the weights that sampled the rollouts, if a response may have several."""
+        return {}
 
     def _count_failure(self, error: Exception) -> None:
         """Raise the error if no more rounds may fail, or if a worker is lost, because a retry would fail, too."""
@@ -170,6 +177,17 @@ class RolloutCollector(ABC):
         print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
             self.state.next_epoch()
+
+
+def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor:
+    """Return int64 [B]: the oldest version of the weights that sampled a token of each conversation; `version` where the
+    messages do not say."""
+    return torch.tensor(
+        [
+            min((int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))), default=version)
+            for log in logs
+        ]
+    )
 
 
 class SyncCollector(RolloutCollector):
@@ -191,6 +209,37 @@ class SyncCollector(RolloutCollector):
             self.leave_out(state, "rollouts are made in their own step now")
 
 
+class Meeting:
+    """Where the generation of one batch waits in the middle of its responses until the engines have new weights.
+
+    Attributes:
+        reached: becomes True when the generation waits here; False if the batch ended without waiting.
+        given: becomes None when the engines have the new weights.
+    """
+
+    def __init__(self) -> None:
+        self.reached: Future[bool] = Future()
+        self.given: Future[None] = Future()
+
+    def wait(self) -> None:
+        """Wait, in the thread that generates. Raise GenerationEndedError if the run ends."""
+        self.reached.set_result(True)
+        self.given.result()
+
+    def pass_by(self) -> None:
+        """Note that the batch has ended, whether it waited here or not."""
+        if not self.reached.done():
+            self.reached.set_result(False)
+
+    @property
+    def waiting(self) -> bool:
+        return self.reached.done() and self.reached.result() and not self.given.done()
+
+
+class GenerationEndedError(RuntimeError):
+    """Raised in a generation that waits for new weights when the run ends."""
+
+
 @dataclass
 class AsyncCollector(RolloutCollector):
     """Generates the batches of later steps while the current step trains. The engine holds a separate copy of the
@@ -205,15 +254,21 @@ class AsyncCollector(RolloutCollector):
         keeps: whether checkpoints will hold batches. If so, the first batch is tested, so that step 1 reports a column
             that no checkpoint can hold.
         groups: (prompts per step, responses per prompt), required of a checkpoint's batches; None: any.
-        submit: starts a job and returns its future; None: use a thread. Jobs run one after the other."""
+        submit: starts a job and returns its future; None: use a thread. Jobs run one after the other.
+        pause: weights in flight: batch k >= A pauses here under version k - A, while step k - A trains, and continues
+            under version k - A + 1. None: a batch is generated by one version.
+        make_meeting: makes the `Meeting` of a batch."""
 
     age: int = 1
     keeps: bool = False
     groups: tuple[int, int] | None = None
     submit: Callable[[Callable[[], Collected | None]], Future[Collected | None]] | None = None
+    pause: Pause | None = None
+    make_meeting: Callable[[], Meeting] = Meeting
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._meetings: deque[Meeting | None] = deque()  # of these batches
         self._threads: ThreadPoolExecutor | None = None
         self.submit = self.submit or self._in_thread
         self._batches: deque[Future[Collected | None]] = deque()  # for steps state.step, state.step + 1, ...
@@ -224,14 +279,21 @@ class AsyncCollector(RolloutCollector):
         """Wait for the rollouts of this step, and start those of a later step. `exposed_generation` is the time that
         training waits."""
         with timer("exposed_generation"):
-            self.settle()
-        ready, version = len(self._batches), self.state.step
+            paused = self._until_weights_may_change()
+            if paused is None:
+                self._finish()
+        ready, version = len(self._batches) - (paused is not None), self.state.step
         metrics = self.refresh(timer)
+        if paused is not None:
+            paused.given.set_result(None)
         while len(self._batches) <= self.age:
             self._generates = True
             step = version + len(self._batches)
-            self._batches.append(self.submit(lambda step=step: self._batch_of(step, version)))
+            meeting = self.make_meeting() if self.pause is not None and step >= self.age else None
+            self._meetings.append(meeting)
+            self._batches.append(self.submit(lambda step=step, at=meeting: self._batch_of(step, version, at)))
         with timer("exposed_generation"):
+            self._meetings.popleft()
             collected = self._batches.popleft().result()
         if collected is None:
             raise RuntimeError(f"step {version + 1} has no prompts: the data ended before it")
@@ -241,13 +303,27 @@ class AsyncCollector(RolloutCollector):
         collected.metrics = metrics | {"avg_trajectory_age": age, "buffer_size": ready}
         return collected
 
+    def _version_metrics(self, rollouts: Rollouts, weight_version: int) -> dict[str, float]:
+        return {} if self.pause is None else version_metrics(rollouts.message_log, weight_version)
+
     def _in_thread(self, job: Callable[[], Collected | None]) -> Future[Collected | None]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         return self._threads.submit(job)
 
-    def _batch_of(self, step: int, version: int) -> Collected | None:
-        """Make the batch of a step, counted from 0; None if the run ends earlier. Jobs run in the order of steps."""
+    def _batch_of(self, step: int, version: int, meeting: Meeting | None) -> Collected | None:
+        """Make the batch of a step, counted from 0; None if the run ends earlier. Jobs run in the order of steps. At
+        `meeting` the weights change; None: nowhere."""
+        if meeting is None:
+            return self._made(step, version)
+        self.generation.change = WeightChange(self.pause, meeting.wait)
+        try:
+            return self._made(step, version)
+        finally:
+            self.generation.change = None
+            meeting.pass_by()
+
+    def _made(self, step: int, version: int) -> Collected | None:
         state, timer = self.state, Timer()
         if state.max_num_steps is not None and step >= state.max_num_steps:
             return None
@@ -261,10 +337,24 @@ class AsyncCollector(RolloutCollector):
         collected.seconds = timer.sums()
         return collected
 
-    def settle(self) -> None:
-        """Wait for all batches, and end generation."""
-        for batch in self._batches:
+    def _until_weights_may_change(self) -> Meeting | None:
+        """Wait until every batch has ended, or the last one waits for new weights; return its meeting then."""
+        for batch, meeting in zip(self._batches, self._meetings, strict=True):
+            if meeting is not None and meeting.reached.result() and meeting.waiting:
+                return meeting
             batch.result()
+        return None
+
+    def settle(self) -> None:
+        """Wait for all batches, and end generation. A batch that waits for new weights gets them: those of the step that
+        has just trained are the ones that it waits for."""
+        if (paused := self._until_weights_may_change()) is not None:
+            self.refresh(Timer())
+            paused.given.set_result(None)
+            self._until_weights_may_change()
+        self._finish()
+
+    def _finish(self) -> None:
         if self._generates:
             self.generation.finish_generation()
             self._generates = False
@@ -288,10 +378,15 @@ class AsyncCollector(RolloutCollector):
             batch: Future[Collected | None] = Future()
             batch.set_result(Collected.from_state(saved))
             self._batches.append(batch)
+            self._meetings.append(None)
             self._epochs_drawn += saved["finished_epochs"]
 
     def close(self, wait: bool = False) -> None:
-        """Stop starting new work. Generations in flight run to completion or stop with their workers."""
+        """Stop starting new work. Generations in flight run to completion or stop with their workers; one that waits for
+        new weights ends."""
+        for meeting in self._meetings:
+            if meeting is not None and not meeting.given.done():
+                meeting.given.set_exception(GenerationEndedError("the run ended"))
         if self._threads is not None:
             self._threads.shutdown(wait=wait, cancel_futures=not wait)
             self._threads = None

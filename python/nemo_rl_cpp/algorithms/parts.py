@@ -20,6 +20,7 @@ from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.hooks import StepLog, Validation
 from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty
+from nemo_rl_cpp.algorithms.reward_penalties import apply_reward_penalties
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
 from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers, check_vocabulary
 from nemo_rl_cpp.algorithms.train_state import TrainState
@@ -27,7 +28,7 @@ from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.config.fold import exactness_text, say_fold
-from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.config.loop import LengthPenaltyConfig, LoopConfig, RewardPenaltyConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig, SFTMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.chat_template import choose_template
@@ -50,12 +51,14 @@ from nemo_rl_cpp.metrics.performance import Devices
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue, value_class
 from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration
+from nemo_rl_cpp.models.generation.interfaces import Pause
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_cpp.models.memory import forecast_summary
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.report import ReportWriter
+from nemo_rl_cpp.rollouts.batches import Rollouts
 from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
@@ -274,6 +277,31 @@ def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
         ) from error
 
 
+def _change_rewards(
+    rollouts: Rollouts,
+    penalties: RewardPenaltyConfig | None,
+    length_penalty: LengthPenaltyConfig | None,
+    tokenizer: TokenizerType,
+) -> dict[str, float]:
+    """Apply `reward_penalties`, then `grpo.length_penalty`; return their metrics."""
+    metrics: dict[str, float] = {}
+    if penalties is not None and penalties.any_enabled:
+        metrics |= apply_reward_penalties(rollouts, penalties, tokenizer)
+    if length_penalty is not None:
+        metrics |= apply_length_penalty(rollouts, length_penalty, tokenizer)
+    return metrics
+
+
+def _pause_of(config: TrainMasterConfig) -> Pause | None:
+    """Return where responses pause for new weights; None without `in_flight_weight_updates`."""
+    settings, policy = config.loop.beside_training, config.policy
+    if not settings.in_flight_weight_updates:
+        return None
+    longest = policy.generation.max_new_tokens or policy.max_total_sequence_length
+    after = settings.in_flight_after_tokens or max(-(-longest // 2), 2)
+    return Pause(after, keep_cache=not settings.recompute_kv_cache_after_weight_updates)
+
+
 def make_collector(
     config: TrainMasterConfig,
     policy: PolicyInterface,
@@ -302,14 +330,15 @@ def make_collector(
         "state": state,
         "shape_rewards": partial(shape_rewards, loop=loop),
     }  # fmt: skip
-    if penalty is not None:
-        parts["change_rewards"] = lambda rollouts: apply_length_penalty(rollouts, penalty, tokenizer)
+    parts["change_rewards"] = partial(
+        _change_rewards, penalties=config.reward_penalties, length_penalty=penalty, tokenizer=tokenizer
+    )
     if config.algorithm == "sft":
         parts["roll_out"] = given_answers
     if not settings.enabled:
         return SyncCollector(**parts)
     return AsyncCollector(
-        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps,
+        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=_pause_of(config),
         keeps=config.checkpointing.enabled, groups=(loop.num_prompts_per_step, loop.num_generations_per_prompt),
     )  # fmt: skip
 

@@ -124,7 +124,10 @@ def apply_length_penalty(
             skipped += len(rows)
             continue
         lengths = _lengths([assistant_text(rollouts["message_log"][row]) for row in rows], params, tokenizer)
-        for row, reward in zip(rows, penalized(rewards, lengths, params, config.bands())):
+        info = rollouts["extra_env_info"][rows[0]] if "extra_env_info" in rollouts else None
+        n_std, min_samples = params.profiled_length_n_std, params.profiled_length_min_samples
+        too_long = profiled_limit(info, n_std, min_samples) if params.profiled_length_penalty else None
+        for row, reward in zip(rows, penalized(rewards, lengths, params, config.bands(), too_long)):
             after[row] = reward
         if config.verbose:
             print(
@@ -144,22 +147,48 @@ def apply_length_penalty(
 
 def penalized(
     rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
-    bands: Mapping[str, ProfileBandChannel] | None = None,
+    bands: Mapping[str, ProfileBandChannel] | None = None, too_long: float | None = None,
 ) -> list[float]:  # fmt: skip
     """Return the rewards [G] of one group, each 0 or 1, after bonuses, penalties and bands; `lengths` holds [G] per
-    channel.
+    channel. `profiled_length_penalty` is taken from responses of the total length `too_long` or more.
 
     reward = max(0, reward + additions) x factor of each band; only rewards above 0 are changed."""
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
     _add_pass_rate(additions, right, lengths["total"], params.pass_rate_length_penalty_weight)
+    if too_long is not None:
+        for i in right:
+            additions[i] -= params.profiled_length_penalty * (lengths["total"][i] >= too_long)
     result = [max(0.0, reward + addition) if addition else reward for reward, addition in zip(rewards, additions)]
     for name in CHANNELS:
         if getattr(params, f"profile_band_{name}") and name in bands:
             for i in right:
                 result[i] *= band_factor(lengths[name][i], bands[name])
     return result
+
+
+def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples: int) -> float | None:
+    """Return the length from which `profiled_length_penalty` applies to the responses of a prompt: mean + n_std x standard
+    deviation (n - 1; 0 for one sample) of the `profiled_output_lengths` whose `profiled_rewards` are above 0. `info` is
+    the prompt's `extra_env_info`. None: no penalty, because fewer than `min_samples` earlier responses earned a reward.
+
+    Raise ValueError if only one of the two lists is there, or if their lengths differ.
+    """
+    info = info or {}
+    rewards, lengths = info.get("profiled_rewards"), info.get("profiled_output_lengths")
+    if rewards is None and lengths is None:
+        return None
+    if rewards is None or lengths is None or len(rewards) != len(lengths):
+        raise ValueError(
+            "grpo.length_penalty.default.profiled_length_penalty needs profiled_rewards and profiled_output_lengths of equal "
+            f"length in extra_env_info, got {rewards} and {lengths}: correct the data, or set the penalty to 0"
+        )
+    passed = [length for reward, length in zip(rewards, lengths) if reward > 0]
+    if len(passed) < min_samples:
+        return None
+    deviation = statistics.stdev(passed) if len(passed) > 1 else 0.0
+    return statistics.mean(passed) + n_std * deviation
 
 
 def band_factor(length: float, band: ProfileBandChannel) -> float:

@@ -98,6 +98,7 @@ def _device(config: TrainMasterConfig) -> str:
     own = cluster.cpus_per_worker or max(1, threads_at_start(None) // cluster.processes)
     more = f" and {engines} that only generate" if engines else ""
     how = "auto: the launcher's ranks" if cluster.executor == "auto" else cluster.executor
+    how = "auto: rollouts beside training" if cluster.is_split else how
     return f"{cluster.device}, {trainers} processes that train{more} ({how}), {_many(own, 'thread')} each"
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from .base import Count, Positive, Section, key
 
@@ -43,6 +43,7 @@ def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
 class ClusterConfig(Section):
     """The number of devices, and the executor that runs them."""
 
+    _beside_training: bool = PrivateAttr(False)
     gpus_per_node: Positive = key(
         1,
         "devices of a machine; with executor processes or ray that many workers, else they are folded onto the one device at hand, see strict_sizes",
@@ -58,7 +59,7 @@ class ClusterConfig(Section):
     )
     executor: Literal["auto", "in_process", "processes", "ray"] = key(
         "auto",
-        "auto: the ranks that torchrun or srun has started, else in_process, since the CPU is one device; in_process: everything in this process; processes: gpus_per_node * num_nodes processes of this machine train and generate together, on the CPU; ray: so many Ray actors, on the cluster of RAY_ADDRESS or on one that is started here",
+        "auto: the ranks that torchrun or srun has started, else in_process, since the CPU is one device, or two processes for rollouts beside training (async_grpo), of which one trains and one generates; in_process: everything in this process; processes: gpus_per_node * num_nodes processes of this machine train and generate together, on the CPU; ray: so many Ray actors, on the cluster of RAY_ADDRESS or on one that is started here",
     )
     cpus_per_worker: Positive | None = key(
         None,
@@ -80,10 +81,21 @@ class ClusterConfig(Section):
         "seconds that one message between worker processes may take, waiting for a slower one included; with executor ray also one answer of an environment",
     )
 
+    def note_beside_training(self) -> None:
+        """Note that engines generate beside training, so that `auto` takes a process for each of the two."""
+        self._beside_training = True
+
+    @property
+    def is_split(self) -> bool:
+        """Whether `auto` stands for one process that trains and one that generates."""
+        return self.executor == "auto" and self._beside_training and launched_ranks() == 1
+
     @property
     def processes(self) -> int:
         """The number of cooperating processes: the workers of the executors `processes` and `ray`, the launcher's ranks
-        with `auto`, otherwise 1."""
+        with `auto`, otherwise 1; 2 if `is_split`."""
+        if self.is_split:
+            return 2
         if self.executor == "auto":
             return launched_ranks()
         return self.num_nodes * self.gpus_per_node if self.has_workers else 1
@@ -92,7 +104,7 @@ class ClusterConfig(Section):
     def chosen_executor(self) -> Literal["in_process", "processes", "ray"]:
         """The executor, with `auto` resolved."""
         if self.executor == "auto":
-            return "processes" if launched_ranks() > 1 else "in_process"
+            return "processes" if launched_ranks() > 1 or self.is_split else "in_process"
         return self.executor
 
     @property
@@ -102,7 +114,9 @@ class ClusterConfig(Section):
 
     @property
     def executor_text(self) -> str:
-        """The executor's name for error messages, with the ranks of the launcher that `auto` found."""
+        """The executor's name for error messages, with what `auto` stands for."""
+        if self.is_split:
+            return "auto, which is two processes for rollouts beside training,"
         return (
             f"auto under a launcher of {self.processes} ranks"
             if self.executor == "auto" and self.has_workers
@@ -121,12 +135,15 @@ class ClusterConfig(Section):
 
 
 def engines_of(config: TrainMasterConfig) -> int:
-    """Return how many workers only generate; 0 if generation shares the trainers' processes and weights.
+    """Return how many workers only generate; 0 if generation shares the trainers' processes and weights. With the
+    executor `auto`, 1 for rollouts beside training.
 
     On one machine the number is `resources.gpus_per_node`, on several machines it is the workers of
     `resources.num_nodes` whole machines.
     """
     colocated, cluster = config.policy.generation.colocated, config.cluster
+    if cluster.is_split and not colocated.enabled:
+        return 1
     if colocated.enabled or not cluster.has_workers or cluster.executor == "auto":  # all ranks of a launcher train
         return 0
     if cluster.num_nodes == 1:

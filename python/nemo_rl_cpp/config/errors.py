@@ -103,8 +103,11 @@ class Report:
 _DEAD = {
     "penalize_invalid_tool_call": "grpo.invalid_tool_call_advantage, for NeMo Gym, which is not supported here",
     "invalid_tool_call_strategy": "grpo.invalid_tool_call_advantage, for NeMo Gym, which is not supported here",
-    "penalize_malformed_thinking": "grpo.malformed_thinking_advantage and reward_penalties.penalize_malformed_think_tag, "
-    "for NeMo Gym, which is not supported here",
+    "penalize_malformed_thinking": "reward_penalties.penalize_malformed_think_tag",
+    "use_combined_training": "none: NeMo RL has no such setting",
+    "dynamic_sampling_oversample_ratio": "grpo.batch_multiplier",
+    "do_not_average_loss": "loss_fn.loss_agg_mode",
+    "scale_loss_by_dp_cp_size": "none: gradients are sums over the tokens of the batch",
     "zero_variance_prompt_filtering": "grpo.use_dynamic_sampling",
     "num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
     "activation_checkpointing_enabled": "policy.dtensor_cfg.activation_checkpointing, or "

@@ -130,7 +130,8 @@ def engine_of(config: WholeConfig) -> str | None:
 def is_apart(config: WholeConfig) -> bool:
     """Return whether the configuration gives generation its own devices, but the run shares the trainer's."""
     cluster = config.cluster
-    return not config.sampling[1].colocated.enabled and (not cluster.has_workers or cluster.executor == "auto")
+    shared = not cluster.has_workers or (cluster.executor == "auto" and not cluster.is_split)
+    return not config.sampling[1].colocated.enabled and shared
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:

@@ -25,7 +25,15 @@ from .errors import ConfigError, Problem, Report
 from .fold import exactness_of
 from .generation import EvalGenerationConfig, GenerationConfig
 from .logger import LoggerConfig
-from .loop import DataPlaneConfig, GRPOConfig, LoopConfig, PPOConfig, RewardPenaltyConfig
+from .loop import (
+    AsyncGRPOConfig,
+    AsyncRLConfig,
+    DataPlaneConfig,
+    GRPOConfig,
+    LoopConfig,
+    PPOConfig,
+    RewardPenaltyConfig,
+)
 from .loss import ClippedPGLossConfig, MseValueLossConfig
 from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
 from .sft import SFTConfig, SFTLossConfig
@@ -119,7 +127,10 @@ class TrainMasterConfig(MasterConfig):
     checkpointing: CheckpointingConfig = section(CheckpointingConfig, "checkpoints")
     logger: LoggerConfig = section(LoggerConfig, "logs")
     cluster: ClusterConfig = section(ClusterConfig, "devices")
-    reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
+    reward_penalties: RewardPenaltyConfig | None = section(
+        RewardPenaltyConfig, "responses with a defect of form earn 0"
+    )
+    async_rl: AsyncRLConfig | None = key(None, "rollouts beside training, as NeMo RL's SingleController writes it")
     data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
 
     @classmethod
@@ -157,8 +168,15 @@ class TrainMasterConfig(MasterConfig):
         """A short name of the run for display."""
         return f"{self.algorithm.upper()} {self.policy.model_name}"
 
+    def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
+        """Set the section `async_grpo` or `async_ppo` to what `async_rl` asks for."""
+
     def fill_defaults(self) -> None:
         self.policy.fill_defaults()
+        if self.async_rl is not None:
+            self.take_async_rl(self.async_rl)
+        if self.loop.beside_training.enabled and not self.policy.generation.colocated.enabled:
+            self.cluster.note_beside_training()
         row = exactness_of(self.policy)
         self.loss_fn.fill_correction(row is not None and not row.equal)
         self.loss_fn.fill_scale_factor(self.policy.generation.max_new_tokens)
@@ -171,6 +189,9 @@ class GRPOMasterConfig(TrainMasterConfig):
     on_policy_distillation: OnPolicyDistillationConfig | None = section(
         OnPolicyDistillationConfig, "teachers, for grpo.adv_estimator.name opd; null: none"
     )
+
+    def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
+        self.grpo.async_grpo = (self.grpo.async_grpo or AsyncGRPOConfig()).model_copy(update=async_rl.beside_training)
 
     @property
     def algorithm(self) -> str:
@@ -215,6 +236,9 @@ class PPOMasterConfig(TrainMasterConfig):
     def has_critic(self) -> bool:
         estimator = self.ppo.adv_estimator
         return estimator.name == "gae" or (is_user_defined(estimator.name) and estimator.uses_critic)
+
+    def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
+        self.ppo.async_ppo = self.ppo.async_ppo.model_copy(update=async_rl.beside_training)
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
         return {"policy": self.policy} | ({"value": self.value} if self.has_critic else {})

@@ -37,11 +37,15 @@ if TYPE_CHECKING:
     from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 
 
+_GYM_SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples")
+"""Keys of `env` that are no sections, and that NeMo RL reads with NeMo Gym."""
+
+
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
     """Return whether `env` is well-formed, so that the rules can read it."""
     check_env(env, report)
     for name, section in env.items():
-        if section is not None and not isinstance(section, Mapping) and name != "should_use_nemo_gym":
+        if section is not None and not isinstance(section, Mapping) and name not in _GYM_SWITCHES:
             report.add(f"env.{name}", f"must be a section (lines of key: value), not {in_a_line(section)}")
     return not report.has_problem("env")
 
@@ -80,8 +84,8 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
     colocated = "policy.generation.colocated.enabled"
     if engines_of(config) == 0:  # it does not train step by step, so it is never folded onto one device
         text = (
-            f"needs engines with weights of their own: set {colocated}=false with resources, and cluster.executor to "
-            "processes or ray"
+            f"needs engines with weights of their own: set {colocated}=false, and cluster.executor to auto (two processes), or "
+            "to processes or ray, with resources"
         )
         report.add(name, text, colocated)
     old = "trains on responses of older weights: set loss_fn."
@@ -426,12 +430,45 @@ def check_env(env: EnvConfigs, report: Report) -> None:
     silently keep a different environment."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     if env.get("should_use_nemo_gym"):
-        text = f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}"
-        report.add("env.should_use_nemo_gym", text)
+        _refuse_nemo_gym(env.get("nemo_gym"), report)
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):
         text = f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}"
         report.add("env.reward_model.enabled", text)
+
+
+_NEMO_GYM = {
+    "config_paths": "names servers that a run does not start: start the resource server in NeMo Gym's own environment, and "
+    "name it by data.train.taskset.task.resources_url",
+    "policy_model": "is the policy's server, which is policy.generation.expose_http_server and http_server here",
+    "port_range_low": "gives ports to servers that a run does not start: leave it out",
+    "port_range_high": "gives ports to servers that a run does not start: leave it out",
+    "invalid_tool_call_patterns": "is not supported: an environment that finds a bad call gives the reward for it",
+    "num_gpu_nodes": "gives GPUs to judges, which are servers of their own here: leave it out",
+    "effort_levels": "is not supported: grpo.length_penalty rewards short responses in every environment",
+    "thinking_tags": "is not supported: they are <think> and </think>, as reward_penalties and grpo.length_penalty read them",
+    "rollout_max_attempts_to_avoid_lp_nan": "is not needed: a response whose log-probabilities are not finite ends the run",
+}
+"""Keys of `env.nemo_gym` -> what to do instead."""
+_NEMO_GYM_KINDS = {
+    "agent": "is an agent of NeMo Gym: write it as a function (env.agent.function), or choose a program of verifiers "
+    "(env.verifiers.harness)",
+    "model": "is a model server of NeMo Gym: start it yourself, and let the resource server or a reward function ask it",
+}
+"""The last word of the name of a server -> what to do instead."""
+
+
+def _refuse_nemo_gym(section: object, report: Report) -> None:
+    """Refuse the switch of NeMo Gym and every key of `env.nemo_gym`, each with what does the same here."""
+    report.add(
+        "env.should_use_nemo_gym",
+        "cannot be true: a run does not start NeMo Gym's servers. Its resource servers score responses through the task set "
+        "nemo_gym of verifiers: set it to false, data.train.dataset_name to verifiers with taskset.id nemo_gym, and "
+        "policy.generation.expose_http_server to true (docs/guides/agents.md)",
+    )
+    for name in section if isinstance(section, Mapping) else ():
+        other = "belongs to a server of NeMo Gym: write it into that server's own configuration"
+        report.add(f"env.nemo_gym.{name}", _NEMO_GYM.get(name) or _NEMO_GYM_KINDS.get(name.rpartition("_")[2], other))
 
 
 def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:

@@ -56,6 +56,7 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
         report.add("cluster.executor", text)
     if cluster.has_workers and cluster.device != "cpu":
         one_gpu = "start one process" if cluster.executor == "auto" else "executor=auto"
+        one_gpu = "async_grpo.enabled (async_ppo.enabled) to false" if cluster.is_split else one_gpu
         text = (
             f"{cluster.executor_text} runs on the CPU only, not on {cluster.device}: set cluster.device=cpu, "
             f"or {one_gpu} for one GPU"

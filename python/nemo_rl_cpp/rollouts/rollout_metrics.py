@@ -1,8 +1,9 @@
 """Counts of turns and tokens per rollout, and NeMo RL's metrics of a batch of rollouts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.metrics.performance import group_reward_metrics, is_equal, rewards_by_group
@@ -54,6 +55,26 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
         "max_gen_tokens_per_sample": max(s.assistant_tokens for s in samples),
         "mean_env_tokens_per_sample": mean([s.env_tokens for s in samples]),
         "total_generated_tokens": sum(s.assistant_tokens for s in samples),
+    }
+
+
+def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str, float]:
+    """Return which weights sampled the conversations, which `version` began.
+
+    mean_weight_versions: mean number of versions; total_tokens_of_older_weights and total_tokens_of_newer_weights: tokens
+    sampled before and after the weights changed.
+    """
+    of_samples, older, newer = [], 0, 0
+    for log in logs:
+        sampled = [message for message in log if "generation_logprobs" in message]
+        after = sum(int((m["token_versions"] > version).sum()) for m in sampled if "token_versions" in m)
+        before = sum(len(message["token_ids"]) for message in sampled) - after
+        of_samples.append((before > 0) + (after > 0))
+        older, newer = older + before, newer + after
+    return {
+        "mean_weight_versions": sum(of_samples) / len(of_samples),
+        "total_tokens_of_older_weights": older,
+        "total_tokens_of_newer_weights": newer,
     }
 
 

@@ -44,7 +44,8 @@ def generate_responses(
 ) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
     """Generate once for every row and append the assistant's messages to `batch["message_log"]`, in place.
 
-    A message holds the text without special tokens, `token_ids`, and with `include_logprobs` `generation_logprobs`.
+    A message holds the text without special tokens, `token_ids`, and with `include_logprobs` `generation_logprobs`;
+    also `token_versions`, the version of the weights that sampled each token, if the weights could change within it.
     `batch["truncated"]` [B] marks responses that were cut, if the engine reports it.
 
     Return (batch, the generated ids of each row, {"mean_generation_length", "total_generated_tokens"}).
@@ -66,6 +67,9 @@ def attach_responses(
     if include_logprobs and responses.logprobs is not None:
         for log, logprobs in zip(batch["message_log"], responses.rows(responses.logprobs), strict=True):
             log[-1]["generation_logprobs"] = logprobs
+    if responses.token_versions is not None:
+        for log, versions in zip(batch["message_log"], responses.rows(responses.token_versions), strict=True):
+            log[-1]["token_versions"] = versions
     if responses.truncated is not None:
         batch["truncated"] = responses.truncated
     mean, total = responses.lengths.float().mean().item(), int(responses.lengths.sum())

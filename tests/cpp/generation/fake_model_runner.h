@@ -57,6 +57,7 @@ class FakeModelRunner : public ModelRunner {
     if (nan_after == static_cast<std::int64_t>(tokens.size())) row[0] = std::numeric_limits<float>::quiet_NaN();
   }
 
+  std::int64_t weights = 0;  ///< a cell holds which weights computed it: token + 1000 * weights
   std::int64_t steps = 0, allocations = 0, largest_step = 0, widest_step = 0;
   std::int64_t fail_at_step = -1;
   std::int64_t nan_after = -1;  ///< tokens after which the logits hold a NaN
@@ -85,7 +86,7 @@ class FakeModelRunner : public ModelRunner {
         const std::int64_t position = s.context_length + i;
         const std::int32_t block = s.block_table.at(static_cast<std::size_t>(position / block_));
         EXPECT_TRUE(written.emplace(block, position % block_).second) << "two sequences write one cell";
-        cell(block, position % block_) = batch.token_ids[static_cast<std::size_t>(s.query_start + i)];
+        cell(block, position % block_) = batch.token_ids[static_cast<std::size_t>(s.query_start + i)] + 1000 * weights;
       }
     }
     EXPECT_EQ(expected_start, static_cast<std::int64_t>(batch.token_ids.size()));

@@ -59,9 +59,10 @@ Job random_job(Random& random, std::int64_t max_prompt, std::int64_t max_new) {
   return job;
 }
 
-/// The definition: one token after the other from the whole history, without cache or batch.
+/// The definition: one token after the other from the whole history, without cache or batch. After `pause` other
+/// weights compute the history, or with keep_cache the new part of it.
 Generation alone(const FakeModelRunner& model, const std::vector<std::int64_t>& prompt, const Request& r,
-                 std::int64_t max_model_len, const TokenBytes& bytes) {
+                 std::int64_t max_model_len, const TokenBytes& bytes, const Pause& pause = {}) {
   Generation out;
   std::vector<std::int64_t> tokens = prompt;
   std::vector<float> logits(kVocab), scratch_logits(kVocab);
@@ -74,7 +75,12 @@ Generation alone(const FakeModelRunner& model, const std::vector<std::int64_t>& 
       out.finish_reason = FinishReason::length;
       break;
     }
-    model.fill_logits(tokens, logits.data());
+    std::vector<std::int64_t> cells = tokens;
+    if (const auto N = static_cast<std::size_t>(pause.after_tokens); N > 0 && out.token_ids.size() >= N) {
+      const std::size_t old = pause.keep_cache ? prompt.size() + N - 1 : 0;
+      for (std::size_t i = old; i < cells.size(); ++i) cells[i] += 1000;
+    }
+    model.fill_logits(cells, logits.data());
     RandomKey key = r.key;
     key.position = static_cast<std::uint32_t>(tokens.size());
     const auto sampled = kernels::sample_row(logits.data(), kVocab, r.params.rule, random_uniform(key),
@@ -136,6 +142,57 @@ TEST(Engine, AnyScheduleYieldsWhatEachRequestYieldsAlone) {
   }
   EXPECT_GT(preemptions, 100);  // or the property was not put to the test
   EXPECT_GT(copies_possible, 100);
+}
+
+TEST(Engine, WeightsChangeAfterTheSameTokensOfEachRequestInAnySchedule) {
+  std::int64_t paused = 0, kept = 0, preemptions = 0;
+  for (std::uint32_t seed = 0; seed < 300; ++seed) {
+    Random random(seed);
+    const std::int64_t block = random.between(1, 9);
+    const Job job = random_job(random, 20, 30);
+    const Pause pause{random.between(2, 12), random.below(2) == 0};
+    const std::int64_t least = (20 + 30 + block - 1) / block + 1;
+    const std::int64_t blocks = pause.keep_cache ? 1 << 20 : least + random.below(20);
+    auto runner = std::make_shared<FakeModelRunner>(kVocab, block);
+    const auto bytes = letters();
+    Engine engine(runner, config(random.between(1, 20), random.between(1, 64), 0, blocks), bytes);
+    auto out = engine.generate(job.prompts, job.requests, nullptr, {}, {}, pause);
+    if (engine.paused()) {
+      runner->weights = 1;
+      out = engine.resume(nullptr);
+      ++paused;
+      kept += pause.keep_cache;
+    }
+    ASSERT_FALSE(engine.paused());
+    ASSERT_EQ(out.size(), job.requests.size());
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      const auto& prompt = job.prompts[job.requests[i].prompt];
+      expect_equal(out[i], alone(*runner, prompt, job.requests[i], 0, *bytes, pause), i);
+    }
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+    preemptions += engine.metrics().preemptions;
+  }
+  EXPECT_GT(paused, 200);
+  EXPECT_GT(kept, 80);
+  EXPECT_GT(preemptions, 50);
+}
+
+TEST(Engine, PausedCallIsGivenUpByTheNextAndKeepingTheCacheNeedsRoomForAll) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 4);
+  Engine engine(runner, config(16, 512, 0, 12), nullptr);
+  Request r;
+  r.params.max_new_tokens = 20;
+  const auto whole = engine.generate({{1, 2}}, {r}, nullptr);
+  EXPECT_TRUE(engine.generate({{1, 2}}, {r}, nullptr, {}, {}, {5, false}).empty());
+  EXPECT_TRUE(engine.paused());
+  EXPECT_EQ(engine.generate({{1, 2}}, {r}, nullptr)[0].token_ids, whole[0].token_ids);
+  EXPECT_THROW(engine.resume(nullptr), std::runtime_error);
+  EXPECT_TRUE(engine.generate({{1, 2}}, {r}, nullptr, {}, {}, {5, true}).empty());
+  EXPECT_EQ(engine.resume(nullptr)[0].token_ids, whole[0].token_ids);
+  EXPECT_THROW(engine.generate({{1, 2}}, {r, r, r}, nullptr, {}, {}, {5, true}), std::invalid_argument);
+  EXPECT_TRUE(engine.generate({{1, 2}}, {r, r, r}, nullptr, {}, {}, {5, false}).empty());
+  engine.release_cache();
+  EXPECT_FALSE(engine.paused());
 }
 
 TEST(Engine, PromptOfAGroupIsComputedOnce) {

@@ -6,11 +6,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.collector import AsyncCollector, Collected, SyncCollector
+from nemo_rl_cpp.algorithms.collector import AsyncCollector, Collected, GenerationEndedError, Meeting, SyncCollector
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.models.generation.interfaces import Pause
 from nemo_rl_cpp.rollouts.batches import Rollouts
 
 
@@ -23,7 +24,7 @@ class Turns:
     the first that can run after these. `options` says afterwards how many could run at each gate."""
 
     def __init__(self, choices):
-        self.choices, self.options, self.moved = choices, [], threading.Condition()
+        self.choices, self.options, self.moved = choices, [], threading.Condition(threading.RLock())
         self.turn, self.can_run = "train", ["train"]
         self.waits_for, self.jobs, self.errors = None, [], []
 
@@ -83,6 +84,26 @@ class Turns:
                 self._pass_on()
                 self._until_my_turn("generate")
 
+    def pause(self, reached):
+        """The thread that generates waits until `go_on`."""
+        with self.moved:
+            self.tell(reached, True)
+            self.can_run.remove("generate")
+            self._pass_on()
+            self._until_my_turn("generate")
+
+    def tell(self, future, result):
+        """Set a future that "train" may wait for."""
+        with self.moved:
+            future.set_result(result)
+            if self.waits_for is future:
+                self.waits_for = None
+                self.can_run.insert(0, "train")
+
+    def go_on(self):
+        with self.moved:
+            self.can_run.append("generate")
+
     def wait_for(self, future):
         with self.moved:
             if not future.done():
@@ -102,12 +123,28 @@ class TurnFuture(Future):
         return super().result(0)
 
 
+class TurnMeeting(Meeting):
+    """A meeting whose two threads take turns."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self.turns, self.reached = turns, TurnFuture(turns)
+        self.given.add_done_callback(lambda given: turns.go_on())
+
+    def wait(self):
+        self.turns.pause(self.reached)
+
+    def pass_by(self):
+        if not self.reached.done():
+            self.turns.tell(self.reached, False)
+
+
 class Maker:
     """Engine and trainer of a model: the engine's version is that of the last refit, and is read throughout a generation."""
 
     def __init__(self, turns, state, epochs=lambda number: 0):
         self.turns, self.state, self.generation, self.epochs = turns, state, self, epochs
-        self.version, self.busy, self.number, self.log = None, False, 0, []
+        self.version, self.busy, self.number, self.change = None, False, 0, None
 
     def refresh(self, timer):
         assert not self.busy, "the engine got new weights in the middle of a generation"
@@ -121,6 +158,10 @@ class Maker:
             self.turns.gate("generate")
             assert self.version == weight_version
         self.busy = False
+        if self.change is not None:
+            self.change.wait()
+            self.turns.gate("generate")
+            assert self.version == weight_version + 1
         with timer("generation"):
             rows = Rollouts({"total_reward": torch.tensor([float(number)])})
         return Collected(rows, {}, {}, self.epochs(number), weight_version)
@@ -138,11 +179,13 @@ def collector_of(maker, state, **options):
     return collector
 
 
-def run_model(choices, age, steps, save_after=None, resumed=None, begin=0):
+def run_model(choices, age, steps, save_after=None, resumed=None, begin=0, pause=None):
     """(what was trained as (batch, version that made it), what a checkpoint held, options at each gate)"""
     turns, state, saved = Turns(choices), TrainState(max_num_steps=steps, total_steps=begin), None
     maker = Maker(turns, state)
-    collection = collector_of(maker, state, age=age, keeps=True, submit=turns.submit)
+    collection = collector_of(
+        maker, state, age=age, keeps=True, submit=turns.submit, pause=pause, make_meeting=lambda: TurnMeeting(turns)
+    )
     if resumed is not None:
         collection.load_state_dict(resumed)
         maker.number = begin + len(resumed)
@@ -175,11 +218,13 @@ def every_order(run):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pause", [None, Pause(2, False)], ids=["whole", "weights in flight"])
 @pytest.mark.parametrize("age, steps", [(1, 4), (2, 3), (3, 3)])
-def test_every_interleaving_of_the_two_threads_trains_the_same_batches(age, steps):
+def test_every_interleaving_of_the_two_threads_trains_the_same_batches(age, steps, pause):
+    """With weights in flight the maker asserts that each batch k >= age continues under the version after its first."""
     expected = [(k, max(0, k - age)) for k in range(steps)]
     orders = 0
-    for trained, saved in every_order(lambda choices: run_model(choices, age, steps, save_after=2)):
+    for trained, saved in every_order(lambda choices: run_model(choices, age, steps, save_after=2, pause=pause)):
         assert trained == expected
         assert [int(batch["samples"]["total_reward"][0]) for batch in saved] == list(range(2, min(2 + age, steps)))
         assert [batch["weight_version"] for batch in saved] == [max(0, k - age) for k in range(2, min(2 + age, steps))]
@@ -187,9 +232,10 @@ def test_every_interleaving_of_the_two_threads_trains_the_same_batches(age, step
     assert orders > 20, "the threads were not interleaved"
 
 
-def test_resumed_run_trains_the_same_batches_as_the_uninterrupted_run():
-    whole, saved, _ = run_model([], age=2, steps=6, save_after=3)
-    rest, _, _ = run_model([], age=2, steps=6, resumed=saved, begin=3)
+@pytest.mark.parametrize("pause", [None, Pause(2, False)], ids=["whole", "weights in flight"])
+def test_resumed_run_trains_the_same_batches_as_the_uninterrupted_run(pause):
+    whole, saved, _ = run_model([], age=2, steps=6, save_after=3, pause=pause)
+    rest, _, _ = run_model([], age=2, steps=6, resumed=saved, begin=3, pause=pause)
     assert rest == whole[3:]
 
 
@@ -303,6 +349,27 @@ def test_closing_the_collector_waits_for_generation_in_flight():
     collection.collect(Timer())
     collection.close(wait=True)
     assert len(collection.state_dict()) == 1, "the batch of the next step is whole"
+
+
+def test_closing_the_collector_ends_a_generation_that_waits_for_weights():
+    state, ended = TrainState(max_num_steps=9), []
+    maker = Maker(None, state)
+    maker.refresh = lambda timer: {}
+
+    def make(version, timer):
+        try:
+            if maker.change is not None:
+                maker.change.wait()
+        except GenerationEndedError as error:
+            ended.append(error)
+            raise
+        return Collected(Rollouts({}), {}, {}, 0, version)
+
+    maker.make = make
+    collection = collector_of(maker, state, age=1, pause=Pause(2, False))
+    collection.collect(Timer())
+    collection.close(wait=True)
+    assert len(ended) == 1 and maker.change is None
 
 
 def test_sync_collector_drops_batches_saved_by_an_async_run(capsys):

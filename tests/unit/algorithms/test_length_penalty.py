@@ -128,3 +128,25 @@ def test_profile_band_is_enabled_if_given_unless_the_default_disables_it():
         .profile_band_total
     )
     assert not LengthPenaltyConfig(profile_band=band | {"enabled": False}).params_of("t").profile_band_total
+
+
+@pytest.mark.parametrize("least, std, expected", [
+    (2, 1.0, [1.0, 0.7, 0.0]),  # earlier lengths 2 and 4 passed: 3 + sqrt(2) = 4.41 tokens
+    (2, 0.0, [0.7, 0.7, 0.0]), (3, 1.0, [1.0, 1.0, 0.0]),
+])  # fmt: skip
+def test_profiled_length_penalty_begins_at_mean_plus_deviations_of_the_earlier_right_lengths(least, std, expected):
+    info = {"profiled_rewards": [1, 0, 1], "profiled_output_lengths": [2, 90, 4]}
+    batch = rollouts(["aaa", "aaaaa", "aaaaa"], [1.0, 1.0, 0.0], [0, 0, 0], extra_env_info=[info] * 3)
+    params = {"profiled_length_penalty": 0.3, "profiled_length_min_samples": least, "profiled_length_n_std": std}
+    apply_length_penalty(batch, LengthPenaltyConfig(default=params), letters)
+    assert batch["total_reward"].tolist() == pytest.approx(expected)
+
+
+def test_profiled_length_penalty_without_earlier_lengths_changes_nothing_and_half_a_profile_is_an_error():
+    config = LengthPenaltyConfig(default={"profiled_length_penalty": 0.3})
+    batch = rollouts(["aaa", "a"], [1.0, 1.0], [0, 0], extra_env_info=[{}, {}])
+    apply_length_penalty(batch, config, letters)
+    assert batch["total_reward"].tolist() == [1.0, 1.0]
+    batch["extra_env_info"] = [{"profiled_rewards": [1]}] * 2
+    with pytest.raises(ValueError, match="needs profiled_rewards and profiled_output_lengths"):
+        apply_length_penalty(batch, config, letters)

@@ -131,8 +131,9 @@ BAD_FILES = {
     "length penalty": (
         "grpo:\n  length_penalty: {default: {total_bonuss: 0.1}}", "grpo.length_penalty.default.total_bonuss", 2, ["did you mean total_bonus"]),
     "profile of lengths": (
-        "grpo:\n  length_penalty: {default: {profiled_length_penalty: 0.1}}", "grpo.length_penalty.default.profiled_length_penalty", 2,
-        ["are not read"]),
+        "grpo:\n  length_penalty: {default: {profiled_length_min_samples: 0}}", "grpo.length_penalty.default.profiled_length_min_samples", 2,
+        ["1"]),
+    "penalised tokens": ("reward_penalties: {penalize_unwanted_tokens: true}", "reward_penalties", 1, ["needs token_ids.unwanted"]),
     "band": (
         "grpo:\n  length_penalty: {profile_band: {enabled: true, defaults: {total: {a: 5, b: 5, f: 0.5}}}}",
         "grpo.length_penalty.profile_band.defaults.total", 2, ["needs b above a"]),
@@ -156,12 +157,14 @@ BAD_FILES = {
     "clip the wrong way round": ("grpo:\n  advantage_clip_low: 1\n  advantage_clip_high: -1", "grpo.advantage_clip_low", 2, ["swap them"]),
     "async": ("grpo:\n  async_grpo: {enabled: true}", "grpo.async_grpo.enabled", 2, ["colocated.enabled=false"]),
     "baseline of another estimator": ("grpo:\n  adv_estimator: {minus_baseline: false}", "grpo.adv_estimator.minus_baseline", 2, ["no effect with adv_estimator.name grpo"]),
-    "async within a response": ("grpo:\n  async_grpo: {in_flight_weight_updates: true}", "grpo.async_grpo.in_flight_weight_updates", 2, ["not supported", "set it to false"]),
+    "async within a response": ("grpo:\n  async_grpo: {in_flight_after_tokens: 1}", "grpo.async_grpo.in_flight_after_tokens", 2, ["2"]),
     "data set": ("data:\n  train: {dataset_name: arithmetics}", "data.train.dataset_name", 2, ["unknown", "did you mean arithmetic"]),
     "data set key": ("data:\n  train: {dataset_name: arithmetic, max_nmber: 5}", "data.train.max_nmber", 2, ["did you mean max_number"]),
     "data set without a file": ("data:\n  train: {dataset_name: ResponseDataset}", "data.train.data_path", 2, ["is missing"]),
     "no data set": ("data:\n  shuffle: true", "data.train", 1, ["is missing"]),
-    "NeMo Gym": ("env:\n  should_use_nemo_gym: true\n  arithmetic: {}", "env.should_use_nemo_gym", 2, ["NeMo Gym is not supported", "reward_functions"]),
+    "an unread key": (
+        "grpo:\n  dynamic_sampling_oversample_ratio: 2", "grpo.dynamic_sampling_oversample_ratio", 2, ["read by nothing", "grpo.batch_multiplier"]),
+    "NeMo Gym": ("env:\n  should_use_nemo_gym: true\n  arithmetic: {}", "env.should_use_nemo_gym", 2, ["does not start NeMo Gym's servers", "taskset.id nemo_gym"]),
     "reward model": ("env:\n  reward_model: {enabled: true}\n  arithmetic: {}", "env.reward_model.enabled", 2, ["not supported", "register_env"]),
     "environment": ("data:\n  train: {dataset_name: arithmetic, env_name: arithmetik}", "data.train.env_name", 2, ["did you mean arithmetic"]),
     "environment key": ("env:\n  math: {math_verify_imp: x}\n  arithmetic: {}", "env.math.math_verify_imp", 2, ["did you mean math_verify_impl"]),
@@ -218,6 +221,21 @@ def test_invalid_file_is_reported_with_key_and_line(case):
     assert problem.where == f"bad.yaml:{line}"
     for word in words:
         assert word in str(caught.value)
+
+
+def test_each_key_of_nemo_gym_is_refused_with_what_to_do_instead():
+    keys = {
+        "config_paths": "resources_url", "policy_model": "expose_http_server", "math_simple_agent": "env.agent.function",
+        "equivalence_judge_model": "start it yourself", "code_gen": "that server's own configuration",
+    }  # fmt: skip
+    lines = "".join(f"    {name}: {{}}\n" for name in keys)
+    Path("bad.yaml").write_text(compose(f"env:\n  should_use_nemo_gym: true\n  nemo_gym:\n{lines}"))
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("bad.yaml")
+    told = {problem.key: problem.message for problem in caught.value.problems}
+    assert "taskset.id nemo_gym" in told.pop("env.should_use_nemo_gym")
+    assert set(told) == {f"env.nemo_gym.{name}" for name in keys}
+    assert all(words in told[f"env.nemo_gym.{name}"] for name, words in keys.items())
 
 
 def test_all_errors_of_a_file_are_reported_at_once_in_line_order():

@@ -41,10 +41,12 @@ SHAPES = [  # {}: the section, grpo or ppo
      "{}.reward_shaping.overlong_buffer_penalty=0.1", "{}.reward_shaping.max_response_length=3", "{}.use_dynamic_sampling=true",
      "{}.batch_multiplier=1.5", "policy.dynamic_batching.enabled=true", "policy.sequence_packing.enabled=false"),
     ("{}.reward_shaping.enabled=true", "{}.reward_shaping.stop_properly_penalty_coef=0.5", "policy.sequence_packing.enabled=false",
-     "data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=8", "policy.tokenizer.chat_template=default"),
+     "data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=8", "policy.tokenizer.chat_template=default",
+     "++reward_penalties={{penalize_unwanted_tokens:true,penalize_malformed_think_tag:true,"
+     "token_ids:{{unwanted:[99],think_open:97,think_close:98}}}}"),
     ("policy.backend=hf", "loss_fn.name=dr_grpo"),
 ]  # fmt: skip
-SEVERAL = ("cluster.executor=processes", "cluster.gpus_per_node=3", "policy.generation.colocated.enabled=false",
+SEVERAL = ("{0}.async_{0}.in_flight_weight_updates=true", "cluster.executor=processes", "cluster.gpus_per_node=3", "policy.generation.colocated.enabled=false",
            "policy.generation.colocated.resources.gpus_per_node=1", "{0}.async_{0}.enabled=true",
            "loss_fn.use_importance_sampling_correction=true")  # fmt: skip
 ONLY_GRPO = [
@@ -57,7 +59,7 @@ ONLY_GRPO = [
     ("grpo.adv_estimator.name=recipes.own_loss.Centred", "grpo.adv_estimator.kwargs={{power:2}}",
      "loss_fn.name=recipes.own_loss.Reinforce", "loss_fn.kwargs={{scale:2.0}}"),
     ("++grpo.length_penalty={{profile_band:{{enabled:true,defaults:{{total:{{a:1.0,b:2.0,f:0.5}},reasoning:{{a:-2.0,b:-1.0,f:0.5}},"
-     "answer:{{a:1.0,b:2.0,f:0.5}}}}}},default:{{total_bonus:0.1,reasoning_bonus:0.1,answer_bonus:0.1,longest_total_penalty:0.1,"
+     "answer:{{a:1.0,b:2.0,f:0.5}}}}}},default:{{profiled_length_penalty:0.1,total_bonus:0.1,reasoning_bonus:0.1,answer_bonus:0.1,longest_total_penalty:0.1,"
      "longest_reasoning_penalty:0.1,longest_answer_penalty:0.1,group_total_length_penalty_coeff:0.1,"
      "group_reasoning_length_penalty_coeff:0.1,group_answer_length_penalty_coeff:0.1,total_zmad_threshold:1.0,total_zmad_penalty:0.1,"
      "reasoning_zmad_threshold:1.0,reasoning_zmad_penalty:0.1,answer_zmad_threshold:1.0,answer_zmad_penalty:0.1,"
@@ -247,6 +249,10 @@ def changes(kind):
         "cluster.num_nodes": ((), "4"),
         "cluster.strict_sizes": (two, "true"),
         "cluster.executor": ((), "ray"),
+        "async_rl.sampler.max_lookahead_versions": (
+            ("async_rl={sampler:{max_lookahead_versions:1}}", "policy.generation.colocated.enabled=false",
+             "loss_fn.use_importance_sampling_correction=true"), "2",
+        ),
         "cluster.max_restarts": (("checkpointing.enabled=false",), "1"),
         f"{kind}.skip_reference_policy_logprobs_calculation": (("loss_fn.reference_policy_kl_penalty=0.1", f"{kind}.skip_reference_policy_logprobs_calculation=false"), "true"),
         "data.use_multiple_dataloader": (("data.num_prompts_per_dataloader=32",), "true"),

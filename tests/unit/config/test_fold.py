@@ -90,7 +90,7 @@ def test_an_evaluation_is_folded_too():
 
 @pytest.mark.parametrize("override", [
     "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
-    "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=in_order",
+    "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=by_time",
 ])  # fmt: skip
 def test_settings_that_change_results_are_rejected_not_folded(override):
     with pytest.raises(ConfigError) as caught:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config, rules
+from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 
 HERE = Path(__file__).parent
@@ -24,14 +25,7 @@ PARENTS = {
 NAMES = sorted({*RECIPES, *VALUES})
 
 REASONS = {
-    "training while generating": (
-        "async_grpo",
-        "async_ppo",
-        "async_rl",
-        "rollout_checkpointing",
-        "rollout_recovery",
-        "token_capture",
-    ),
+    "stale rollouts without importance sampling correction": ("async_grpo.enabled", "async_ppo.enabled"),
     "quantised training or generation": (
         "fp8_cfg",
         "vllm_cfg.precision",
@@ -140,7 +134,7 @@ def test_most_nemo_rl_recipes_load_unchanged(walk, capsys):
         )
         for reason, count in refused.most_common():
             print(f"  {count:3} {reason}")
-    assert len(loaded(walk)) >= 112 and len(native) >= 80
+    assert len(loaded(walk)) >= 124 and len(native) >= 90
 
 
 @pytest.mark.slow
@@ -154,6 +148,12 @@ def test_rejected_recipes_are_rejected_for_a_known_reason(walk):
 
 def test_recipes_with_unsupported_result_changing_features_do_not_load(walk):
     for name in loaded(walk):
-        assert not any(
-            word in name for word in ("fp8", "nvfp4", "megatron-lora", "async", "eagle", "single_controller")
-        ), name
+        assert not any(word in name for word in ("fp8", "nvfp4", "megatron-lora", "eagle")), name
+
+
+def test_asynchronous_recipes_train_and_generate_in_two_processes(walk):
+    beside = {name: config for name, config in loaded(walk).items() if "async" in name and "gym" not in name}
+    assert len(beside) >= 11
+    for name, config in beside.items():
+        assert config.grpo.beside_training.enabled and config.grpo.beside_training.in_flight_weight_updates, name
+        assert (trainers_of(config), engines_of(config)) == (1, 1), name

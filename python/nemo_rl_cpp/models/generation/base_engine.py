@@ -113,18 +113,21 @@ class BaseEngine(GenerationInterface):
         RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
         """
         batch = data if isinstance(data, RaggedBatch) else _ragged_prompts(data)
+        responses = self._respond(self._asked(batch, data, greedy), on_finished)
+        return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
+
+    def _asked(self, batch: RaggedBatch, of_rows: Prompts, greedy: bool) -> GenerationRequest:
+        """Return the request for a batch; `of_rows` holds the keys of `GenerationDatumSpec`."""
         size = batch.size
-        asked = GenerationRequest(
+        return GenerationRequest(
             batch=batch,
             greedy=greedy,
-            stream=_the_stream(data.get("stream"), size),
+            stream=_the_stream(of_rows.get("stream"), size),
             max_new_tokens=self._max_new_tokens(batch.lengths),
-            draws=self._draw_ids(data.get("draw_ids"), size),
-            samples=_row_integers("sample_index", data.get("sample_index", torch.zeros(size)), size),
-            stops=self._stop_texts(data.get("stop_strings"), size),
+            draws=self._draw_ids(of_rows.get("draw_ids"), size),
+            samples=_row_integers("sample_index", of_rows.get("sample_index", torch.zeros(size)), size),
+            stops=self._stop_texts(of_rows.get("stop_strings"), size),
         )
-        responses = self._respond(asked, on_finished)
-        return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     @abstractmethod
     def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:

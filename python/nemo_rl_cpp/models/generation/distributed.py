@@ -25,9 +25,11 @@ from nemo_rl_cpp.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
+    Pause,
     RefitRendezvous,
     RefitResult,
     Responses,
+    WeightChange,
 )
 from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.model_folder import open_model_folder
@@ -65,6 +67,23 @@ class EngineHost:
                 nothing, torch.zeros(1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, dtype=torch.bool)
             )
         return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
+
+    def generate_until(
+        self,
+        number: int,
+        prompts: RaggedBatch,
+        greedy: bool,
+        pause: Pause,
+        on_finished: Callable[..., None] | None = None,
+    ) -> Responses | None:
+        """Return the engine's responses, or None if it has paused (`NativeGeneration.generate_until`)."""
+        if prompts.size == 0:
+            return self.generate_with(number, prompts, greedy, on_finished)
+        return self._engines[number].generate_until(prompts, pause, greedy, on_finished)
+
+    def resume(self, number: int, on_finished: Callable[..., None] | None = None) -> Responses | None:
+        """Return the responses of a paused engine, or None if it is not paused."""
+        return self._engines[number].resume(on_finished)
 
     def ask_engine(self, number: int, method: str, *args: object) -> object:
         """Call any method of the engine."""
@@ -106,16 +125,25 @@ class DistributedGeneration(GenerationInterface):
         batch = self._with_draws(batch)
         shares = self._shares(batch)
         told = [None if on_finished is None else partial(_told, on_finished, rows) for rows in shares]
-        size = self.group.tensor_size
-        calls = [call for rows in shares for call in [(self._number, select(batch, rows), greedy)] * size]
-        by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
-        answers = self.group.call_each("generate_with", calls, "on_finished", by_worker)
-        responses = self._joined(shares, self.group.first_of_groups(answers))
+        responses = self._joined(shares, self._parts([select(batch, rows) for rows in shares], greedy, told))
         return (
             responses
             if isinstance(data, RaggedBatch)
             else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
         )
+
+    def _parts(
+        self, prompts: list[RaggedBatch], greedy: bool, told: list[Callable[..., None] | None]
+    ) -> list[Responses]:
+        """Return the responses of each engine to its prompts."""
+        return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
+
+    def _of_engines(self, method: str, each: list[tuple], told: list[Callable[..., None] | None]) -> list:
+        """Return the result of each engine's call; the processes of one engine make the same call."""
+        size = self.group.tensor_size
+        calls = [call for call in each for _ in range(size)]
+        by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
+        return self.group.first_of_groups(self.group.call_each(method, calls, "on_finished", by_worker))
 
     def _shares(self, batch: RaggedBatch) -> list[list[int]]:
         return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
@@ -129,12 +157,16 @@ class DistributedGeneration(GenerationInterface):
         logprobs = [row for part in parts for row in part.rows(part.logprobs)]
         truncated = torch.cat([part.truncated for part in parts])
         lengths = torch.cat([part.lengths for part in parts])
-        return Responses(
+        responses = Responses(
             token_ids=torch.cat([ids[i] for i in order]),
             offsets=offsets_of(lengths[place]),
             logprobs=torch.cat([logprobs[i] for i in order]),
             truncated=truncated[place],
         )
+        if all(part.token_versions is not None for part in parts):
+            versions = [row for part in parts for row in part.rows(part.token_versions)]
+            responses.token_versions = torch.cat([versions[i] for i in order])
+        return responses
 
     def _with_draws(self, batch: RaggedBatch) -> RaggedBatch:
         """Number the prompts of rows without `draw_ids`, as a single engine does."""
@@ -181,6 +213,12 @@ def _told(
     on_finished: Callable[[list[int], list[list[int]]], None], share: list[int], rows: list[int], ids: list[list[int]]
 ) -> None:
     on_finished([share[row] for row in rows], ids)
+
+
+def _add_versions(part: Responses, before: int, after_tokens: int) -> None:
+    """Set the version of each token of an engine's responses, whose weights were of version `before` up to the pause."""
+    positions = torch.arange(len(part.token_ids)) - part.offsets[:-1].repeat_interleave(part.lengths)
+    part.token_versions = torch.where(positions < after_tokens, before, part.weight_version)
 
 
 def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
@@ -236,10 +274,26 @@ class EngineWorker(EngineHost):
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
         """Generate like `EngineHost`, and add the version of the weights. Raise RuntimeError before the first refit."""
+        return self._with_version(super().generate_with(number, prompts, greedy, on_finished))
+
+    def generate_until(
+        self,
+        number: int,
+        prompts: RaggedBatch,
+        greedy: bool,
+        pause: Pause,
+        on_finished: Callable[..., None] | None = None,
+    ) -> Responses | None:
+        return self._with_version(super().generate_until(number, prompts, greedy, pause, on_finished))
+
+    def resume(self, number: int, on_finished: Callable[..., None] | None = None) -> Responses | None:
+        return self._with_version(super().resume(number, on_finished))
+
+    def _with_version(self, responses: Responses | None) -> Responses | None:
         if self.weight_version is None:
             raise RuntimeError("an engine of its own has no weights before the first sync_weights")
-        responses = super().generate_with(number, prompts, greedy, on_finished)
-        responses.weight_version = self.weight_version
+        if responses is not None:
+            responses.weight_version = self.weight_version
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
@@ -267,11 +321,13 @@ class DedicatedGeneration(DistributedGeneration):
 
     Attributes:
         weight_version: version of the engines' weights; None before the first refit.
+        change: how the weights change in the middle of the next responses; None: they do not.
     """
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
         config = for_workers(config)
         self.cluster = cluster
+        self.change: WeightChange | None = None
         self.weight_version: int | None = None
         self._mean_response = float(config.generation.max_new_tokens or 0) / 2
         group = WorkerGroup(cluster, partial(EngineWorker, config, tokenizer, seed))
@@ -287,12 +343,34 @@ class DedicatedGeneration(DistributedGeneration):
         ]
         return deal(batch, 0, batch.size, self.group.dp_size, tokens)
 
+    def _parts(
+        self, prompts: list[RaggedBatch], greedy: bool, told: list[Callable[..., None] | None]
+    ) -> list[Responses]:
+        """Return the responses of each engine. If `change` is pending, the responses that reach its pause continue when
+        the weights have changed."""
+        change, before = self.change, self.weight_version
+        if change is None:
+            return super()._parts(prompts, greedy, told)
+        if change.done:
+            parts = super()._parts(prompts, greedy, told)
+        else:
+            calls = [(self._number, share, greedy, change.pause) for share in prompts]
+            parts = self._of_engines("generate_until", calls, told)
+            if any(part is None for part in parts):
+                change.wait()
+                change.done = True
+                later = self._of_engines("resume", [(self._number,)] * len(parts), told)
+                parts = [part or rest for part, rest in zip(parts, later, strict=True)]
+        for part in parts:
+            _add_versions(part, before, change.pause.after_tokens)
+        return parts
+
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
         responses = super()._joined(shares, parts)
         versions = {part.weight_version for part in parts}
-        if len(versions) != 1:
+        if versions - {self.weight_version} and self.change is None:
             raise RuntimeError(f"engines answered one batch with weights of versions {sorted(versions)}")
-        responses.weight_version = versions.pop()
+        responses.weight_version = self.weight_version
         self._mean_response = float(responses.lengths.float().mean())
         return responses
 

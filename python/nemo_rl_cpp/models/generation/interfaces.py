@@ -67,6 +67,8 @@ class Responses:
         truncated: bool [B] whether a response ended at a length limit; None if the engine does not report it.
         weight_version: version of the weights that generated the responses, set by `sync_weights` for an engine that
             holds its own weights; otherwise None.
+        token_versions: int64 [N] version of the weights that sampled each token, if weights could change within the
+            responses (`WeightChange`); otherwise None.
     """
 
     token_ids: torch.Tensor
@@ -74,6 +76,7 @@ class Responses:
     logprobs: torch.Tensor | None
     truncated: torch.Tensor | None
     weight_version: int | None = None
+    token_versions: torch.Tensor | None = None
 
     @classmethod
     def of(cls, outputs: Responses | Mapping[str, torch.Tensor], prompt_lengths: torch.Tensor) -> Responses:
@@ -122,6 +125,33 @@ Answer = Responses | BatchedDataDict[GenerationOutputSpec]
 """The output of an engine: `Responses` for a RaggedBatch, or a padded batch."""
 OnFinished = Callable[[list[int], list[list[int]]], None]
 """A callback for responses that have ended: receives their rows and the token ids of each response."""
+
+
+class Pause(NamedTuple):
+    """Where a generation stops in the middle of its responses, so that the weights can change.
+
+    Attributes:
+        after_tokens: each response stops after so many tokens, at least 2.
+        keep_cache: the keys and values of the old weights are kept; otherwise they are computed again.
+    """
+
+    after_tokens: int
+    keep_cache: bool
+
+
+@dataclass
+class WeightChange:
+    """One change of the weights in the middle of responses: `DedicatedGeneration` applies it to the first `generate` in
+    which a response reaches `pause`.
+
+    Attributes:
+        wait: returns when the engines have the new weights. It is called when every response has ended or paused.
+        done: whether the weights have changed.
+    """
+
+    pause: Pause
+    wait: Callable[[], None]
+    done: bool = False
 
 
 class GenerationInterface(Protocol):

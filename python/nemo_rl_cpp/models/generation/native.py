@@ -15,7 +15,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, GenerationRequest
-from nemo_rl_cpp.models.generation.interfaces import OnFinished, Responses
+from nemo_rl_cpp.models.generation.interfaces import OnFinished, Pause, Responses
 from nemo_rl_cpp.models.model_folder import ModelFolder
 
 _UNLIMITED_SLOTS = 1 << 20
@@ -69,9 +69,28 @@ class NativeGeneration(BaseEngine):
         prompts = _distinct_prompts(asked.batch)
         self._runner.keep_activations(asked.stream == "train")
         requests = self._requests(asked, prompts.index)
-        generated = self._engine.generate(prompts.ids, prompts.offsets, requests, on_finished)
-        truncated = generated.finish_reasons == int(C.FinishReason.length)
-        return Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
+        return _responses(self._engine.generate(prompts.ids, prompts.offsets, requests, on_finished))
+
+    def generate_until(
+        self, batch: RaggedBatch, pause: Pause, greedy: bool = False, on_finished: OnFinished | None = None
+    ) -> Responses | None:
+        """Generate like `generate`, but stop each response at `pause`. Return None if any response has stopped there;
+        `resume` continues. Which tokens precede the pause depends on `pause` alone.
+
+        Raise ValueError if `pause.keep_cache` is set and the cache cannot hold all responses at once."""
+        asked = self._asked(batch, batch, greedy)
+        prompts = _distinct_prompts(asked.batch)
+        self._runner.keep_activations(False)
+        requests = self._requests(asked, prompts.index)
+        generated = self._engine.generate(
+            prompts.ids, prompts.offsets, requests, on_finished, pause.after_tokens, pause.keep_cache
+        )
+        return None if generated is None else _responses(generated)
+
+    def resume(self, on_finished: OnFinished | None = None) -> Responses | None:
+        """Continue a generation that `generate_until` paused, with the model's weights as they are now, to the end of
+        all responses. Return None if nothing is paused."""
+        return _responses(self._engine.resume(on_finished)) if self._engine.paused else None
 
     def _requests(self, asked: GenerationRequest, prompt_index: Tensor) -> C.GenerationRequests:
         index: dict[tuple[str, ...], int] = {}  # the distinct sets of stop strings
@@ -129,6 +148,11 @@ class NativeGeneration(BaseEngine):
     def clear_logger_metrics(self) -> None:
         """Reset the metrics of `get_logger_metrics`."""
         self._engine.reset_metrics()
+
+
+def _responses(generated: C.GenerationArrays) -> Responses:
+    truncated = generated.finish_reasons == int(C.FinishReason.length)
+    return Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
 
 
 class _Prompts(NamedTuple):

@@ -1,0 +1,107 @@
+"""`reward_penalties`: which conversations earn nothing, by hand, and the rules of the section."""
+
+import pytest
+import torch
+from nemo_rl_cpp.algorithms.reward_penalties import apply_reward_penalties
+from nemo_rl_cpp.config.loop import RewardPenaltyConfig
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+OPEN, CLOSE = 12, 13
+
+
+def tokenizer(text, add_special_tokens):
+    assert add_special_tokens is False
+    return {"input_ids": {"<think>": [OPEN], "</think>": [CLOSE]}.get(text, list(range(len(text))))}
+
+
+def spelled(text, add_special_tokens):
+    return {"input_ids": list(range(len(text)))}
+
+
+def message(role, ids, content="x"):
+    return {"role": role, "token_ids": torch.tensor(ids), "content": content}
+
+
+def penalised(log, tokenizer=tokenizer, **config):
+    """The reward of a conversation that earned 1, and the metrics."""
+    batch = BatchedDataDict(message_log=[log], total_reward=torch.tensor([1.0]), **{"reward/form": torch.tensor([0.5])})
+    metrics = apply_reward_penalties(batch, RewardPenaltyConfig(**config), tokenizer)
+    assert float(batch["reward/form"]) == 0.5 * float(batch["total_reward"])
+    return float(batch["total_reward"]), metrics
+
+
+@pytest.mark.parametrize(
+    "text, reward",
+    [("<think>same</think> same", 0.0), ("<think>same</think>other", 1.0), ("same", 1.0), ("<think> </think> ", 1.0)],
+)
+def test_answer_that_repeats_its_reasoning_earns_nothing(text, reward):
+    log = [message("user", [1]), message("assistant", [2], text)]
+    result = penalised(log, penalize_duplicated_reasoning=True)
+    assert result == (reward, {"reasoning_equal_to_final_answer_rate": 1.0 - reward})
+
+
+@pytest.mark.parametrize(
+    "texts, reward", [(["a</think>  "], 0.0), (["<think>cut"], 0.0), ([""], 0.0), (["", "b"], 1.0), (["b", ""], 0.0)]
+)
+def test_conversation_whose_last_response_is_empty_earns_nothing(texts, reward):
+    log = [m for text in texts for m in (message("user", [1]), message("assistant", [2], text))]
+    assert penalised(log, penalize_empty_final_answer=True) == (reward, {"empty_final_answer_rate": 1.0 - reward})
+
+
+def test_unwanted_token_counts_in_responses_only():
+    section = {"penalize_unwanted_tokens": True, "token_ids": {"unwanted": [7, 8]}}
+    assert penalised([message("user", [7]), message("assistant", [1, 2])], **section)[0] == 1.0
+    assert penalised([message("user", [1]), message("assistant", [1, 8])], **section)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "prompt, response, reward",
+    [
+        ([1, OPEN], [5, CLOSE, 6], 1.0),  # the prompt opens, the response closes
+        ([1, OPEN], [5, 6], 0.0),
+        ([1, OPEN], [CLOSE, CLOSE], 0.0),
+        ([1, OPEN, CLOSE], [5], 1.0),  # thinking is switched off
+        ([1, OPEN, CLOSE], [CLOSE], 0.0),
+        ([1], [OPEN, 5, CLOSE], 0.0),  # a response never opens
+        ([1, CLOSE], [5], 0.0),
+        ([1, OPEN, OPEN], [CLOSE], 0.0),
+    ],
+)
+def test_thinking_tags_are_counted_in_tokens_against_the_prompt(prompt, response, reward):
+    section = {"penalize_malformed_think_tag": True}
+    for log in (
+        [message("user", prompt), message("assistant", response)],
+        [message("system", prompt[:1]), message("user", prompt[1:]), message("assistant", response)],
+        [
+            message("user", [OPEN]),
+            message("assistant", [CLOSE]),
+            message("user", prompt),
+            message("assistant", response),
+        ],
+    ):
+        assert penalised(log, **section) == (reward, {"malformed_think_tag_rate": 1.0 - reward})
+    given = section | {"token_ids": {"think_open": OPEN, "think_close": CLOSE}}
+    assert penalised(log, tokenizer=spelled, **given)[0] == reward
+    assert penalised(log, tokenizer=spelled, **section)[0] == 1.0  # no single tokens: the text decides
+
+
+@pytest.mark.parametrize("text, reward", [("a</think>b", 1.0), ("<think>a", 0.0), ("a</think></think>", 0.0)])
+def test_thinking_tags_that_are_spelled_out_are_found_in_the_text(text, reward):
+    log = [message("user", [1]), message("assistant", [2], text)]
+    assert penalised(log, tokenizer=spelled, penalize_malformed_think_tag=True)[0] == reward
+
+
+def test_nothing_is_penalised_unless_it_is_switched_on():
+    assert penalised([message("user", [1]), message("assistant", [OPEN], "<think>")]) == (1.0, {})
+
+
+@pytest.mark.parametrize(
+    "section, text",
+    [
+        ({"penalize_unwanted_tokens": True}, "needs token_ids.unwanted"),
+        ({"token_ids": {"think_open": 3}}, "needs think_open and think_close together"),
+    ],
+)
+def test_section_without_the_token_ids_that_it_needs_is_refused(section, text):
+    with pytest.raises(ValueError, match=text):
+        RewardPenaltyConfig(**section)

@@ -66,11 +66,12 @@ void bind_trainer(py::module_& m) {
   using namespace trainer;
   py::class_<RowBatch>(m, "RowBatch", "See csrc/trainer/packed_batch.h")
       .def(py::init([](at::Tensor token_ids, at::Tensor starts, at::Tensor lengths, at::Tensor token_mask,
-                       at::Tensor group_ids) {
-             return RowBatch{std::move(token_ids), std::move(starts), std::move(lengths), std::move(token_mask),
-                             std::move(group_ids)};
+                       at::Tensor group_ids, std::optional<at::Tensor> targets) {
+             return RowBatch{std::move(token_ids),  std::move(starts),    std::move(lengths),
+                             std::move(token_mask), std::move(group_ids), targets.value_or(at::Tensor())};
            }),
-           py::arg("token_ids"), py::arg("starts"), py::arg("lengths"), py::arg("token_mask"), py::arg("group_ids"));
+           py::arg("token_ids"), py::arg("starts"), py::arg("lengths"), py::arg("token_mask"), py::arg("group_ids"),
+           py::arg("targets") = py::none());
   m.def(
       "prompt_units",
       [](const RowBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_tokens, bool share_prefix) {

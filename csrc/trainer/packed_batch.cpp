@@ -15,9 +15,13 @@ struct Rows {
         starts(batch.starts.const_data_ptr<std::int64_t>()),
         lengths(batch.lengths.const_data_ptr<std::int64_t>()),
         groups(batch.group_ids.const_data_ptr<std::int64_t>()),
+        targets(batch.targets.defined() ? batch.targets.const_data_ptr<std::int64_t>() : ids),
+        K(batch.targets.defined() ? batch.targets.size(1) : 1),
         mask(batch.token_mask.const_data_ptr<bool>()) {}
   const std::int64_t* row(std::int64_t b) const { return ids + starts[b]; }
   const std::int64_t *ids, *starts, *lengths, *groups;
+  const std::int64_t* targets;  // [T, K]
+  std::int64_t K;
   const bool* mask;
 };
 
@@ -33,6 +37,10 @@ void check(const RowBatch& b) {
                     b.token_mask.is_contiguous() && b.token_mask.is_cpu(),
                 "starts, lengths and group_ids must be int64 [B], token_mask bool like token_ids ",
                 b.token_ids.sizes());
+  NRL_CHECK_ARG(
+      !b.targets.defined() || (b.targets.dim() == 2 && b.targets.size(0) == T && b.targets.size(1) >= 1 &&
+                               b.targets.scalar_type() == at::kLong && b.targets.is_contiguous() && b.targets.is_cpu()),
+      "targets must be contiguous int64 [", T, ", K]");
   for (std::int64_t i = 0; i < B; ++i) {
     const auto start = b.starts.const_data_ptr<std::int64_t>()[i];
     const auto length = b.lengths.const_data_ptr<std::int64_t>()[i];
@@ -94,7 +102,9 @@ class Packer {
     for (std::int64_t t = 1; t < rows_.lengths[b]; ++t) {
       const std::int64_t before = t - 1, place = rows_.starts[b] + t;
       if (!rows_.mask[place]) continue;
-      pairs_.push_back({before < split ? prefix_start + before : start + before - split, place, rows_.ids[place], b});
+      const std::int64_t row = before < split ? prefix_start + before : start + before - split;
+      for (std::int64_t k = place * rows_.K; k < (place + 1) * rows_.K; ++k)
+        pairs_.push_back({row, k, rows_.targets[k], b});
     }
   }
   std::int64_t size() const { return static_cast<std::int64_t>(tokens_.size()); }

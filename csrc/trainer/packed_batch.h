@@ -21,6 +21,8 @@ struct RowBatch {
   at::Tensor token_mask;  ///< bool, shaped like token_ids: tokens whose log-probabilities (or values) are wanted; a
                           ///< row's first token never is
   at::Tensor group_ids;   ///< [B] int64: rows with the same id >= 0 may share their prompt
+  at::Tensor targets;     ///< [T, K] int64, or undefined: the tokens that are scored at each wanted token's place, with
+                          ///< results [T, K]; by default that token alone, with results shaped like token_ids
 };
 
 /// Of one row; both 0 without a wanted token.
@@ -35,7 +37,7 @@ struct PackedBatch {
   at::Tensor positions;  ///< [T]
   std::vector<ops::AttentionSequence> sequences;
   model::TokenQuery query;
-  std::vector<std::int64_t> places;   ///< [R] pair i belongs at this element of the batch's arrays
+  std::vector<std::int64_t> places;   ///< [R] pair i belongs at this element of the results
   std::vector<std::int64_t> samples;  ///< [R] the row that pair i belongs to
 };
 

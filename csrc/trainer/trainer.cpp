@@ -43,9 +43,9 @@ std::vector<std::int64_t> all_rows(std::int64_t T) {
 constexpr auto to_batch = [](auto& full, auto& pair) { full = pair; };
 
 void check_result(const at::Tensor& out, const RowBatch& batch, at::ScalarType dtype) {
-  NRL_CHECK_ARG(
-      out.is_contiguous() && out.sizes() == batch.token_ids.sizes() && out.scalar_type() == dtype && out.is_cpu(),
-      "the results need a contiguous ", c10::toString(dtype), " CPU tensor of shape ", batch.token_ids.sizes());
+  const auto sizes = batch.targets.defined() ? batch.targets.sizes() : batch.token_ids.sizes();
+  NRL_CHECK_ARG(out.is_contiguous() && out.sizes() == sizes && out.scalar_type() == dtype && out.is_cpu(),
+                "the results need a contiguous ", c10::toString(dtype), " CPU tensor of shape ", sizes);
 }
 
 }  // namespace
@@ -144,10 +144,11 @@ void Trainer::forward(const RowBatch& batch, const std::vector<std::int64_t>& sa
   auto& decoder = model_->decoder();
   check_result(out, batch, decoder.accumulate_dtype());
   ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
-  NRL_CHECK_ARG(
-      takes_token_loss(scoring) && options.keep && model_->trainable() && loss.inputs.advantages.numel() == out.numel(),
-      "a forward with a loss is for training a float32 or bfloat16 policy without top_p and top_k, on tensors ",
-      out.sizes());
+  NRL_CHECK_ARG(takes_token_loss(scoring) && options.keep && model_->trainable() && !batch.targets.defined() &&
+                    loss.inputs.advantages.numel() == out.numel(),
+                "a forward with a loss is for training a float32 or bfloat16 policy without top_p, top_k and targets, "
+                "on tensors ",
+                out.sizes());
   scoring_ = scoring;
   has_unfiltered_ = false;
   head_done_ = true;

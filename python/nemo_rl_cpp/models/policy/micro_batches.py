@@ -72,11 +72,13 @@ class RowBatch(C.RowBatch):
     Attributes:
         data: the batch.
         wanted: bool [T], see `wanted_tokens`.
+        targets: int64 [T, K]: the tokens that are scored at the place of a wanted one, with results [T, K]; None for
+            the wanted tokens themselves, with results [T].
     """
 
-    def __init__(self, data: RaggedBatch, wanted: Tensor) -> None:
+    def __init__(self, data: RaggedBatch, wanted: Tensor, targets: Tensor | None = None) -> None:
         ids = data.tokens["input_ids"].to(torch.int64).contiguous()
-        super().__init__(ids, data.starts, data.lengths, wanted.contiguous(), group_ids(data))
+        super().__init__(ids, data.starts, data.lengths, wanted.contiguous(), group_ids(data), targets)
         self.data, self.wanted = data, wanted
 
     def wanted_of(self, row: int) -> Tensor:

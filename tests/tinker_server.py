@@ -1,6 +1,6 @@
 """Tinker's API over the tiny model, in this process, at a free port."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,9 +30,9 @@ def tiny_base(model: Path) -> Base:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, Service]]:
+def serving(folder: Path, make: Callable[[Path], Path] = make_model) -> Iterator[tuple[str, Service]]:
     """The URL of a server, and what it holds; its model and checkpoints lie in the folder."""
-    base = tiny_base(make_model(folder / "model"))
+    base = tiny_base(make(folder / "model"))
     service = Service(base, Store(folder / "checkpoints"))
     server = HttpServer(make_app(service), listen("127.0.0.1", 0), log_level="warning", most_connections=None)
     server.start()

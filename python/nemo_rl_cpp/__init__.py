@@ -7,6 +7,7 @@ configuration can be checked without torch. The import limits how long torch's t
     nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function; train_ppo likewise
     nemo_rl_cpp.load                a model or a checkpoint for generation; nemo_rl_cpp.evaluate scores a model
     nemo_rl_cpp.Callback            called after steps, validations, checkpoints and at the end of a run
+    nemo_rl_cpp.ServiceClient       Tinker's training and sampling clients in this process
     nemo_rl_cpp.load_grpo_config    a validated configuration
     nemo_rl_cpp.build_run           its run: `with build_run(config) as run: run.train()`
     nemo_rl_cpp.write_report        report.html of a log folder
@@ -43,10 +44,13 @@ _EXPORTS = {
     "RawDataset": "data.datasets",
     "RewardFunctionEnvironment": "environments.reward_environment",
     "RunEvent": "algorithms.callbacks",
+    "SamplingClient": "tinker.clients",
+    "ServiceClient": "tinker.clients",
     "Tokenizer": "data.tokenizer",
     "TextGenerator": "generate",
     "TrainResult": "api.result",
     "Trainer": "api.primitives",
+    "TrainingClient": "tinker.clients",
     "TrainingRun": "algorithms.build",
     "build_run": "algorithms.build",
     "evaluate": "api.evaluation",

@@ -104,18 +104,11 @@ class CheckpointStore:
         target, old = folder.with_name(f"step_{step}"), folder.with_name(f"old_step_{step}")
         if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():
             self._set_aside(target)  # written by another program
-        if not target.exists():
-            durable.rename(folder, target)
-            return target
-        self._make_way(old)
-        try:
-            durable.rename(target, old)
-            durable.rename(folder, target)
-        except BaseException:
-            if old.exists() and not target.exists():
-                durable.rename(old, target)
-            raise
-        delete(old)
+        if target.exists():
+            self._make_way(old)
+        durable.publish_folder(folder, target, old)
+        if old.exists():
+            delete(old)
         return target
 
     def remove(self, folder: Path) -> None:

@@ -9,6 +9,8 @@ from nemo_rl_cpp.command_line import add_engine_options, add_model_option, at_le
 from nemo_rl_cpp.serving import check_installed
 
 KEY_VARIABLE = "NEMO_RL_CPP_API_KEY"
+_OF_OPENAI = {"max_queue": 1024, "request_timeout": 600.0, "seed": 42}
+"""Options of the OpenAI routes, and their defaults."""
 _EXAMPLES = """examples:
   nemo-rl-cpp serve --model smollm2-135m-instruct
   nemo-rl-cpp serve --model results/grpo_arithmetic_smollm2 --port 8080 --api-key secret
@@ -26,9 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         "--api-key", help=f"that requests must carry as a bearer token (default: the variable {KEY_VARIABLE}, or none)"
     )
     add_engine_options(parser)
-    parser.add_argument(
-        "--seed", type=at_least(0), default=42, help="of requests that name a rollout and no seed (default: 42)"
-    )
+    parser.add_argument("--seed", type=at_least(0), help="of requests that name a rollout and no seed (default: 42)")
     parser.add_argument(
         "--max-model-len", type=at_least(2), help="longest sequence (default: what the model and the cache allow)"
     )
@@ -42,16 +42,20 @@ def main(arguments: Sequence[str]) -> int:
         help="answers that are generated at the same time (default: 64)",
     )
     parser.add_argument(
-        "--max-queue", type=at_least(1), default=1024, help="answers under way or waiting; more are refused (503)"
+        "--max-queue", type=at_least(1), help="answers under way or waiting; more are refused, 503 (default: 1024)"
     )
     parser.add_argument("--max-body-mb", type=positive, default=8.0, help="size of a request")
-    parser.add_argument("--request-timeout", type=positive, default=600.0, metavar="S", help="seconds for an answer")
+    parser.add_argument("--request-timeout", type=positive, metavar="S", help="seconds for an answer (default: 600)")
     parser.add_argument(
         "--tinker", metavar="FOLDER", help="serve Tinker's API, and keep its checkpoints in this folder"
     )
     known = parser.parse_args(arguments)
     if known.api_key is not None and not known.api_key.strip():  # an unset shell variable, for instance
         parser.error("--api-key is empty: give a key, or leave it out")
+    for option, default in _OF_OPENAI.items():
+        if known.tinker is not None and getattr(known, option) is not None:
+            parser.error(f"--{option.replace('_', '-')} does not apply to --tinker: leave it out")
+        setattr(known, option, default if getattr(known, option) is None else getattr(known, option))
     if known.tinker is not None:
         from nemo_rl_cpp.tinker.command import serve_tinker
 

@@ -36,6 +36,24 @@ def rename(source: Path, target: Path) -> None:
         fsync_path(source.parent)
 
 
+def publish_folder(fresh: Path, target: Path, old: Path) -> None:
+    """Rename the sealed folder `fresh` to `target`.
+
+    An existing target is renamed to `old` first, which the caller removes then; on failure it gets its name back. A
+    crash in between leaves `old` without a target: the next start renames it back.
+    """
+    if not target.exists():
+        rename(fresh, target)
+        return
+    try:
+        rename(target, old)
+        rename(fresh, target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            rename(old, target)
+        raise
+
+
 def write_durable(path: Path, text: str) -> None:
     """Write `text` and sync it. Not atomic: intended for a file in a folder that is not published yet."""
     with open(path, "w", encoding="utf-8") as file:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import os
 import sys
 import traceback
@@ -23,6 +22,7 @@ from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, GenerateAnswer, Header, error_body, event
 from nemo_rl_cpp.serving.bodies import Body, ChatBody, CompletionBody, GenerateBody, RequestError, read_body
 from nemo_rl_cpp.serving.engine import Draw, PendingRequest, Progress, Sample, ServingError
+from nemo_rl_cpp.serving.reading import read_json
 from nemo_rl_cpp.serving.rollouts import HEADER, Call, Rollout
 
 if TYPE_CHECKING:
@@ -206,8 +206,9 @@ class Service:
 
     async def _answer(self, request: Request, make: type[Answer]) -> Response:
         self._check_key(request)
-        body = read_body(_BODIES[make], await self._json(request))
-        limit = self.model.limits.request_timeout_s
+        limits = self.model.limits
+        given = await read_json(request, limits.max_body_bytes, limits.body_timeout_s)
+        body, limit = read_body(_BODIES[make], given), limits.request_timeout_s
         deadline = asyncio.get_running_loop().time() + limit
         rollout = self.model.rollout_of(body, request.headers.get(HEADER))
         # texts are tokenized on a different thread, so that a long text does not block other requests
@@ -240,31 +241,6 @@ class Service:
         given = request.headers.get("authorization", "")
         if self._api_key and not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
             raise RequestError("the key is missing or wrong: send it as `Authorization: Bearer KEY`", 401)
-
-    async def _json(self, request: Request) -> object:
-        limits = self.model.limits
-        raw = b""
-        try:
-            async with asyncio.timeout(limits.body_timeout_s):
-                async for piece in request.stream():
-                    raw += piece
-                    if len(raw) > limits.max_body_bytes:
-                        text = f"the body has more than {limits.max_body_bytes} bytes, the server's limit"
-                        raise RequestError(text, 413)
-        except TimeoutError:
-            raise RequestError(f"the body did not arrive within {limits.body_timeout_s:g} s", 408) from None
-        try:
-            data = json.loads(raw, parse_constant=_no_constant)
-            if b"\\ud" in raw.lower():  # a partial character is no text
-                json.dumps(data, ensure_ascii=False).encode()
-            return data
-        except (ValueError, RecursionError) as error:
-            text = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise RequestError(f"the body is no JSON: {text[:200]}") from None
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
 
 
 async def _unless_gone(request: Request, work: Awaitable[Progress | None]) -> Progress | None:

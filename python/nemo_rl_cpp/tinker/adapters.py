@@ -101,10 +101,14 @@ class Base:
         """Raise UserError for tokens that are no valid sequence for this model."""
         if not tokens:
             raise UserError(f"{what} has no token")
-        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-            raise UserError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
+        self.check_vocabulary(min(tokens), max(tokens), what)
         if len(tokens) + room > self.max_length:
             raise UserError(f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}")
+
+    def check_vocabulary(self, least: int, most: int, what: str) -> None:
+        """Raise UserError unless the tokens from `least` to `most` are in the vocabulary."""
+        if not 0 <= least <= most < self.vocab_size:
+            raise UserError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
 
 
 @dataclass(eq=False)
@@ -124,15 +128,19 @@ class TrainingState:
 
 
 @dataclass
-class Datum:
-    """A training sequence.
+class Row:
+    """A checked datum.
 
     Attributes:
-        tokens: the input followed by the last target, so [N + 1].
-        inputs: float32 [N] by name, in addition to the targets.
+        tokens: the N input tokens.
+        targets: int64 [N, K], the tokens that are scored behind each input token.
+        shape: in which they were given, [N] or [N, K].
+        inputs: float32 of that shape by name, in addition to the targets.
     """
 
     tokens: list[int]
+    targets: Tensor
+    shape: torch.Size
     inputs: dict[str, Tensor]
 
 
@@ -156,18 +164,23 @@ class AdaptedModel:
         self.trainer = C.Trainer(self.native)
         self.runner = native_runner(self.native, {})
         self.nothing = torch.zeros_like(self.native.masters)  # the adapters of the base model
+        self._shown: Tensor | None = None  # the adapters that the native model computes with
         self._owner: TrainingState | None = None  # the state whose gradient and moments the trainer holds
 
     def new_adapter(self, seed: int) -> Tensor:
         """Return a new adapter: A drawn from the seed, B zero."""
+        self._shown = None
         self.lora.draw(self.native, seed)
         return self.native.masters.clone()
 
     def show(self, adapter: Tensor) -> None:
         """Use these adapters from now on."""
+        if self._shown is adapter:
+            return
         if not torch.equal(self.native.masters, adapter):
             self.native.masters.copy_(adapter)
             self.native.masters_changed()
+        self._shown = adapter
 
     def _take_up(self, state: TrainingState) -> None:
         self.show(state.adapter)
@@ -181,39 +194,38 @@ class AdaptedModel:
     # ---- training
 
     def forward(
-        self, state: TrainingState, data: Sequence[Datum], loss: Loss, config: dict[str, float], *, backward: bool
+        self, state: TrainingState, rows: Sequence[Row], loss: Loss, config: dict[str, float], *, backward: bool
     ) -> tuple[float, list[Tensor]]:
         """Compute a loss, and with `backward` add its gradient to the gradient for the next step.
 
-        Returns: the loss, and the log-probabilities of each datum's targets, float32 [N] each.
+        Returns: the loss, and the log-probabilities of each row's targets, float32 [N, K] each.
 
         Raises UserError if the loss is not finite; nothing is added then.
         """
         self._take_up(state)
-        lengths = [len(datum.tokens) for datum in data]
-        tokens = torch.tensor([token for datum in data for token in datum.tokens])
-        batch = RaggedBatch(offsets_of(torch.tensor(lengths)), {"input_ids": tokens}, {})
+        width = max(row.targets.shape[1] for row in rows)
+        batch, targets = _packed(rows, width)
         wanted = wanted_tokens(batch)
-        rows, places = RowBatch(batch, wanted), batch.offsets.tolist()
-        logprobs = torch.zeros(batch.num_tokens, dtype=self.trainer.out_dtype)
+        scored = torch.zeros((batch.num_tokens, width), dtype=self.trainer.out_dtype)
+        view, places = RowBatch(batch, wanted, targets), batch.offsets.tolist()
         total = 0.0
-        for begin, end in _micro_batches(lengths):
-            self.trainer.forward(rows, list(range(begin, end)), 1.0, True, backward, False, logprobs)
+        for begin, end in _micro_batches([len(row.tokens) for row in rows]):
+            self.trainer.forward(view, list(range(begin, end)), 1.0, True, backward, False, scored)
             chosen = torch.arange(places[begin], places[end])[wanted[places[begin] : places[end]]]
-            given = _inputs_of(data[begin:end], config)
-            scored = logprobs[chosen].requires_grad_(backward)
-            value = loss(scored, given)
+            logprobs = scored[chosen].requires_grad_(backward)
+            of_rows = _of_rows(rows[begin:end], logprobs)
+            value = loss(torch.cat([row.flatten() for row in of_rows]), _inputs_of(rows[begin:end], config))
             if not torch.isfinite(value):
                 self._owner = None  # some parts may have been added
                 raise UserError(f"the loss is {value.item()}, expected a finite number: no gradient was added")
             if backward:
-                gradient = torch.zeros_like(logprobs)
-                gradient[chosen] = torch.autograd.grad(value, scored)[0]
+                gradient = torch.zeros_like(scored)
+                gradient[chosen] = torch.autograd.grad(value, logprobs)[0]
                 self.trainer.backward(gradient)
             total += value.item()
         if backward:
             state.grads.copy_(self.trainer.grads)
-        return total, [row[1:].float() for row in batch.rows(logprobs)]
+        return total, [row.float() for row in _of_rows(rows, scored[wanted])]
 
     def step(
         self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
@@ -244,6 +256,7 @@ class AdaptedModel:
 
     def load(self, folder: Path) -> Tensor:
         """Load adapters written by `save`. Raise ValueError if base or shape differ."""
+        self._shown = None
         self.lora.load(folder, self.native)
         return self.native.masters.clone()
 
@@ -288,13 +301,34 @@ def _micro_batches(lengths: list[int]) -> Iterator[tuple[int, int]]:
     yield begin, len(lengths)
 
 
-def _inputs_of(data: Sequence[Datum], config: dict[str, float]) -> dict[str, Tensor]:
-    """Return the concatenated inputs of a loss; the configured number is used for a datum without an input."""
-    names = {name for datum in data for name in datum.inputs} | set(config)
-    return {
+def _packed(rows: Sequence[Row], width: int) -> tuple[RaggedBatch, Tensor]:
+    """Return rows as a batch, each with a last token that nothing reads, and the targets of each token, [T, width]."""
+    lengths = torch.tensor([len(row.tokens) + 1 for row in rows])
+    tokens = torch.tensor([token for row in rows for token in (*row.tokens, 0)])
+    targets = torch.zeros((len(tokens), width), dtype=torch.int64)
+    begin = 0
+    for row in rows:
+        targets[begin + 1 : begin + 1 + len(row.tokens), : row.targets.shape[1]] = row.targets
+        begin += len(row.tokens) + 1
+    return RaggedBatch(offsets_of(lengths), {"input_ids": tokens}, {}), targets
+
+
+def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
+    """Split the log-probabilities of consecutive rows, [sum of N, width]; return [N, K] of each."""
+    parts = scored.split([len(row.tokens) for row in rows])
+    return [part[:, : row.targets.shape[1]] for part, row in zip(parts, rows)]
+
+
+def _inputs_of(rows: Sequence[Row], config: dict[str, float]) -> dict[str, Tensor]:
+    """Return the inputs of a loss for all targets in order, and `row`, the number of each target's row; the configured
+    number is used for a row without an input."""
+    sizes = [row.targets.numel() for row in rows]
+    names = {name for row in rows for name in row.inputs} | set(config)
+    found = {
         name: torch.cat([
-            datum.inputs[name] if name in datum.inputs else torch.full((len(datum.tokens) - 1,), config[name])
-            for datum in data
+            row.inputs[name].flatten() if name in row.inputs else torch.full((size,), config[name])
+            for row, size in zip(rows, sizes)
         ])
         for name in names
     }  # fmt: skip
+    return found | {"row": torch.arange(len(rows)).repeat_interleave(torch.tensor(sizes))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import secrets
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
@@ -20,14 +19,17 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from nemo_rl_cpp.files.durable import MANIFEST
+from nemo_rl_cpp.serving.reading import read_json, read_raw
+from nemo_rl_cpp.tinker import wire
 from nemo_rl_cpp.tinker.errors import UserError
 from nemo_rl_cpp.tinker.service import NotFoundError, Service
-from nemo_rl_cpp.tinker.store import Place
+from nemo_rl_cpp.tinker.store import KINDS, Place, Store
 
 M = TypeVar("M", bound=BaseModel)
 _POLL_SECONDS = 20.0  # the time a client waits for a result before it repeats the request
 _URL_LIFE = timedelta(days=1)
-_NO_CONTENT = 204
+_NO_CONTENT, _INVALID = 204, 422
+_BODY_SECONDS = 60.0  # for a body to arrive
 
 
 class Routes:
@@ -87,7 +89,9 @@ class Routes:
         future = self.service.worker.futures.get(request_id)
         if future is None:
             return _error(410, f"there is no request {request_id}: the server was started again, or its result is gone")
-        await asyncio.wait({asyncio.wrap_future(future)}, timeout=_POLL_SECONDS)
+        wrapped = asyncio.wrap_future(future)
+        wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio prints it
+        await asyncio.wait({wrapped}, timeout=_POLL_SECONDS)
         if not future.done():
             return _json(types.TryAgainResponse(request_id=request_id, queue_state="active"))
         self.service.worker.was_retrieved(request_id)
@@ -98,7 +102,7 @@ class Routes:
             )
             text = str(error) if str(error) else type(error).__name__
             return _json(types.RequestFailedResponse(error=text, category=category))
-        result = future.result()
+        result = wire.encoded(future.result())
         return (
             Response(result, media_type="application/x-protobuf") if isinstance(result, bytes) else JSONResponse(result)
         )
@@ -171,7 +175,7 @@ class Routes:
         store, run = self.service.store, request.path_params.get("run")
         places = store.places(None if run is None else Place.of(f"tinker://{run}/weights/x").run)
         part, cursor = _page(request, places)
-        return _json(types.CheckpointsListResponse(checkpoints=[store.checkpoint(p) for p in part], cursor=cursor))
+        return _json(types.CheckpointsListResponse(checkpoints=[_checkpoint(store, p) for p in part], cursor=cursor))
 
     def _place(self, request: Request) -> Place:
         return Place.of("tinker://" + "/".join(request.path_params[name] for name in ("run", "kind", "name")))
@@ -222,7 +226,7 @@ class Routes:
         if model is None and not places:
             raise NotFoundError(f"there is no training run {run}")
         facts = store.facts(places[-1]) if places else model.facts
-        last = {place.kind: store.checkpoint(place) for place in places}
+        last = {place.kind: _checkpoint(store, place) for place in places}
         return types.TrainingRun(
             training_run_id=run, base_model=facts.base_model, model_owner="local", is_lora=True, lora_rank=facts.shape.rank,
             last_request_time=datetime.fromtimestamp(facts.time, UTC), last_checkpoint=last.get("weights"),
@@ -251,19 +255,10 @@ class Routes:
         await asyncio.wrap_future(self.service.worker.do(run))
 
     async def _raw(self, request: Request) -> bytes:
-        pieces, size = [], 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > self._most:
-                raise UserError(f"the body has more than {self._most} bytes, this server's limit (--max-body-mb)")
-            pieces.append(piece)
-        return b"".join(pieces)
+        return await read_raw(request, self._most, _BODY_SECONDS)
 
     async def _json_body(self, request: Request) -> dict:
-        try:
-            body = json.loads(await self._raw(request))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"the body is no JSON: {str(error)[:200]}") from None
+        body = await read_json(request, self._most, _BODY_SECONDS)
         if not isinstance(body, dict):
             raise UserError("the body is no JSON object")
         return body
@@ -295,9 +290,19 @@ class Routes:
             except ClientDisconnect:
                 return Response(status_code=499)
             except ValueError as error:
-                return _error(422, str(error))
+                return _error(getattr(error, "status", _INVALID), str(error))
 
         return handle
+
+
+def _checkpoint(store: Store, place: Place) -> types.Checkpoint:
+    """Describe a checkpoint."""
+    facts, files = store.facts(place), [file for file in store.folder(place).rglob("*") if file.is_file()]
+    expires = None if facts.ttl_seconds is None else datetime.fromtimestamp(facts.time + facts.ttl_seconds, UTC)
+    return types.Checkpoint(
+        checkpoint_id=f"{place.kind}/{place.name}", checkpoint_type=KINDS[place.kind], time=datetime.fromtimestamp(facts.time, UTC),
+        tinker_path=place.path, size_bytes=sum(file.stat().st_size for file in files), user_metadata=facts.user_metadata, expires_at=expires,
+    )  # fmt: skip
 
 
 def _json(answer: BaseModel) -> JSONResponse:

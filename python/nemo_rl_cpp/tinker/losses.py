@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_rl_cpp.tinker.errors import UserError
 
 Inputs = Mapping[str, Tensor]
-"""Tensors [tokens] by name: a datum's `loss_fn_inputs`, and a loss's configuration as numbers."""
+"""Tensors [targets] by name: `loss_fn_inputs`, the configuration of a loss, and `row`, the number of each target's datum."""
 Loss = Callable[[Tensor, Inputs], Tensor]
 
 
@@ -40,12 +40,26 @@ def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
     return -(logprobs * given["advantages"] - 0.5 * given["beta"] * distance).sum()
 
 
+def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
+    """GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071): a token's ratio has the value of its sequence's, the geometric
+    mean over the tokens that `sequence_ratio_mask` marks, and the gradient of its own."""
+    row, mask = given["row"], (given["sequence_ratio_mask"] != 0).to(logprobs.dtype)
+    sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
+        0, row, (logprobs.detach() - given["logprobs"]) * mask
+    )
+    mean = sums / torch.zeros_like(sums).index_add(0, row, mask)
+    ratio = torch.exp(mean[row] + logprobs - logprobs.detach())
+    advantages = given["advantages"]
+    return -torch.minimum(ratio * advantages, _clipped(ratio, given) * advantages).sum()
+
+
 _OF_SAMPLES = ("logprobs", "advantages")
 LOSSES: dict[str, tuple[Loss, tuple[str, ...], dict[str, float]]] = {
     "cross_entropy": (_cross_entropy, ("weights",), {}),
     "importance_sampling": (_importance_sampling, _OF_SAMPLES, {}),
     "ppo": (_ppo, _OF_SAMPLES, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": (_cispo, _OF_SAMPLES, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "gspo": (_gspo, (*_OF_SAMPLES, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "dro": (_dro, _OF_SAMPLES, {"beta": 0.05}),
 }
 """name: (function, required inputs of a datum, keys of `loss_fn_config` with defaults, which a datum may set, too)."""

@@ -1,37 +1,26 @@
-"""The service behind the routes: sessions, models, samplers and their checkpoints."""
+"""The service behind the routes: sessions, models and samplers by name, and requests that run once and in their order."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from nemo_rl_cpp._native import C
-from nemo_rl_cpp.models.lora import ADAPTER
-from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN
 from nemo_rl_cpp.tinker import wire
-from nemo_rl_cpp.tinker.adapters import Base, Shape, TrainingState
+from nemo_rl_cpp.tinker.adapters import Base, Shape
 from nemo_rl_cpp.tinker.errors import UserError
-from nemo_rl_cpp.tinker.losses import loss_of
-from nemo_rl_cpp.tinker.store import Facts, Place, Store
-from nemo_rl_cpp.tinker.worker import Answers, Result, Sampled, Sampler, TrainedModel, Worker
+from nemo_rl_cpp.tinker.models import Model, Models, SaveOptions
+from nemo_rl_cpp.tinker.store import Place, Store
+from nemo_rl_cpp.tinker.worker import Sampler, Turns
 
 _SESSION_SECONDS = 3600.0  # time without a heartbeat after which a session's memory is dropped
 _MOST_SNAPSHOTS = 8  # unnamed snapshots per model; older ones are dropped
-_OPTIMIZER = "optimizer.safetensors"
-_STEPS = "optimizer.json"
-_MOST_SAMPLES = 1024
 
 
 class NotFoundError(UserError):
@@ -46,11 +35,19 @@ class Session:
     seen: float = field(default_factory=time.monotonic)
 
 
+@dataclass(eq=False)
+class TrainedModel(Turns, Model):
+    """A model that a client of a session trains."""
+
+    session: str = ""
+
+
 class Service:
-    """The state of a server. Methods that begin with `do_` run in the worker's thread."""
+    """The state of a server."""
 
     def __init__(self, base: Base, store: Store) -> None:
-        self.base, self.store, self.worker = base, store, Worker()
+        self.core = Models(base, store)
+        self.base, self.store, self.worker = base, store, self.core.worker
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, TrainedModel] = {}
         self.samplers: dict[str, Sampler] = {}
@@ -90,17 +87,15 @@ class Service:
     def create_model(self, request: types.CreateModelRequest) -> str:
         """Create a model equal to the base. Return the request's id."""
         lora = request.lora_config or types.LoraConfig(rank=32)
-        shape = Shape(lora.rank, lora.train_mlp, lora.train_attn)
-        model = self._new_model(request.session_id, request.model_seq_id, shape)
+        model = self._new_model(
+            request.session_id, request.model_seq_id, Shape(lora.rank, lora.train_mlp, lora.train_attn)
+        )
 
-        def run() -> Result:
+        def run() -> dict:
             self.check_base(request.base_model)
             if request.optimizer_config.type != "adamw":
                 raise UserError(f"the optimizer {request.optimizer_config.type!r} is not here: take adamw")
-            if not 1 <= lora.rank <= 4096:
-                raise UserError(f"the rank of LoRA is {lora.rank}, expected 1 to 4096")
-            model.adapted = self.base.adapted(shape)
-            model.state = TrainingState.beginning(model.adapted.new_adapter(lora.seed or 0))
+            self.core.create(model, lora.seed or 0)
             return types.CreateModelResponse(model_id=model.id).model_dump()
 
         return self.worker.submit_in_turn(model, 0, run)
@@ -108,8 +103,7 @@ class Service:
     def _new_model(self, session_id: str, number: int, shape: Shape) -> TrainedModel:
         model_id = f"{session_id}:train:{number}"
         Place.of(f"tinker://{model_id}/weights/x")  # part of its checkpoints' names
-        facts = Facts(self.base.names[0], shape)
-        return self.models.setdefault(model_id, TrainedModel(model_id, session_id, facts))
+        return self.models.setdefault(model_id, TrainedModel(model_id, self.core.facts(shape), session=session_id))
 
     def model(self, model_id: str) -> TrainedModel:
         """Return a model; after a restart of the server, restore it from its last checkpoint."""
@@ -118,9 +112,10 @@ class Service:
             if place is None:
                 raise NotFoundError(f"there is no model {model_id}, and no checkpoint of it from which it could go on")
             facts = self.store.facts(place)
-            model = TrainedModel(model_id, model_id.partition(":")[0], facts, next_seq=facts.next_seq)
+            session = model_id.partition(":")[0]
+            model = TrainedModel(model_id, facts, session=session, next_seq=facts.next_seq)
             self.models[model_id] = model
-            self.worker.do(lambda: self._do_load(model, place, optimizer=True, gradient=True))
+            self.worker.do(lambda: self.core.load(model, place, optimizer=True, gradient=True))
         return self.models[model_id]
 
     def unload(self, model_id: str) -> None:
@@ -145,42 +140,31 @@ class Service:
             model_name=self.base.names[0],
         )
 
-    def _in_turn(self, model_id: str, seq: int | None, run: Callable[[TrainedModel], Result]) -> str:
+    def _in_turn(self, model_id: str, seq: int | None, run: Callable[[TrainedModel], object]) -> str:
         if seq is None or not 0 <= seq < 1 << 62:
             raise UserError(f"seq_id is {seq}, expected the number of this request of its model")
         model = self.model(model_id)
-
-        def run_if_made() -> Result:
-            if model.state is None:
-                raise UserError(f"{model_id} could not be made or loaded")
-            return run(model)
-
-        return self.worker.submit_in_turn(model, seq, run_if_made)
+        return self.worker.submit_in_turn(model, seq, lambda: run(model))
 
     # ---- training
 
     def forward(self, request: pb.ForwardBackwardRequest) -> str:
         """Compute a loss, with its gradient unless `forward_only`."""
 
-        def run(model: TrainedModel) -> Result:
-            loss, needed, config = loss_of(request.loss_fn, wire.config_of(request))
-            data = wire.data_of(request, self.base, needed, tuple(config))
-            total, logprobs = model.adapted.forward(model.state, data, loss, config, backward=not request.forward_only)
-            return wire.forward_output(logprobs, {"loss:sum": total})
+        def run(model: TrainedModel) -> object:
+            data, config = wire.data_of(request), wire.config_of(request)
+            return self.core.forward(model, data, request.loss_fn, config, backward=not request.forward_only)
 
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def optim_step(self, request: types.OptimStepRequest) -> str:
         """Take a step of AdamW."""
 
-        def run(model: TrainedModel) -> Result:
-            asked = request.optim_params
-            if not isinstance(asked, types.AdamParams):
-                raise UserError(f"the optimizer {asked.type!r} is not here: give AdamParams")
-            norm = model.adapted.step(
-                model.state, asked.learning_rate, (asked.beta1, asked.beta2), asked.eps, asked.weight_decay, max(asked.grad_clip_norm, 0.0)
-            )  # fmt: skip
-            return types.OptimStepResponse(metrics={"unclipped_grad_l2:mean": norm}).model_dump()
+        def run(model: TrainedModel) -> dict:
+            params = request.optim_params
+            if not isinstance(params, types.AdamParams):
+                raise UserError(f"the optimizer {params.type!r} is not here: give AdamParams")
+            return types.OptimStepResponse(metrics=self.core.step(model, params)).model_dump()
 
         return self._in_turn(request.model_id, request.seq_id, run)
 
@@ -189,18 +173,12 @@ class Service:
     def save_weights(self, request: types.SaveWeightsRequest) -> str:
         """Save a model with its optimizer state."""
 
-        def run(model: TrainedModel) -> Result:
-            state, next_seq = model.state, request.seq_id + 1
-            tensors = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-            if state.grads.any():
-                tensors["grads"] = state.grads  # between a backward pass and its step
-
-            def write(folder: Path) -> None:
-                model.adapted.save(folder, state.adapter)
-                save_file(tensors, folder / _OPTIMIZER)
-                (folder / _STEPS).write_text(json.dumps({"optimizer_steps": state.optimizer_steps}))
-
-            path = self._save(model, "weights", request, write, next_seq, request.overwrite)
+        def run(model: TrainedModel) -> dict:
+            options = SaveOptions(
+                request.path or f"step-{request.seq_id}", request.overwrite, request.user_metadata, request.ttl_seconds,
+                request.seq_id + 1,
+            )  # fmt: skip
+            path = self.core.save_state(model, options)
             return types.SaveWeightsResponse(path=path, type="save_weights").model_dump()
 
         return self._in_turn(request.model_id, request.seq_id, run)
@@ -208,58 +186,31 @@ class Service:
     def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> str:
         """Save a model's adapters for sampling: on disk under a name, otherwise in memory in a new sampling session."""
 
-        def run(model: TrainedModel) -> Result:
+        def run(model: TrainedModel) -> dict:
             if request.kind != "snapshot":
                 raise UserError(f"samplers of kind {request.kind!r} are not here: take snapshots")
             if request.path is not None:
-                path = self._save(
-                    model, "sampler_weights", request, lambda folder: model.adapted.save(folder, model.state.adapter)
-                )
+                path = self.core.save_adapter(model, SaveOptions(request.path, ttl_seconds=request.ttl_seconds))
                 return {"type": "save_weights_for_sampler", "path": path}
             name = f"{model.session}:sample:{request.sampling_session_seq_id or 0}"
-            self._keep_snapshot(name, model)
+            mine = [n for n, sampler in self.samplers.items() if sampler.snapshot_of == model.id]
+            for old in mine[: max(len(mine) - _MOST_SNAPSHOTS + 1, 0)]:
+                del self.samplers[old]
+            self.samplers[name] = self.core.snapshot(model)
             return {"type": "save_weights_for_sampler", "sampling_session_id": name}
 
         return self._in_turn(request.model_id, request.seq_id, run)
 
-    def _keep_snapshot(self, name: str, model: TrainedModel) -> None:
-        mine = [n for n, sampler in self.samplers.items() if sampler.snapshot_of == model.id]
-        for old in mine[: max(len(mine) - _MOST_SNAPSHOTS + 1, 0)]:
-            del self.samplers[old]
-        self.samplers[name] = Sampler(model.adapted, model.state.adapter.clone(), snapshot_of=model.id)
-
     def save_external(self, request: types.SaveWeightsExternalRequest) -> str:
         """Save a model's adapters in PEFT's format for download."""
 
-        def run(model: TrainedModel) -> Result:
+        def run(model: TrainedModel) -> dict:
             if request.age_encryption_recipients:
                 raise UserError("checkpoints are not encrypted here: leave age_encryption_recipients out")
-
-            def write(folder: Path) -> None:
-                model.adapted.save(folder, model.state.adapter)
-                for file in (folder / ADAPTER).iterdir():
-                    file.rename(folder / file.name)
-                (folder / ADAPTER).rmdir()
-
-            path = self._save(model, "external_weights", request, write)
-            return {"type": "save_weights_external", "path": path}
+            options = SaveOptions(request.path or f"step-{request.seq_id}", ttl_seconds=request.ttl_seconds)
+            return {"type": "save_weights_external", "path": self.core.save_external(model, options)}
 
         return self._in_turn(request.model_id, request.seq_id, run)
-
-    def _save(
-        self, model: TrainedModel, kind: str, request: types.SaveWeightsRequest, write: Callable[[Path], None], next_seq: int = 0,
-        overwrite: bool = False,
-    ) -> str:  # fmt: skip
-        place = Place(model.id, kind, request.path or f"step-{request.seq_id}")
-        facts = Facts(
-            self.base.names[0],
-            model.facts.shape,
-            next_seq,
-            getattr(request, "user_metadata", None),
-            request.ttl_seconds,
-        )
-        self.store.save(place, facts, write, overwrite)
-        return place.path
 
     def load_weights(self, request: types.LoadWeightsRequest) -> str:
         """Load a checkpoint into a model, or into a new model."""
@@ -274,30 +225,11 @@ class Service:
         if seq is None:
             raise UserError("load_weights has no seq_id")
 
-        def run() -> Result:
-            self._do_load(model, place, optimizer=request.optimizer)
+        def run() -> dict:
+            self.core.load(model, place, optimizer=request.optimizer)
             return types.LoadWeightsResponse(path=place.path, model_id=model.id, type="load_weights").model_dump()
 
         return self.worker.submit_in_turn(model, seq, run)
-
-    def _do_load(self, model: TrainedModel, place: Place, *, optimizer: bool, gradient: bool = False) -> None:
-        facts, folder = self.store.facts(place), self.store.folder(place)
-        if facts.shape != model.facts.shape:
-            raise UserError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
-        if place.kind == "external_weights" or (optimizer and place.kind != "weights"):
-            raise UserError(
-                f"{place.path} holds no {'optimizer state' if optimizer else 'state'}: it is for sampling alone"
-            )
-        adapted = self.base.adapted(facts.shape)
-        state = TrainingState.beginning(adapted.load(folder))
-        if optimizer:
-            saved = load_file(folder / _OPTIMIZER)
-            state.exp_avg.copy_(saved["exp_avg"])
-            state.exp_avg_sq.copy_(saved["exp_avg_sq"])
-            state.optimizer_steps = json.loads((folder / _STEPS).read_text())["optimizer_steps"]
-            if gradient and "grads" in saved:
-                state.grads.copy_(saved["grads"])
-        model.adapted, model.state = adapted, state
 
     # ---- sampling
 
@@ -308,15 +240,7 @@ class Service:
         def run() -> str:
             if request.model_path is None:
                 self.check_base(request.base_model or "")
-                adapted = self.base.any_adapted()
-                adapter = adapted.nothing
-            else:
-                place = Place.of(request.model_path)
-                adapted = self.base.adapted(self.store.facts(place).shape)
-                if place.kind == "external_weights":
-                    raise UserError(f"{place.path} is for download: sample from tinker://RUN/sampler_weights/NAME")
-                adapter = adapted.load(self.store.folder(place))
-            self.samplers[name] = Sampler(adapted, adapter, request.model_path)
+            self.samplers[name] = self.core.sampler(request.model_path)
             return name
 
         return self.worker.do(run)
@@ -331,74 +255,19 @@ class Service:
 
     def sample(self, request: types.SampleRequest) -> tuple[str, list[str]]:
         """Submit a request to a sampler. Return the request's id and an id per sample."""
-        name, count = request.sampling_session_id, request.num_samples
+        name = request.sampling_session_id
         if name is None or request.seq_id is None:
             raise UserError("a request for samples needs sampling_session_id and seq_id")
-        if not 1 <= count <= _MOST_SAMPLES:
-            raise UserError(f"num_samples is {count}, expected 1 to {_MOST_SAMPLES}")
+        asked = wire.sample_request_of(request)
         sampler, request_id = self.sampler(name), f"{name}:{request.seq_id}"
-        self.worker.submit(request_id, lambda future: self._do_sample(sampler, request, future), is_short=True)
-        return request_id, [f"{request_id}:{k}" for k in range(count)]
-
-    def _do_sample(self, sampler: Sampler, request: types.SampleRequest, future: Future) -> None:
-        for unknown in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-            if getattr(request, unknown):
-                raise UserError(f"{unknown} is not here: leave it out")
-        prompt, params = wire.prompt_of(request.prompt), request.sampling_params
-        self.base.check_tokens(prompt, "the prompt", room=1)
-        room = self.base.max_length - len(prompt)
-        stops = stops_of(params.stop)
-        rule = C.SamplingRule(
-            temperature=params.temperature or 1.0, top_p=params.top_p, top_k=max(params.top_k, 0), greedy=params.temperature == 0
-        )  # fmt: skip
-        adapted, k = sampler.adapted, request.topk_prompt_logprobs
-        logprobs = adapted.prompt_logprobs(sampler.adapter, prompt) if request.prompt_logprobs else None
-        if logprobs is not None and request.prompt_logprobs_last_n is not None:
-            logprobs[: -request.prompt_logprobs_last_n] = torch.nan
-        likeliest = adapted.likeliest_of_prompt(sampler.adapter, prompt, k) if k > 0 else None
-
-        is_plain = params.temperature == 1 and params.top_p == 1 and params.top_k <= 0
-
-        def finish(samples: list[Sampled]) -> Result:
-            if not is_plain:  # the model's unfiltered log-probabilities, as in training
-                for sample in samples:
-                    scored = adapted.prompt_logprobs(sampler.adapter, prompt + sample.tokens)
-                    sample.logprobs = scored[len(prompt) :].tolist()
-            return wire.sample_response(
-                samples, (STOP_TOKEN, STOP_STRING), logprobs, likeliest, request.topk_sample_logprobs
-            )
-
-        answers = Answers(future, finish, [Sampled() for _ in range(request.num_samples)])
-        ends = [] if params.stop == [] else self.base.end_token_ids
-        sampler.submit(
-            answers, prompt, rule=rule, max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_token_ids=[*ends, *stops[0]], stop_strings=stops[1], num_likeliest=request.topk_sample_logprobs,
-            **_draw(params.seed, f"{request.sampling_session_id}:{request.seq_id}"),
-        )  # fmt: skip
-        self.worker.join_in(sampler)
+        self.worker.submit(
+            request_id, lambda future: self.core.sample(sampler, asked, request_id, future), is_short=True
+        )
+        return request_id, [f"{request_id}:{k}" for k in range(asked.num_samples)]
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request for samples whose result is no longer needed."""
         future, name = self.worker.futures.get(request_id), request_id.rpartition(":")[0]
         sampler = self.samplers.get(name)
-        if sampler is None or future is None or future.done():
-            return
-
-        def run() -> None:
-            sampler.cancel(future)
-            if not future.done():
-                future.set_exception(UserError("the request was cancelled"))
-
-        self.worker.do(run)
-
-
-def stops_of(stop: str | list[str] | list[int] | None) -> tuple[list[int], list[bytes]]:
-    """Return the stop tokens and stop strings of a request."""
-    given = [stop] if isinstance(stop, str) else list(stop or ())
-    return [s for s in given if isinstance(s, int)], [s.encode() for s in given if isinstance(s, str)]
-
-
-def _draw(seed: int | None, request_id: str) -> dict[str, int]:
-    """Return the key of a request's random draws, from its seed or otherwise its id."""
-    number = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little") if seed is None else seed
-    return {"seed": number & 0xFFFFFFFF, "stream": 2, "draw_id": (number >> 32) & 0xFFFFFFFF, "first_sample": 0}
+        if sampler is not None and future is not None:
+            self.worker.cancel(sampler, future)

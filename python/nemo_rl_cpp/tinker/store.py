@@ -7,17 +7,16 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
-from tinker import types
-
-from nemo_rl_cpp.files.durable import fsync_path, manifest_facts, seal_folder
+from nemo_rl_cpp.files.durable import manifest_facts, publish_folder, rename, seal_folder
+from nemo_rl_cpp.files.folder_lock import FolderLock, make_folder
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.tinker.adapters import Shape
 from nemo_rl_cpp.tinker.errors import UserError
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_NEW, _OLD, _DOOMED = ".new", ".old", ".del"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 
 
@@ -74,11 +73,21 @@ class Facts:
 class Store:
     """All checkpoints of a server, in one folder."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, key: str = "folder") -> None:
+        """Lock the folder, and finish or remove what a killed process left. `key` names the folder's option."""
         self.root = root
-        root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob("*/*/.*"):  # left by a server that was killed while saving
-            shutil.rmtree(left, ignore_errors=True)
+        make_folder(root, key)
+        self._lock = FolderLock(root, key)
+        for left in root.glob("*/*/.*"):
+            kind, _, name = left.name.partition("-")
+            if kind == _OLD and not left.with_name(name).exists():
+                rename(left, left.with_name(name))
+            else:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        self._lock.close()
 
     def folder(self, place: Place) -> Path:
         return self.root / place.run / place.kind / place.name
@@ -96,16 +105,13 @@ class Store:
         folder = self.folder(place)
         if folder.exists() and not overwrite:
             raise UserError(f"{place.path} exists: choose another name, or set overwrite=True")
-        fresh, old = (folder.with_name(f".{what}-{place.name}") for what in ("new", "old"))
+        fresh, old = (folder.with_name(f"{what}-{place.name}") for what in (_NEW, _OLD))
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         try:
             write(fresh)
             seal_folder(fresh, **facts.plain())
-            if folder.exists():
-                folder.rename(old)
-            fresh.rename(folder)
-            fsync_path(folder.parent)
+            publish_folder(fresh, folder, old)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
@@ -113,7 +119,11 @@ class Store:
     def delete(self, place: Place) -> None:
         """Delete a checkpoint. Raise UserError if it does not exist."""
         self.facts(place)
-        shutil.rmtree(self.folder(place))
+        folder = self.folder(place)
+        doomed = folder.with_name(f"{_DOOMED}-{place.name}")  # a crash cannot leave a part of it under its name
+        shutil.rmtree(doomed, ignore_errors=True)
+        rename(folder, doomed)
+        shutil.rmtree(doomed)
 
     def places(self, run: str | None = None) -> list[Place]:
         """List the checkpoints of a run, or of all, oldest first."""
@@ -127,13 +137,3 @@ class Store:
     def last_training(self, run: str) -> Place | None:
         """Return the newest checkpoint of a run from which training can resume."""
         return next((place for place in reversed(self.places(run)) if place.kind == "weights"), None)
-
-    def checkpoint(self, place: Place) -> types.Checkpoint:
-        """Describe a checkpoint in the SDK's format."""
-        facts, files = self.facts(place), [file for file in self.folder(place).rglob("*") if file.is_file()]
-        made = datetime.fromtimestamp(facts.time, UTC)
-        expires = None if facts.ttl_seconds is None else datetime.fromtimestamp(facts.time + facts.ttl_seconds, UTC)
-        return types.Checkpoint(
-            checkpoint_id=f"{place.kind}/{place.name}", checkpoint_type=KINDS[place.kind], time=made, tinker_path=place.path,
-            size_bytes=sum(file.stat().st_size for file in files), user_metadata=facts.user_metadata, expires_at=expires,
-        )  # fmt: skip

@@ -1,6 +1,8 @@
 """Converts between the messages of Tinker's SDK and tensors."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -9,76 +11,65 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.topk_logprobs import MASK_LOGPROB
 from torch import Tensor
 
-from nemo_rl_cpp.tinker.adapters import Base, Datum
 from nemo_rl_cpp.tinker.errors import UserError
-from nemo_rl_cpp.tinker.worker import Sampled
+from nemo_rl_cpp.tinker.types import Datum, ForwardBackwardOutput, SampleRequest, SampleResponse, tokens_of
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
-_TEXT_ONLY = "holds something else than tokens: images and audio are not here"
 
 
-def prompt_of(prompt: types.ModelInput) -> list[int]:
-    """Return the tokens of a prompt."""
-    try:
-        return prompt.to_ints()
-    except ValueError:
-        raise UserError(f"the prompt {_TEXT_ONLY}") from None
+def sample_request_of(request: types.SampleRequest) -> SampleRequest:
+    """Return the SDK's request for samples as ours. Raise UserError for what is not supported."""
+    for unknown in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        if getattr(request, unknown):
+            raise UserError(f"{unknown} is not here: leave it out")
+    return SampleRequest(
+        tokens_of(request.prompt, "the prompt"), request.num_samples, request.sampling_params, bool(request.prompt_logprobs),
+        request.prompt_logprobs_last_n, request.topk_prompt_logprobs, request.topk_sample_logprobs,
+    )  # fmt: skip
 
 
-def data_of(request: pb.ForwardBackwardRequest, base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Datum]:
-    """Read the data of a forward pass.
-
-    Args:
-        needed: the inputs that each datum must have in addition to target_tokens.
-        known: the inputs that it may have.
-    """
-    if not request.data:
-        raise UserError("the request has no datum")
-    return [_datum(number, datum, base, needed, known) for number, datum in enumerate(request.data)]
+def data_of(request: pb.ForwardBackwardRequest) -> list[Datum]:
+    """Return the data of a forward pass."""
+    return [_datum(f"datum {number}", datum) for number, datum in enumerate(request.data)]
 
 
-def _datum(number: int, datum: pb.Datum, base: Base, needed: Sequence[str], known: Sequence[str]) -> Datum:
-    here = f"datum {number}"
+def _datum(here: str, datum: pb.Datum) -> Datum:
     tokens: list[int] = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
-            raise UserError(f"{here} {_TEXT_ONLY}")
-        tokens += np.frombuffer(_whole(chunk.encoded_text.tokens, 4, here), np.int32).tolist()
-    base.check_tokens(tokens, here, room=1)
-    given = dict(datum.loss_fn_inputs)
-    for name in ("target_tokens", *needed):
-        if name not in given:
-            raise UserError(f"{here} has no {name} in loss_fn_inputs")
-    for name in given:
-        if name not in ("target_tokens", *needed, *known):
-            raise UserError(f"{here} has {name} in loss_fn_inputs, which this loss does not read")
-    arrays = {name: _array(tensor, f"{here}: {name}", len(tokens)) for name, tensor in given.items()}
-    targets = arrays.pop("target_tokens").tolist()
-    base.check_tokens(targets, f"target_tokens of {here}")
-    if targets[:-1] != tokens[1:]:
-        raise UserError(
-            f"{here}: target_tokens are not the input's tokens moved by one, and other targets are not here"
+            raise UserError(f"{here} holds something else than tokens: images and audio are not here")
+        tokens += _numbers(chunk.encoded_text.tokens, np.int32, here).tolist()
+    return Datum(tokens, {name: _tensor(given, f"{here}: {name}") for name, given in datum.loss_fn_inputs.items()})
+
+
+def _tensor(tensor: pb.Tensor, what: str) -> Tensor:
+    """Return a tensor of one or two dimensions; what a sparse one leaves out is 0."""
+    if tensor.dtype not in _DTYPES:
+        raise UserError(f"{what} is no tensor of float32 or int64")
+    dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+    if tensor.HasField("dense"):
+        values = torch.from_numpy(_numbers(tensor.dense, dtype, what).copy())
+        if shape and (min(shape) < 0 or math.prod(shape) != len(values)):
+            raise UserError(f"{what} has {len(values)} elements, expected those of the shape {shape}")
+        return values.view(shape or [len(values)])
+    if not tensor.HasField("sparse_csr") or len(shape) != 2:
+        raise UserError(f"{what} is neither a dense tensor nor a sparse matrix")
+    csr = tensor.sparse_csr
+    parts = [_numbers(data, kind, what) for data, kind in (
+        (csr.crow_indices, np.int64), (csr.col_indices, np.int64), (csr.values, dtype)
+    )]  # fmt: skip
+    try:
+        return torch.sparse_csr_tensor(
+            *(torch.from_numpy(part.copy()) for part in parts), size=shape, check_invariants=True
         )
-    inputs = {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
-    return Datum([*tokens, targets[-1]], inputs)
+    except RuntimeError:
+        raise UserError(f"{what} is no sparse matrix of the shape {shape} in the CSR format") from None
 
 
-def _array(tensor: pb.Tensor, what: str, length: int) -> np.ndarray:
-    if tensor.dtype not in _DTYPES or not tensor.HasField("dense"):
-        raise UserError(f"{what} is no dense tensor of float32 or int64")
-    if len(tensor.shape) > 1:
-        raise UserError(f"{what} has {len(tensor.shape)} dimensions, and only one target a token is here")
-    dtype = np.dtype(_DTYPES[tensor.dtype])
-    array = np.frombuffer(_whole(tensor.dense, dtype.itemsize, what), dtype)
-    if len(array) != length:
-        raise UserError(f"{what} has {len(array)} elements, the input {length} tokens")
-    return array
-
-
-def _whole(data: bytes, size: int, what: str) -> bytes:
-    if len(data) % size:
+def _numbers(data: bytes, dtype: type[np.generic], what: str) -> np.ndarray:
+    if len(data) % np.dtype(dtype).itemsize:
         raise UserError(f"{what}: {len(data)} bytes are no whole number of elements")
-    return data
+    return np.frombuffer(data, dtype)
 
 
 def config_of(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -88,47 +79,52 @@ def config_of(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     return {k: getattr(v, v.WhichOneof("value") or "number") for k, v in request.loss_fn_config_v2.items()}
 
 
-def forward_output(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Return a serialized ForwardBackwardOutput with the log-probabilities of each datum."""
-    offsets = np.cumsum([0] + [4 * len(row) for row in logprobs]).astype(np.int64)
-    data = torch.cat(list(logprobs)).numpy().astype(np.float32).tobytes()
-    field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32)
-    record = pb.ArrayRecord(fields={"logprobs": field}, num_datums=len(logprobs))
-    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=metrics)
-    return output.SerializeToString()
+def encoded(result: object) -> bytes | dict:
+    """Return a result as the SDK reads it: a serialized message, or JSON."""
+    if isinstance(result, ForwardBackwardOutput):
+        return _forward_output(result)
+    return _sample_response(result) if isinstance(result, SampleResponse) else result
 
 
-def sample_response(
-    samples: Sequence[Sampled], stopped: Sequence[int], prompt_logprobs: Tensor | None, likeliest: tuple[Tensor, Tensor] | None, k: int
-) -> bytes:  # fmt: skip
-    """Return a serialized SampleResponse.
+def _forward_output(output: ForwardBackwardOutput) -> bytes:
+    logprobs = (each["logprobs"] for each in output.loss_fn_outputs)
+    records = [_record(list(rows), shape) for shape, rows in groupby(logprobs, lambda row: row.shape[1:])]
+    message = pb.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=output.metrics
+    )
+    return message.SerializeToString()
 
-    Args:
-        stopped: the reasons of samples that ended before the length limit.
-        likeliest: tokens [P - 1, k'] and their log-probabilities, at each position of the prompt except the first.
-        k: the number of likeliest tokens returned per sampled token.
-    """
-    response = pb.SampleResponse()
-    for sample in samples:
-        reason = pb.STOP_REASON_STOP if sample.reason in stopped else pb.STOP_REASON_LENGTH
-        message = response.sequences.add(
-            stop_reason=reason,
-            tokens=np.asarray(sample.tokens, np.int32).tobytes(),
-            logprobs=np.asarray(sample.logprobs, np.float32).tobytes(),
+
+def _record(rows: list[Tensor], trailing: torch.Size) -> pb.ArrayRecord:
+    """Return the log-probabilities of consecutive data, [N, *trailing] each."""
+    offsets = np.cumsum([0] + [4 * row.numel() for row in rows]).astype(np.int64)
+    data = torch.cat([row.flatten() for row in rows]).numpy().astype(np.float32).tobytes()
+    field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing)
+    return pb.ArrayRecord(fields={"logprobs": field}, num_datums=len(rows))
+
+
+def _sample_response(response: SampleResponse) -> bytes:
+    message = pb.SampleResponse()
+    for sequence in response.sequences:
+        added = message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH,
+            tokens=np.asarray(sequence.tokens, np.int32).tobytes(),
+            logprobs=np.asarray(sequence.logprobs, np.float32).tobytes(),
         )
-        if k:
-            message.topk_sampled_logprobs.CopyFrom(_top(sample.likeliest, k))
-    if prompt_logprobs is not None:
-        response.prompt_logprobs = prompt_logprobs.numpy().astype(np.float32).tobytes()
-    if likeliest is not None:
-        rows = [tuple(zip(*row)) for row in zip(likeliest[0].tolist(), likeliest[1].tolist())]
-        response.topk_prompt_logprobs.CopyFrom(_top([(), *rows], likeliest[0].shape[1]))
-    return response.SerializeToString()
+        if sequence.topk_logprobs:
+            added.topk_sampled_logprobs.CopyFrom(_top(sequence.topk_logprobs))
+    if response.prompt_logprobs is not None:
+        numbers = [np.nan if logprob is None else logprob for logprob in response.prompt_logprobs]
+        message.prompt_logprobs = np.asarray(numbers, np.float32).tobytes()
+    if response.topk_prompt_logprobs is not None:
+        message.topk_prompt_logprobs.CopyFrom(_top([row or () for row in response.topk_prompt_logprobs]))
+    return message.SerializeToString()
 
 
-def _top(rows: Sequence[Sequence[tuple[int, float]]], k: int) -> pb.TopkLogprobs:
+def _top(rows: Sequence[Sequence[tuple[int, float]]]) -> pb.TopkLogprobs:
+    k = max(len(row) for row in rows)
     tokens, logprobs = np.zeros((len(rows), k), np.int32), np.full((len(rows), k), MASK_LOGPROB, np.float32)
     for place, row in enumerate(rows):
-        for column, (token, logprob) in enumerate(row[:k]):
+        for column, (token, logprob) in enumerate(row):
             tokens[place, column], logprobs[place, column] = token, logprob
     return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.tinker.adapters import AdaptedModel, TrainingState
+from nemo_rl_cpp.tinker.adapters import AdaptedModel
 from nemo_rl_cpp.tinker.errors import UserError
-from nemo_rl_cpp.tinker.store import Facts
 
-Result = bytes | dict
-"""A result: a protobuf message, or JSON."""
 _SLICE_SECONDS = 0.25  # a sampler's turn while others wait
+_TURN_OVER_SWITCH = 10  # a turn is at least so many times as long as the switch to its weights
 _GAP_SECONDS = 60.0  # wait of a request whose predecessor is missing
 _MOST_RETRIEVED = 256  # retrieved results that are kept for repeated requests
+
+
+T = TypeVar("T")
+
+
+class APIFuture(Future, Generic[T]):
+    """A result to come: `result()` waits for it in a thread, `await future` in an event loop."""
+
+    def __await__(self) -> Generator[object, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        """Return the result; raise TimeoutError after `timeout` seconds."""
+        return await asyncio.wait_for(asyncio.wrap_future(self), timeout)
 
 
 @dataclass(eq=False)
@@ -31,26 +45,17 @@ class Job:
     `is_short`: a request for samples. It interrupts a sampler's turn and receives the future; the sampler sets the
     result."""
 
-    run: Callable[..., Result | None]
+    run: Callable[..., object]
     future: Future
     is_short: bool = False
     since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
-class TrainedModel:
-    """A model that a client trains.
-
-    Attributes:
-        adapted, state: None until the model is created.
-        next_seq: number of the next request; requests in `waiting` arrived too early.
-    """
+class Turns:
+    """The order of a model's requests. `next_seq`: the number of the next one; those in `waiting` arrived too early."""
 
     id: str
-    session: str
-    facts: Facts
-    adapted: AdaptedModel | None = None
-    state: TrainingState | None = None
     next_seq: int = 0
     waiting: dict[int, Job] = field(default_factory=dict)
 
@@ -60,7 +65,7 @@ class Answers:
     """A request for samples in flight. `finish` converts (tokens, logprobs, reason, likeliest) to its result."""
 
     future: Future
-    finish: Callable[[list[Sampled]], Result]
+    finish: Callable[[list[Sampled]], object]
     samples: list[Sampled]
 
     def complete(self) -> None:
@@ -99,6 +104,11 @@ class Sampler:
     @property
     def is_busy(self) -> bool:
         return bool(self._running)
+
+    @property
+    def futures(self) -> set[Future]:
+        """The futures of the requests in flight."""
+        return {answers.future for answers, _ in self._running.values()}
 
     def submit(self, answers: Answers, prompt: list[int], **how: object) -> None:
         """Add a request at the next step. Raise ValueError for an invalid request."""
@@ -148,21 +158,22 @@ class Worker:
         self._retrieved: deque[str] = deque()
         self._changed = threading.Condition()
         self._ready: deque[Job] = deque()
-        self._busy: list[Sampler] = []
-        self._out_of_turn: set[TrainedModel] = set()
+        self._busy: deque[Sampler] = deque()
+        self._turn: float | None = None  # when the turn of the first busy sampler ends
+        self._out_of_turn: set[Turns] = set()
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="models", daemon=True)
         self._thread.start()
 
     # ---- from any thread
 
-    def submit(self, request_id: str, run: Callable[..., Result | None], *, is_short: bool = False) -> Future:
+    def submit(self, request_id: str, run: Callable[..., object], *, is_short: bool = False) -> Future:
         """Run a job once. Its future is stored by `request_id`; a repeated request gets the same future."""
         with self._changed:
             known = self.futures.get(request_id)
             return known or self._enqueue(Job(run, self._future(request_id), is_short))
 
-    def submit_in_turn(self, model: TrainedModel, seq: int, run: Callable[[], Result | None]) -> str:
+    def submit_in_turn(self, model: Turns, seq: int, run: Callable[[], object]) -> str:
         """Run a model's request once, after all requests with lower numbers. Return the request's id."""
         request_id = f"{model.id}:{seq}"
         with self._changed:
@@ -180,10 +191,20 @@ class Worker:
                 self._out_of_turn.add(model)
         return request_id
 
-    def do(self, run: Callable[[], object]) -> Future:
+    def do(self, run: Callable[..., object], *, is_short: bool = False) -> APIFuture:
         """Run a job whose result is not stored."""
         with self._changed:
-            return self._enqueue(Job(run, Future()))
+            return self._enqueue(Job(run, APIFuture(), is_short))
+
+    def cancel(self, sampler: Sampler, future: Future) -> None:
+        """Cancel a request for samples."""
+
+        def run() -> None:
+            sampler.cancel(future)
+            if not future.done():
+                future.set_exception(UserError("the request was cancelled"))
+
+        self.do(run)
 
     def join_in(self, sampler: Sampler) -> None:
         """Mark a sampler with a new request as busy. Called in the thread."""
@@ -197,7 +218,7 @@ class Worker:
             self.futures.pop(self._retrieved.popleft(), None)
 
     def shut_down(self) -> None:
-        """End the thread after its current job."""
+        """End the thread after its current job; jobs that wait fail."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -208,10 +229,12 @@ class Worker:
         return self._thread.is_alive()
 
     def _future(self, request_id: str) -> Future:
-        future = self.futures[request_id] = Future()
+        future = self.futures[request_id] = APIFuture()
         return future
 
     def _enqueue(self, job: Job) -> Future:
+        if self._ends:
+            raise RuntimeError("the thread of the models has ended: make a new ServiceClient")
         self._ready.append(job)
         self._changed.notify_all()
         return job.future
@@ -224,6 +247,7 @@ class Worker:
                 if not self._busy:
                     self._changed.wait_for(lambda: self._ready or self._ends, timeout=1.0)
                 if self._ends:
+                    self._give_up_all()
                     return
                 self._give_up_gaps()
                 job = self._ready.popleft() if self._ready else None
@@ -246,17 +270,29 @@ class Worker:
             job.future.set_result(result)
 
     def _let_sample(self) -> None:
-        for sampler in list(self._busy):
-            sampler.adapted.show(sampler.adapter)
-            end = time.monotonic() + _SLICE_SECONDS
-            while sampler.is_busy:
-                sampler.step()
-                others = len(self._busy) > 1 or bool(self._ready)
-                is_awaited = bool(self._ready) and self._ready[0].is_short
-                if is_awaited or (others and time.monotonic() > end) or self._ends:
-                    break
-            if not sampler.is_busy:
-                self._busy.remove(sampler)
+        """Step the sampler whose turn it is until it is done, its turn ends, or a further request can join it."""
+        if not self._busy:
+            return
+        sampler, begin = self._busy[0], time.monotonic()
+        sampler.adapted.show(sampler.adapter)
+        if self._turn is None:
+            now = time.monotonic()
+            self._turn = now + max(_SLICE_SECONDS, _TURN_OVER_SWITCH * (now - begin))
+        while sampler.is_busy:
+            sampler.step()
+            if self._ends or (self._ready and self._ready[0].is_short):
+                return
+            if time.monotonic() > self._turn and (len(self._busy) > 1 or self._ready):
+                break
+        self._turn = None
+        self._busy.popleft()
+        if sampler.is_busy:
+            self._busy.append(sampler)
+
+    def _give_up_all(self) -> None:
+        for future in [job.future for job in self._ready] + [each for s in self._busy for each in s.futures]:
+            if not future.done():
+                future.set_exception(RuntimeError("the thread of the models has ended"))
 
     def _give_up_gaps(self) -> None:
         """Fail requests whose predecessors are missing, because the client lost them or the server was restarted."""

@@ -1,0 +1,234 @@
+"""Tinker's clients in this process: the same calls as the SDK's, on the same models as the server's, without HTTP.
+
+Every call returns an `APIFuture` at once; `.result()` or `await` gives the result. Calls run in the order in which they are made, in
+one thread. Types: `nemo_rl_cpp.tinker.types`, or the SDK's `tinker.types`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Concatenate, ParamSpec, Self, TypeVar
+
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.tinker.adapters import Base, Shape
+from nemo_rl_cpp.tinker.models import CustomLoss, Model, Models, SaveOptions
+from nemo_rl_cpp.tinker.store import Place, Store
+from nemo_rl_cpp.tinker.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+    Tokens,
+    tokens_of,
+)
+from nemo_rl_cpp.tinker.worker import APIFuture, Sampler
+
+P, S, T = ParamSpec("P"), TypeVar("S"), TypeVar("T")
+
+
+def _async(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Awaitable[T]]:
+    """Return the SDK's variant `..._async` of a call, whose awaited result is what the call returns."""
+
+    @functools.wraps(call)
+    async def call_async(self: S, *args: P.args, **options: P.kwargs) -> T:
+        return call(self, *args, **options)
+
+    return call_async
+
+
+class ServiceClient:
+    """A base model, and the thread that trains and samples its LoRA models.
+
+    Args:
+        model: a Hugging Face folder, a packaged model, a name on the Hub, a run's checkpoint, or "tiny-random".
+        folder: of the checkpoints.
+        precision: "float32", "float64" or "bfloat16".
+        max_batch_size: answers that are generated at the same time.
+        cache_gb: memory of keys and values of one sampler.
+    """
+
+    def __init__(
+        self, model: str, folder: str | Path = "results/tinker", *, precision: str = "bfloat16", max_batch_size: int = 64,
+        cache_gb: float = 1.0, max_length: int | None = None,
+    ) -> None:  # fmt: skip
+        base = Base.load(
+            str(model), None, precision=precision, max_batch_size=max_batch_size, cache_bytes=int(cache_gb * (1 << 30)), max_length=max_length
+        )  # fmt: skip
+        self._core, self._session = Models(base, Store(Path(folder))), str(uuid.uuid4())
+        self._numbers = itertools.count()
+
+    def close(self) -> None:
+        """End the thread after its current call, and unlock the folder of checkpoints."""
+        self._core.worker.shut_down()
+        self._core.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def create_lora_training_client(
+        self, rank: int = 32, seed: int | None = None, train_mlp: bool = True, train_attn: bool = True
+    ) -> APIFuture[TrainingClient]:
+        """Make a model equal to the base, with new adapters drawn from the seed."""
+        model = self._model(Shape(rank, train_mlp, train_attn))
+
+        def create() -> TrainingClient:
+            self._core.create(model, seed or 0)
+            return TrainingClient(self._core, model)
+
+        return self._core.worker.do(create)
+
+    def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
+        """Make a model from a checkpoint, without its optimizer state."""
+        return self._from_state(path, optimizer=False)
+
+    def create_training_client_from_state_with_optimizer(self, path: str) -> APIFuture[TrainingClient]:
+        """Make a model from a checkpoint, with its optimizer state."""
+        return self._from_state(path, optimizer=True)
+
+    def create_sampling_client(self, model_path: str | None = None) -> APIFuture[SamplingClient]:
+        """Make a sampler of a checkpoint, or of the base model."""
+        return self._core.worker.do(lambda: SamplingClient(self._core, self._core.sampler(model_path)))
+
+    def _from_state(self, path: str, *, optimizer: bool) -> APIFuture[TrainingClient]:
+        def load() -> TrainingClient:
+            place = Place.of(path)
+            model = self._model(self._core.store.facts(place).shape)
+            self._core.load(model, place, optimizer=optimizer)
+            return TrainingClient(self._core, model)
+
+        return self._core.worker.do(load)
+
+    def _model(self, shape: Shape) -> Model:
+        return Model(f"{self._session}:train:{next(self._numbers)}", self._core.facts(shape))
+
+    create_lora_training_client_async = _async(create_lora_training_client)
+    create_training_client_from_state_async = _async(create_training_client_from_state)
+    create_training_client_from_state_with_optimizer_async = _async(create_training_client_from_state_with_optimizer)
+    create_sampling_client_async = _async(create_sampling_client)
+
+
+class TrainingClient:
+    """A LoRA model in training, made by a ServiceClient."""
+
+    def __init__(self, core: Models, model: Model) -> None:
+        self._core, self._model = core, model
+        self._saved = itertools.count()
+
+    @property
+    def model_id(self) -> str:
+        return self._model.id
+
+    def get_tokenizer(self) -> TokenizerType:
+        return self._core.base.tokenizer
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute a built-in loss (`nemo_rl_cpp.tinker.losses.LOSSES`), a sum over tokens."""
+        return self._do(lambda core, model: core.forward(model, data, loss_fn, loss_fn_config, backward=False))
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute a built-in loss, and add its gradient to the gradient for the next step."""
+        return self._do(lambda core, model: core.forward(model, data, loss_fn, loss_fn_config, backward=True))
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
+        """Add the gradient of a loss of yours.
+
+        `loss_fn(data, logprobs)` computes a scalar tensor from the log-probabilities of each datum's targets, and returns it with
+        metrics. It runs in the thread of the models, and must not wait for a call to a client.
+        """
+        return self._do(lambda core, model: core.forward_backward_custom(model, data, loss_fn))
+
+    def optim_step(self, adam_params: AdamParams) -> APIFuture[dict[str, float]]:
+        """Update the adapters with AdamW, and reset the gradient to zero. The result holds the step's metrics."""
+        return self._do(lambda core, model: core.step(model, adam_params))
+
+    def save_state(self, name: str, *, overwrite: bool = False) -> APIFuture[str]:
+        """Save the model with its optimizer state; the result is the checkpoint's tinker:// path."""
+        return self._do(lambda core, model: core.save_state(model, SaveOptions(name, overwrite)))
+
+    def load_state(self, path: str) -> APIFuture[None]:
+        """Load adapters; the optimizer begins anew."""
+        return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=False))
+
+    def load_state_with_optimizer(self, path: str) -> APIFuture[None]:
+        """Load adapters and optimizer state."""
+        return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=True))
+
+    def save_weights_for_sampler(self, name: str) -> APIFuture[str]:
+        """Save the adapters for sampling; the result is the checkpoint's tinker:// path."""
+        return self._do(lambda core, model: core.save_adapter(model, SaveOptions(name)))
+
+    def save_weights_external(self, name: str) -> APIFuture[Path]:
+        """Save the adapters in PEFT's format; the result is their folder."""
+
+        def save(core: Models, model: Model) -> Path:
+            return core.store.folder(Place.of(core.save_external(model, SaveOptions(name))))
+
+        return self._do(save)
+
+    def save_weights_and_get_sampling_client(self) -> APIFuture[SamplingClient]:
+        """Return a sampler of the present weights, kept in memory."""
+        return self._do(lambda core, model: SamplingClient(core, core.snapshot(model)))
+
+    def _do(self, call: Callable[[Models, Model], T]) -> APIFuture[T]:
+        return self._core.worker.do(lambda: call(self._core, self._model))
+
+    forward_async = _async(forward)
+    forward_backward_async = _async(forward_backward)
+    forward_backward_custom_async = _async(forward_backward_custom)
+    optim_step_async = _async(optim_step)
+    save_state_async = _async(save_state)
+    load_state_async = _async(load_state)
+    load_state_with_optimizer_async = _async(load_state_with_optimizer)
+    save_weights_for_sampler_async = _async(save_weights_for_sampler)
+    save_weights_external_async = _async(save_weights_external)
+    save_weights_and_get_sampling_client_async = _async(save_weights_and_get_sampling_client)
+
+
+class SamplingClient:
+    """Samples from fixed weights, made by a ServiceClient or a TrainingClient."""
+
+    def __init__(self, core: Models, sampler: Sampler) -> None:
+        self._core, self._sampler, self._id = core, sampler, str(uuid.uuid4())
+        self._numbers = itertools.count()
+
+    def get_tokenizer(self) -> TokenizerType:
+        return self._core.base.tokenizer
+
+    def sample(
+        self, prompt: Tokens, num_samples: int, sampling_params: SamplingParams, include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0, topk_sample_logprobs: int = 0,
+    ) -> APIFuture[SampleResponse]:  # fmt: skip
+        """Generate answers to a prompt, with log-probabilities of the unfiltered model at temperature 1.
+
+        Requests that are made before the first one is complete are generated together.
+        """
+        request = SampleRequest(
+            tokens_of(prompt, "the prompt"), num_samples, sampling_params, include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs, topk_sample_logprobs=topk_sample_logprobs,
+        )  # fmt: skip
+        draws = f"{self._id}:{next(self._numbers)}"
+        return self._core.worker.do(
+            lambda future: self._core.sample(self._sampler, request, draws, future), is_short=True
+        )
+
+    def compute_logprobs(self, prompt: Tokens) -> APIFuture[list[float | None]]:
+        """Return the log-probability of each token of a text; None for the first."""
+        tokens = tokens_of(prompt, "the prompt")
+        return self._core.worker.do(lambda: self._core.prompt_logprobs(self._sampler, tokens))
+
+    sample_async = _async(sample)
+    compute_logprobs_async = _async(compute_logprobs)

@@ -1,0 +1,279 @@
+"""What can be done with the models over one base. The clients in this process and the server's routes call the same methods."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.lora import ADAPTER
+from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN
+from nemo_rl_cpp.tinker.adapters import AdaptedModel, Base, Row, Shape, TrainingState
+from nemo_rl_cpp.tinker.errors import UserError
+from nemo_rl_cpp.tinker.inputs import TARGETS, rows_of
+from nemo_rl_cpp.tinker.losses import LOSSES, loss_of
+from nemo_rl_cpp.tinker.store import Facts, Place, Store
+from nemo_rl_cpp.tinker.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+)
+from nemo_rl_cpp.tinker.worker import Answers, Sampled, Sampler, Worker
+
+CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
+"""A loss of a client: takes the data and the log-probabilities of each datum's targets; returns the loss and metrics."""
+_OPTIMIZER, _STEPS = "optimizer.safetensors", "optimizer.json"
+_SEEDS, _LONGEST_LIFE = 1 << 62, 1 << 32
+
+
+@dataclass(eq=False)
+class Model:
+    """A model in training. Its attributes `adapted` and `state` are None until it is created."""
+
+    id: str
+    facts: Facts
+    adapted: AdaptedModel | None = None
+    state: TrainingState | None = None
+
+    @property
+    def trained(self) -> TrainingState:
+        if self.state is None:
+            raise UserError(f"{self.id} could not be made or loaded")
+        return self.state
+
+
+@dataclass
+class SaveOptions:
+    """How to save. `name`: None chooses one; `next_seq`: the number of the model's next request."""
+
+    name: str
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    ttl_seconds: int | None = None
+    next_seq: int = 0
+
+
+@dataclass
+class Models:
+    """The models over one base, their checkpoints, and the thread that owns them. All methods run in that thread."""
+
+    base: Base
+    store: Store
+    worker: Worker = field(default_factory=Worker)
+
+    def facts(self, shape: Shape) -> Facts:
+        """Return the metadata of a new model."""
+        return Facts(self.base.names[0], shape)
+
+    def create(self, model: Model, seed: int) -> None:
+        """Make a model equal to the base."""
+        rank = model.facts.shape.rank
+        if not 1 <= rank <= 4096:
+            raise UserError(f"the rank of LoRA is {rank}, expected 1 to 4096")
+        if not 0 <= seed < _SEEDS:
+            raise UserError(f"the seed of LoRA is {seed}, expected 0 to 2^62")
+        model.adapted = self.base.adapted(model.facts.shape)
+        model.state = TrainingState.beginning(model.adapted.new_adapter(seed))
+
+    # ---- training
+
+    def forward(
+        self, model: Model, data: Sequence[Datum], loss_fn: str, config: dict[str, float | str] | None, *, backward: bool
+    ) -> ForwardBackwardOutput:  # fmt: skip
+        """Compute a built-in loss, and with `backward` add its gradient to the gradient for the next step."""
+        state = model.trained
+        loss, needed, numbers = loss_of(loss_fn, config or {})
+        rows = rows_of(data, self.base, needed, tuple(numbers))
+        total, logprobs = model.adapted.forward(state, rows, loss, numbers, backward=backward)
+        return _output(rows, logprobs, {"loss:sum": total})
+
+    def forward_backward_custom(
+        self, model: Model, data: Sequence[Datum], loss_fn: CustomLoss
+    ) -> ForwardBackwardOutput:
+        """Add the gradient of a client's loss. It costs one forward pass more than a built-in loss."""
+        state = model.trained
+        targets = [
+            Datum(each.model_input, {name: value for name, value in each.loss_fn_inputs.items() if name == TARGETS})
+            for each in data
+        ]
+        rows = rows_of(targets, self.base, (), ())
+        found = model.adapted.forward(state, rows, lambda logprobs, _: logprobs.new_zeros(()), {}, backward=False)[1]
+        leaves = [logprobs.reshape(row.shape).clone().requires_grad_() for row, logprobs in zip(rows, found)]
+        with torch.enable_grad():
+            loss, metrics = loss_fn(data, leaves)
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        weighted = [
+            Row(row.tokens, row.targets, row.shape, {"weights": -gradient.float().view(row.targets.shape)})
+            for row, gradient in zip(rows, gradients)
+        ]
+        _, logprobs = model.adapted.forward(state, weighted, LOSSES["cross_entropy"][0], {}, backward=True)
+        return _output(rows, logprobs, {"loss:sum": loss.item(), **metrics})
+
+    def step(self, model: Model, params: AdamParams) -> dict[str, float]:
+        """Take a step of AdamW. Return its metrics."""
+        norm = model.adapted.step(
+            model.trained, params.learning_rate, (params.beta1, params.beta2), params.eps, params.weight_decay,
+            max(params.grad_clip_norm, 0.0),
+        )  # fmt: skip
+        return {"unclipped_grad_l2:mean": norm}
+
+    # ---- checkpoints
+
+    def save_state(self, model: Model, options: SaveOptions) -> str:
+        """Save a model with its optimizer state. Return the path of the checkpoint."""
+        state = model.trained
+        tensors = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        if state.grads.any():
+            tensors["grads"] = state.grads  # between a backward pass and its step
+
+        def write(folder: Path) -> None:
+            model.adapted.save(folder, state.adapter)
+            save_file(tensors, folder / _OPTIMIZER)
+            (folder / _STEPS).write_text(json.dumps({"optimizer_steps": state.optimizer_steps}))
+
+        return self._save(model, "weights", options, write)
+
+    def save_adapter(self, model: Model, options: SaveOptions) -> str:
+        """Save a model's adapters for sampling. Return the path of the checkpoint."""
+        state = model.trained
+        return self._save(model, "sampler_weights", options, lambda folder: model.adapted.save(folder, state.adapter))
+
+    def save_external(self, model: Model, options: SaveOptions) -> str:
+        """Save a model's adapters in PEFT's format for download. Return the path of the checkpoint."""
+        state = model.trained
+
+        def write(folder: Path) -> None:
+            model.adapted.save(folder, state.adapter)
+            for file in (folder / ADAPTER).iterdir():
+                file.rename(folder / file.name)
+            (folder / ADAPTER).rmdir()
+
+        return self._save(model, "external_weights", options, write)
+
+    def _save(self, model: Model, kind: str, options: SaveOptions, write: Callable[[Path], None]) -> str:
+        if options.ttl_seconds is not None and not 0 < options.ttl_seconds < _LONGEST_LIFE:
+            raise UserError(f"ttl_seconds is {options.ttl_seconds}, expected 1 to 2^32")
+        place = Place(model.id, kind, options.name)
+        facts = Facts(
+            self.base.names[0], model.facts.shape, options.next_seq, options.user_metadata, options.ttl_seconds
+        )
+        self.store.save(place, facts, write, options.overwrite)
+        return place.path
+
+    def load(self, model: Model, place: Place, *, optimizer: bool, gradient: bool = False) -> None:
+        """Load a checkpoint into a model of the same shape. `gradient`: with the gradient of an unfinished step."""
+        facts, folder = self.store.facts(place), self.store.folder(place)
+        if facts.shape != model.facts.shape:
+            raise UserError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
+        if place.kind == "external_weights" or (optimizer and place.kind != "weights"):
+            raise UserError(
+                f"{place.path} holds no {'optimizer state' if optimizer else 'state'}: it is for sampling alone"
+            )
+        adapted = self.base.adapted(facts.shape)
+        state = TrainingState.beginning(adapted.load(folder))
+        if optimizer:
+            saved = load_file(folder / _OPTIMIZER)
+            state.exp_avg.copy_(saved["exp_avg"])
+            state.exp_avg_sq.copy_(saved["exp_avg_sq"])
+            state.optimizer_steps = json.loads((folder / _STEPS).read_text())["optimizer_steps"]
+            if gradient and "grads" in saved:
+                state.grads.copy_(saved["grads"])
+        model.adapted, model.state = adapted, state
+
+    # ---- sampling
+
+    def sampler(self, path: str | None) -> Sampler:
+        """Return a sampler of a checkpoint, or of the base model."""
+        if path is None:
+            adapted = self.base.any_adapted()
+            return Sampler(adapted, adapted.nothing)
+        place = Place.of(path)
+        adapted = self.base.adapted(self.store.facts(place).shape)
+        if place.kind == "external_weights":
+            raise UserError(f"{place.path} is for download: sample from tinker://RUN/sampler_weights/NAME")
+        return Sampler(adapted, adapted.load(self.store.folder(place)), path)
+
+    def snapshot(self, model: Model) -> Sampler:
+        """Return a sampler of a model's present weights."""
+        return Sampler(model.adapted, model.trained.adapter.clone(), snapshot_of=model.id)
+
+    def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:
+        """Return the log-probability of each token of a prompt; None for the first, and for all but the last `last_n`."""
+        self.base.check_tokens(prompt, "the prompt")
+        found = sampler.adapted.prompt_logprobs(sampler.adapter, prompt).tolist()
+        first = max(1, len(found) - (len(found) if last_n is None else last_n))
+        return [None if place < first else logprob for place, logprob in enumerate(found)]
+
+    def sample(self, sampler: Sampler, request: SampleRequest, draws: str, future: Future) -> None:
+        """Begin a request for samples; its SampleResponse is set as the future's result.
+
+        Args:
+            draws: names the random draws of a request without a seed.
+        """
+        prompt, params = request.prompt, request.params
+        self.base.check_tokens(prompt, "the prompt", room=1)
+        room, V = self.base.max_length - len(prompt), self.base.vocab_size
+        stops = stops_of(params.stop)
+        if stops[0]:
+            self.base.check_vocabulary(min(stops[0]), max(stops[0]), "stop")
+        top_k = params.top_k if 0 < params.top_k < V else 0
+        rule = C.SamplingRule(
+            temperature=params.temperature or 1.0, top_p=params.top_p, top_k=top_k, greedy=params.temperature == 0
+        )
+        adapted = sampler.adapted
+        response = SampleResponse([])
+        if request.prompt_logprobs:
+            response.prompt_logprobs = self.prompt_logprobs(sampler, prompt, request.prompt_logprobs_last_n)
+        if request.topk_prompt_logprobs > 0:
+            found = adapted.likeliest_of_prompt(sampler.adapter, prompt, request.topk_prompt_logprobs)
+            rows = zip(*(part.tolist() for part in found))
+            response.topk_prompt_logprobs = [None, *(list(zip(tokens, logprobs)) for tokens, logprobs in rows)]
+        is_plain = params.temperature == 1 and params.top_p == 1 and not top_k
+
+        def finish(samples: list[Sampled]) -> SampleResponse:
+            for sample in samples:
+                logprobs = sample.logprobs
+                if not is_plain:  # the model's unfiltered log-probabilities, as in training
+                    scored = adapted.prompt_logprobs(sampler.adapter, prompt + sample.tokens)
+                    logprobs = scored[len(prompt) :].tolist()
+                reason = "stop" if sample.reason in (STOP_TOKEN, STOP_STRING) else "length"
+                likeliest = sample.likeliest if request.topk_sample_logprobs else []
+                response.sequences.append(SampledSequence(sample.tokens, logprobs, reason, likeliest))
+            return response
+
+        ends = [] if params.stop == [] else self.base.end_token_ids
+        sampler.submit(
+            Answers(future, finish, [Sampled() for _ in range(request.num_samples)]), prompt, rule=rule,
+            max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_token_ids=[*ends, *stops[0]], stop_strings=stops[1], num_likeliest=min(request.topk_sample_logprobs, V),
+            **_draw(params.seed, draws),
+        )  # fmt: skip
+        self.worker.join_in(sampler)
+
+
+def _output(rows: list[Row], logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
+    outputs = [{"logprobs": found.reshape(row.shape)} for row, found in zip(rows, logprobs)]
+    return ForwardBackwardOutput(outputs, metrics)
+
+
+def stops_of(stop: str | Sequence[str] | Sequence[int] | None) -> tuple[list[int], list[bytes]]:
+    """Return the stop tokens and stop strings of a request."""
+    given = [stop] if isinstance(stop, str) else list(stop or ())
+    return [s for s in given if isinstance(s, int)], [s.encode() for s in given if isinstance(s, str)]
+
+
+def _draw(seed: int | None, draws: str) -> dict[str, int]:
+    """Return the key of a request's random draws, from its seed or otherwise its name."""
+    number = int.from_bytes(hashlib.sha256(draws.encode()).digest()[:8], "little") if seed is None else seed
+    return {"seed": number & 0xFFFFFFFF, "stream": 2, "draw_id": (number >> 32) & 0xFFFFFFFF, "first_sample": 0}

@@ -1,0 +1,141 @@
+"""What clients give and get. Names and fields are those of the SDK's `tinker.types`, whose objects are accepted, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp.tinker.errors import UserError
+
+
+class ModelInput(Protocol):
+    """The SDK's tokens of a text."""
+
+    def to_ints(self) -> list[int]: ...
+
+
+Tokens = Sequence[int] | ModelInput
+_MOST_SAMPLES = 1024
+
+
+@dataclass
+class Datum:
+    """A training sequence.
+
+    Attributes:
+        model_input: N tokens.
+        loss_fn_inputs: a tensor or list [N] by name. `target_tokens` holds the token that follows each input token.
+    """
+
+    model_input: Tokens
+    loss_fn_inputs: Mapping[str, Tensor | Sequence[float]]
+
+
+@dataclass
+class AdamParams:
+    """Settings of one step of AdamW. `grad_clip_norm`: 0 for no limit."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+        max_tokens: None for as many as the model allows.
+        seed: None for draws that depend on the number of the request.
+        stop: texts or tokens that end an answer, in addition to the model's end tokens; [] for none at all.
+        top_k: -1 for no limit.
+    """
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+@dataclass
+class SampleRequest:
+    """A request for samples of one prompt, with the options of `SamplingClient.sample`."""
+
+    prompt: list[int]
+    num_samples: int
+    params: SamplingParams
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_samples <= _MOST_SAMPLES:
+            raise UserError(f"num_samples is {self.num_samples}, expected 1 to {_MOST_SAMPLES}")
+
+
+@dataclass
+class ForwardBackwardOutput:
+    """The result of `forward` and `forward_backward`.
+
+    Attributes:
+        loss_fn_outputs: per datum {"logprobs": the log-probabilities of its targets, float32 [N]}.
+        metrics: the loss as `loss:sum`.
+    """
+
+    loss_fn_outputs: list[dict[str, Tensor]]
+    metrics: dict[str, float]
+
+
+@dataclass
+class SampledSequence:
+    """An answer. `stop_reason`: "stop", or "length" if the limit ended it; `topk_logprobs`: (token, log-probability)
+    of the likeliest tokens at each position."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: str = "length"
+    topk_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+
+
+@dataclass
+class SampleResponse:
+    """The answers to a prompt.
+
+    Attributes:
+        prompt_logprobs: log-probability of each token of the prompt; None for those without, such as the first.
+        topk_prompt_logprobs: (token, log-probability) of the likeliest tokens at each position of the prompt.
+    """
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[Sequence[tuple[int, float]] | None] | None = None
+
+
+def tokens_of(given: Tokens, what: str) -> list[int]:
+    """Return the tokens of a prompt or an input. Raise UserError for images and audio."""
+    if not hasattr(given, "to_ints"):
+        return [int(token) for token in given]
+    try:
+        return given.to_ints()
+    except ValueError:
+        raise UserError(f"{what} holds something else than tokens: images and audio are not here") from None
+
+
+def tensor_of(given: object, what: str) -> Tensor:
+    """Return an input of a loss as a tensor. Raise UserError if it is not numeric."""
+    if hasattr(given, "to_torch"):
+        return given.to_torch()
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{what} is no tensor: {error}") from None

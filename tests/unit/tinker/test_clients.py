@@ -1,0 +1,215 @@
+"""The clients in this process: the SDK's calls on the same models as the server's, without HTTP."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import nemo_rl_cpp
+import pytest
+import tinker
+import torch
+from nemo_rl_cpp.tinker.types import AdamParams, Datum, SamplingParams
+from test_sdk import rl_loop
+from tinker import types as sdk_types
+from tinker_server import KEY, make_model, serving
+
+TOKENS = [3, 4, 5, 6, 7]
+WEIGHTS = [1.0, 0.5, 2.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nemo_rl_cpp.ServiceClient]:
+    folder = tmp_path_factory.mktemp("clients")
+    make_model(folder / "model")
+    with nemo_rl_cpp.ServiceClient(
+        folder / "model", folder / "saved", precision="float32", max_batch_size=16, cache_gb=0.05
+    ) as client:
+        yield client
+
+
+def new_client(service: nemo_rl_cpp.ServiceClient, seed: int = 1) -> nemo_rl_cpp.TrainingClient:
+    return service.create_lora_training_client(rank=4, seed=seed).result()
+
+
+def adapter_of(client: nemo_rl_cpp.TrainingClient) -> torch.Tensor:
+    return client._model.state.adapter
+
+
+def gradient_of(client: nemo_rl_cpp.TrainingClient) -> torch.Tensor:
+    return client._model.state.grads
+
+
+def away_from_zero(client: nemo_rl_cpp.TrainingClient) -> None:
+    """One step, so that B is not 0 and A has a gradient."""
+    client.forward_backward([Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})], "cross_entropy")
+    client.optim_step(AdamParams(learning_rate=1e-2)).result()
+
+
+def test_a_loop_in_process_gives_the_weights_of_the_same_loop_over_http(
+    service: nemo_rl_cpp.ServiceClient, tmp_path: Path
+) -> None:
+    here = new_client(service, seed=5)
+    rl_loop(here, 3)
+    with serving(tmp_path) as (url, server):
+        remote = tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client("tiny", rank=4, seed=5)
+        remote = remote.result()
+        rl_loop(remote, 3)
+        assert torch.equal(adapter_of(here), server.models[remote.model_id].state.adapter)
+
+
+def test_calls_are_awaited_and_a_state_is_saved_and_loaded(service: nemo_rl_cpp.ServiceClient) -> None:
+    data = [Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})]
+
+    async def train(client: nemo_rl_cpp.TrainingClient) -> float:
+        forward = await client.forward_backward_async(data, "cross_entropy")
+        step = client.optim_step(AdamParams(learning_rate=1e-3))
+        assert (await step)["unclipped_grad_l2:mean"] > 0
+        return (await forward.result_async()).metrics["loss:sum"]
+
+    async def loop() -> None:
+        client = await service.create_lora_training_client(rank=4, seed=2)
+        await train(client)
+        path = await client.save_state("first")
+        expected = [await train(client) for _ in range(2)]
+        again = await service.create_training_client_from_state_with_optimizer(path)
+        assert [await train(again) for _ in range(2)] == expected and expected[1] < expected[0]
+        await client.load_state_with_optimizer(path)
+        assert [await train(client) for _ in range(2)] == expected
+        sampler = await client.save_weights_and_get_sampling_client()
+        saved = await service.create_sampling_client(await client.save_weights_for_sampler("adapter"))
+        params = SamplingParams(max_tokens=5, seed=1, stop=[])
+        answers = await asyncio.gather(*(each.sample(TOKENS, 2, params) for each in (sampler, saved)))
+        assert answers[0].sequences == answers[1].sequences
+        scored = await saved.compute_logprobs(TOKENS + answers[0].sequences[0].tokens)
+        assert scored[0] is None and scored[len(TOKENS) :] == answers[0].sequences[0].logprobs
+        with pytest.raises(ValueError, match="exists"):
+            await client.save_state("first")
+        assert (await client.save_weights_external("peft")).joinpath("adapter_model.safetensors").is_file()
+
+    asyncio.run(loop())
+
+
+def test_a_custom_loss_has_the_gradient_of_the_builtin_one(service: nemo_rl_cpp.ServiceClient) -> None:
+    logprobs, advantages = [-2.0, -3.1, -2.2, -4.0], [1.0, -0.5, 2.0, -1.0]
+    inputs = {"target_tokens": TOKENS[1:], "logprobs": logprobs, "advantages": advantages}
+    data = [Datum(TOKENS[:-1], inputs), Datum(TOKENS[:-2], {name: value[:-1] for name, value in inputs.items()})]
+    builtin, custom = new_client(service), new_client(service)
+    for client in (builtin, custom):
+        away_from_zero(client)
+
+    def loss(data: list[Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        terms = (
+            (
+                torch.exp(new - torch.tensor(d.loss_fn_inputs["logprobs"]))
+                * torch.tensor(d.loss_fn_inputs["advantages"])
+            ).sum()
+            for d, new in zip(data, found)
+        )
+        return -sum(terms), {"mine": 3.0}
+
+    expected = builtin.forward_backward(data, "importance_sampling").result()
+    result = custom.forward_backward_custom(data, loss).result()
+    assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
+    assert result.metrics["mine"] == 3.0 and gradient_of(builtin).any()
+    torch.testing.assert_close(gradient_of(custom), gradient_of(builtin))
+
+
+def test_gspo_has_the_gradient_of_its_formula(service: nemo_rl_cpp.ServiceClient) -> None:
+    olds = [[-5.7, -5.9, -5.6, -5.5], [-5.8, -5.2, -6.0]]
+    masks, advantages = [[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], [[0.0, 1.0, 1.0, -2.0], [0.0, 0.0, 1.5]]
+    data = [
+        Datum(
+            TOKENS[: len(old)],
+            {"target_tokens": TOKENS[1 : len(old) + 1], "logprobs": old, "advantages": a, "sequence_ratio_mask": mask},
+        )
+        for old, a, mask in zip(olds, advantages, masks)
+    ]
+
+    def formula(data: list[Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        total = torch.zeros(())
+        for new, old, mask, a in zip(found, olds, masks, advantages):
+            chosen = torch.tensor(mask) != 0
+            log_ratio = (new.detach() - torch.tensor(old))[chosen].mean()
+            ratio = torch.exp(log_ratio + new - new.detach())
+            clipped = ratio.clamp(0.9, 1.1)
+            total = total - torch.minimum(ratio * torch.tensor(a), clipped * torch.tensor(a)).sum()
+        return total, {}
+
+    builtin, custom = new_client(service), new_client(service)
+    config = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    result = builtin.forward_backward(data, "gspo", config).result()
+    expected = custom.forward_backward_custom(data, formula).result()
+    assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
+    assert gradient_of(builtin).any()
+    torch.testing.assert_close(gradient_of(builtin), gradient_of(custom))
+
+
+def test_several_targets_a_token_have_the_loss_and_gradient_of_each_alone(service: nemo_rl_cpp.ServiceClient) -> None:
+    targets = torch.tensor([[4, 9, 200], [5, 5, 0], [6, 1, 2], [7, 8, 299]])
+    weights = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.5], [0.1, 0.2, 0.3], [2.0, -1.0, 0.25]])
+    together, apart = new_client(service), new_client(service)
+    for client in (together, apart):
+        away_from_zero(client)
+    short = Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})
+    wide = Datum(TOKENS[:-1], {"target_tokens": targets, "weights": weights})
+    result = together.forward_backward([short, wide], "cross_entropy").result()
+    alone = [short, *(Datum(TOKENS[:-1], {"target_tokens": targets[:, k], "weights": weights[:, k]}) for k in range(3))]
+    each = apart.forward_backward(alone, "cross_entropy").result()
+    assert torch.equal(result.loss_fn_outputs[0]["logprobs"], each.loss_fn_outputs[0]["logprobs"])
+    columns = [output["logprobs"] for output in each.loss_fn_outputs[1:]]
+    assert torch.equal(result.loss_fn_outputs[1]["logprobs"], torch.stack(columns, dim=1))
+    assert result.metrics["loss:sum"] == pytest.approx(each.metrics["loss:sum"], rel=1e-6)
+    difference = gradient_of(together) - gradient_of(apart)  # sums of float32 in another order
+    assert difference.norm() < 1e-5 * gradient_of(apart).norm()
+    likeliest = service.create_sampling_client().result().sample(TOKENS, 1, SamplingParams(max_tokens=1), False, 300)
+    base = new_client(service).forward([wide], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    rows = [dict(row) for row in likeliest.result().topk_prompt_logprobs[1:]]
+    scored = torch.tensor([[row[token] for token in chosen] for row, chosen in zip(rows, targets.tolist())])
+    torch.testing.assert_close(base, scored)
+
+
+def test_the_sdk_sends_several_targets_a_token_as_sparse_matrices(tmp_path: Path) -> None:
+    targets, weights = torch.zeros((3, 6), dtype=torch.int64), torch.zeros((3, 6))
+    targets[0, :2], weights[0, :2], targets[1, 0], weights[1, 0] = torch.tensor([4, 9]), 0.5, 5, 1.0
+    inputs = {"target_tokens": targets, "weights": weights}
+    data = [sdk_types.Datum(sdk_types.ModelInput.from_ints([3, 4, 5]), inputs)]
+    assert data[0].loss_fn_inputs["weights"].sparse_crow_indices is not None
+    with serving(tmp_path) as (url, _):
+        client = tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client("tiny", rank=2).result()
+        output = client.forward(data, "cross_entropy").result()
+    logprobs = output.loss_fn_outputs[0]["logprobs"].to_torch()
+    assert logprobs.shape == (3, 6)
+    assert output.metrics["loss:sum"] == pytest.approx(-(logprobs * weights).sum().item(), rel=1e-6)
+
+
+Result = list[float] | list[list[int]]
+
+
+def tenant(client: nemo_rl_cpp.TrainingClient, number: int) -> Iterator[Result]:
+    """Train and sample; yields each result when it is there."""
+    for step in range(3):
+        tokens = [3 + number, 4 + step, 5, 6, 3]
+        data = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * 4})
+        yield [client.forward_backward([data], "cross_entropy").result().metrics["loss:sum"]]
+        yield list(client.optim_step(AdamParams(learning_rate=1e-2)).result().values())
+        sampler = client.save_weights_and_get_sampling_client().result()
+        sampled = sampler.sample(tokens, 3, SamplingParams(max_tokens=6, seed=step, stop=[]))
+        yield [sequence.tokens for sequence in sampled.result().sequences]
+
+
+def test_eight_tenants_interleaved_at_random_each_get_what_they_get_alone(service: nemo_rl_cpp.ServiceClient) -> None:
+    def clients() -> list[nemo_rl_cpp.TrainingClient]:
+        return [service.create_lora_training_client(rank=2 + 2 * (n % 2), seed=n).result() for n in range(8)]
+
+    alone, together, rng = clients(), clients(), random.Random(0)
+    expected = [list(tenant(client, number)) for number, client in enumerate(alone)]
+    found: list[list[Result]] = [[] for _ in together]
+    running = [tenant(client, number) for number, client in enumerate(together)]
+    turns = [number for number in range(8) for _ in expected[0]]
+    rng.shuffle(turns)
+    for number in turns:
+        found[number].append(next(running[number]))
+    assert found == expected
+    assert all(torch.equal(adapter_of(one), adapter_of(other)) for one, other in zip(alone, together))
+    assert not torch.equal(adapter_of(alone[0]), adapter_of(alone[2]))

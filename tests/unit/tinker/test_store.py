@@ -1,0 +1,79 @@
+"""Checkpoints on disk, after a process was killed at any point of a save or a deletion."""
+
+from pathlib import Path
+
+import pytest
+from nemo_rl_cpp.commands import serve
+from nemo_rl_cpp.files import durable
+from nemo_rl_cpp.files.folder_lock import FolderInUseError
+from nemo_rl_cpp.tinker.adapters import Shape
+from nemo_rl_cpp.tinker.store import Facts, Place, Store
+
+PLACE = Place("s:train:0", "weights", "x")
+
+
+class Killed(BaseException):
+    """A process that ends here, without cleaning up."""
+
+
+def saved(store: Store) -> str | None:
+    return (store.folder(PLACE) / "text").read_text() if store.places() == [PLACE] else None
+
+
+def save(store: Store, text: str) -> None:
+    store.save(PLACE, Facts("base", Shape(2)), lambda folder: (folder / "text").write_text(text), overwrite=True)
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    store = Store(tmp_path)
+    save(store, "old")
+    done = []
+
+    def rename(source: Path, target: Path) -> None:
+        if len(done) == renames:
+            raise Killed
+        done.append(source.rename(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "rename", rename)
+        patch.setattr("nemo_rl_cpp.tinker.store.shutil.rmtree", lambda *args, **options: None)
+        if renames < 2:
+            with pytest.raises(Killed):
+                save(store, "new")
+        else:
+            save(store, "new")
+    store.close()
+    assert saved(Store(tmp_path)) == ("new" if renames == 2 else "old")
+    assert not list(tmp_path.glob("*/*/.*"))
+
+
+def test_a_deletion_that_is_killed_leaves_no_part_under_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    save(store, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr("nemo_rl_cpp.tinker.store.shutil.rmtree", lambda *args, **options: None)
+        store.delete(PLACE)
+    store.close()
+    assert Store(tmp_path).places() == [] and not list(tmp_path.glob("*/*/.*"))
+
+
+def test_a_folder_is_used_by_one_process_at_a_time(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(FolderInUseError, match="--tinker"):
+        Store(tmp_path, "--tinker")
+    store.close()
+    Store(tmp_path).close()
+
+
+@pytest.mark.parametrize("option", ["--max-queue", "--request-timeout", "--seed"])
+def test_options_of_the_openai_routes_are_refused_with_tinkers_api(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--model", "tiny-random", "--tinker", "folder", option, "5"])
+    assert f"{option} does not apply to --tinker" in capsys.readouterr().err

@@ -41,6 +41,7 @@ RUNS = {
     "ranks": "ranks",
     "busy_machine": "busy_machine --rounds 5",
     "server": "server --requests 512 --rounds 3",
+    "tinker": "tinker --rounds 5",
 }
 
 

@@ -94,14 +94,16 @@ def overhead(arguments: argparse.Namespace) -> dict[str, object]:
                     "process": local.create_lora_training_client(rank=RANK, seed=1).result(),
                 }
                 tokenizer, seconds = sides["process"].get_tokenizer(), {name: [] for name in sides}
-                for number in range(arguments.rounds + 2):
+                for number in range(arguments.rounds + 1):
                     questions, answers = prompts(tokenizer, number), []
                     order = list(sides) if number % 2 else list(reversed(sides))
                     for name in order:
                         begin = time.perf_counter()
                         answers.append(rl_step(sides[name], questions, number))
-                        if number >= 2:  # the first two warm up
-                            seconds[name].append(time.perf_counter() - begin)
+                        taken = time.perf_counter() - begin
+                        print(f"{name} {number}: {taken:.2f} s", file=sys.stderr, flush=True)
+                        if number:  # the first warms up
+                            seconds[name].append(taken)
                     assert answers[0] == answers[1]
         finally:
             server.terminate()

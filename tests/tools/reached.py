@@ -42,9 +42,9 @@ LOOK_UP = {
 # methods that a base class of another package calls
 CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "launch", "nemo_rl_cpp_weights", "run",
                        "visit_Concat", "visit_Getitem"}  # fmt: skip
-# methods that the code of users calls, as NeMo RL's class or transformers' has them
+# methods that the code of users calls, as NeMo RL's class, transformers' or Tinker's has them
 CALLED_BY_USERS = {"batch_decode", "clear_logger_metrics", "convert_ids_to_tokens", "convert_tokens_to_ids",
-                   "get_logger_metrics", "global_post_process_and_metrics", "set_records"}  # fmt: skip
+                   "get_logger_metrics", "global_post_process_and_metrics", "result_async", "set_records"}  # fmt: skip
 
 
 @dataclass

@@ -114,12 +114,9 @@ void Decoder::embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, 
 Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed) const {
   const auto& c = config_;
   const auto S = compute_dtype();
-  Scratch s{.normed = workspace.take(Slot::normed, {T, c.hidden_size}, S), .packed = packed};
-  s.mlp.workspace = &workspace, s.mlp.packed = packed;
-  if (c.has_dense_mlp()) {
-    s.mlp.act = workspace.take(Slot::act, {T, c.intermediate_size}, S);
-    if (!c.has_gated_product()) s.mlp.gate_up = workspace.take(Slot::gate_up, {T, 2 * c.intermediate_size}, S);
-  }
+  Scratch s{.normed = workspace.take(Slot::normed, {T, c.hidden_size}, S), .workspace = &workspace, .packed = packed};
+  s.mlp.workspace = &workspace;
+  if (c.has_dense_mlp()) s.mlp.act = workspace.take(Slot::act, {T, c.intermediate_size}, S);
   const bool norms = !c.norms.after_attention.empty() || !c.norms.after_mlp.empty();
   if (!norms && peers_ == nullptr && c.residual_multiplier == 1) return s;
   s.branch_out = workspace.take(Slot::branch_out, {T, c.hidden_size}, accumulate_dtype());
@@ -139,11 +136,11 @@ void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const A
                             LayerActivations& a, const Scratch& s) {
   const auto& p = layer(l);
   const auto& c = config_;
-  ops::linear_ask_ahead(p.qkv_weight, /*gated=*/false, s.packed);
+  const auto w = weights(l, *s.workspace, s.packed);
+  w.ask_ahead(&LayerParameters::qkv_weight);
   const auto x = normalised(a.h_in, p.norm_before_attention, a.rstd_in, s.normed);
-  ops::linear_forward(x, p.qkv_weight, if_defined(p.qkv_bias), c.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw,
-                      /*accumulate=*/false, s.packed);
-  ops::linear_ask_ahead(p.o_weight, /*gated=*/false, s.packed);
+  w.forward(&LayerParameters::qkv_weight, x, p.qkv_bias, c.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw);
+  w.ask_ahead(&LayerParameters::o_weight);
   if (c.qk_norm != QkNorm::none) normalise_heads(p, a);
   rotate(l, a.qkv, positions, /*inverse=*/false);
   attention(l, a.qkv, a.attn, a.lse);
@@ -191,17 +188,18 @@ void Decoder::add_branch(const Product& product, const at::Tensor& norm, const B
 /// Attention's output product and the MLP: what they add to the residual stream.
 void Decoder::finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor& h_out, const Scratch& s) {
   const auto& p = layer(l);
+  const auto w = weights(l, *s.workspace, s.packed);
   if (a.h_mid.defined()) a.h_mid.copy_(a.h_in);
   const auto& h = a.h_mid.defined() ? a.h_mid : a.h_in;
   // of several slices the first adds the bias
-  const auto o_bias = config_.slice.rank == 0 ? if_defined(p.o_bias) : std::nullopt;
+  const auto o_bias = config_.slice.rank == 0 ? p.o_bias : at::Tensor();
   add_branch([&](const at::Tensor& y,
-                 bool accumulate) { ops::linear_forward(a.attn, p.o_weight, o_bias, y, accumulate, s.packed); },
+                 bool accumulate) { w.forward(&LayerParameters::o_weight, a.attn, o_bias, y, accumulate); },
              p.norm_after_attention, a.attn_branch, h, s);
-  mlp(l).ask_ahead(p, s.packed);
+  mlp(l).ask_ahead(w);
   const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
   if (!h_out.is_same(h)) h_out.copy_(h);
-  add_branch([&](const at::Tensor& y, bool accumulate) { mlp(l).forward(p, x, y, accumulate, a, s.mlp); },
+  add_branch([&](const at::Tensor& y, bool accumulate) { mlp(l).forward(w, x, y, accumulate, a, s.mlp); },
              p.norm_after_mlp, a.mlp_branch, h_out, s);
 }
 

@@ -12,12 +12,12 @@
 #include "distributed/peers.h"
 #include "model/gradient_views.h"
 #include "model/layer_activations.h"
+#include "model/layer_weights.h"
 #include "model/mlp.h"
 #include "model/parameters.h"
 #include "model/rope_table.h"
 #include "model/workspace.h"
 #include "ops/attention.h"
-#include "ops/linear.h"
 
 namespace nemo_rl::model {
 
@@ -42,6 +42,10 @@ class Decoder {
   ops::AttentionHeads attention_heads(std::int64_t layer) const;
   const Mlp& mlp(std::int64_t l) const { return *mlps_[static_cast<std::size_t>(l)]; }
   distributed::Peers* peers() const { return peers_; }
+  /// The matrices of layer `l`, for its products.
+  LayerWeights weights(std::int64_t l, Workspace& workspace, const ops::PackedWeights* packed = nullptr) const {
+    return {config_, layer(l), workspace, packed};
+  }
   at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
@@ -84,6 +88,7 @@ class Decoder {
     at::Tensor branch_out;  ///< [T, D] A, where a norm, a sum over peers or a factor stands behind a branch
     at::Tensor branch;      ///< [T, D] S, the same normalised
     MlpScratch mlp;
+    Workspace* workspace = nullptr;
     const ops::PackedWeights* packed = nullptr;  ///< copies of weights, for few rows
   };
   Scratch scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed = nullptr) const;

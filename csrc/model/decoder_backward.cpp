@@ -61,7 +61,7 @@ void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::
     return normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, compute_dtype()));
   };
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
-  mlp(l).backward(p, x, dy, a, d_normed, grads, workspace);
+  mlp(l).backward(weights(l, workspace), x, dy, a, d_normed, grads, workspace);
   add_input_gradient(d_normed, a.h_mid, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
 }
 
@@ -70,6 +70,7 @@ void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, cons
                                  const GradientViews& grads, Workspace& workspace) {
   const auto wanted = grads.layer(l);
   const auto &p = layer(l), &g = wanted.dense();
+  const auto w = weights(l, workspace);
   const auto& c = config_;
   const std::int64_t T = dh.size(0), D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
   const auto S = compute_dtype();
@@ -77,7 +78,7 @@ void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, cons
   if (wanted.wants(&LayerParameters::o_weight)) wanted.add(&LayerParameters::o_weight, dy, a.attn, workspace);
   if (g.o_bias.defined()) ops::add_column_sums(dy, g.o_bias);
   const auto d_attn = workspace.take(Slot::d_attn, {T, Q}, S);
-  ops::linear_backward_input(dy, p.o_weight, d_attn);
+  w.backward_input(&LayerParameters::o_weight, dy, d_attn);
   auto d_qkv = workspace.take(Slot::d_qkv, {T, c.qkv_size()}, S);
   attention_backward(l, a.qkv, a.attn, d_attn, a.lse, d_qkv);
   rotate(l, d_qkv, positions, /*inverse=*/true);
@@ -92,7 +93,7 @@ void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, cons
   if (g.qkv_bias.defined()) ops::add_column_sums(d_qkv, g.qkv_bias);
   if (!grads.goes_below(l)) return;
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
-  ops::linear_backward_input(d_qkv, p.qkv_weight, d_normed);
+  w.backward_input(&LayerParameters::qkv_weight, d_qkv, d_normed);
   add_input_gradient(d_normed, a.h_in, p.norm_before_attention, a.rstd_in, dh, g.norm_before_attention);
 }
 

@@ -76,8 +76,9 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
       return nullptr;
     }
     for (std::int64_t l = 0; l < config().num_layers(); ++l) {
-      const auto& layer = decoder_.parameters().layers[static_cast<std::size_t>(l)];
-      for (const auto& w : {layer.qkv_weight, layer.o_weight}) packed_.pack(w, /*gated=*/false);
+      const auto layer = decoder_.weights(l, workspace_);
+      layer.pack(&LayerParameters::qkv_weight, packed_);
+      layer.pack(&LayerParameters::o_weight, packed_);
       decoder_.mlp(l).pack(layer, packed_);
     }
     packed_.pack(decoder_.parameters().lm_head, /*gated=*/false);

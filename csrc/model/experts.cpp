@@ -40,31 +40,29 @@ std::vector<LayerTensor> Experts::tensors() const {
 
 Mlp::Kept Experts::kept() const { return {e_.chosen * 2 * e_.intermediate_size, 2 * e_.shared_size}; }
 
-at::Tensor Experts::gate_up_of(const at::Tensor& all, std::int64_t e) const {
-  return all.narrow(0, e * 2 * e_.intermediate_size, 2 * e_.intermediate_size);
+MatrixRows Experts::gate_up(std::int64_t e) const {
+  return {&LayerParameters::experts_gate_up, e * 2 * e_.intermediate_size, 2 * e_.intermediate_size};
 }
 
-at::Tensor Experts::down_of(const at::Tensor& all, std::int64_t e) const {
-  return all.narrow(0, e * c_.hidden_size, c_.hidden_size);
+MatrixRows Experts::down(std::int64_t e) const {
+  return {&LayerParameters::experts_down, e * c_.hidden_size, c_.hidden_size};
 }
 
-void Experts::pack(const LayerParameters& p, ops::PackedWeights& packed) const {
-  packed.pack(p.router_weight, /*gated=*/false);
+void Experts::pack(const LayerWeights& w, ops::PackedWeights& packed) const {
+  w.pack(&LayerParameters::router_weight, packed);
   for (std::int64_t e = 0; e < e_.count; ++e) {
-    packed.pack(gate_up_of(p.experts_gate_up, e), c_.has_gated_product());
-    packed.pack(down_of(p.experts_down, e), /*gated=*/false);
+    w.pack(gate_up(e), packed, /*gated=*/true);
+    w.pack(down(e), packed);
   }
   if (e_.shared_size == 0) return;
-  packed.pack(p.shared_gate_up, c_.has_gated_product());
-  packed.pack(p.shared_down, /*gated=*/false);
+  w.pack(&LayerParameters::shared_gate_up, packed, /*gated=*/true);
+  w.pack(&LayerParameters::shared_down, packed);
 }
 
-void Experts::ask_ahead(const LayerParameters& p, const ops::PackedWeights* packed) const {
-  ops::linear_ask_ahead(p.router_weight, /*gated=*/false, packed);
-}
+void Experts::ask_ahead(const LayerWeights& w) const { w.ask_ahead(&LayerParameters::router_weight); }
 
 /// The products' bits are the same with packed weights, which only a forward has.
-Experts::Routes Experts::route(const LayerParameters& p, const at::Tensor& x, at::ScalarType sums,
+Experts::Routes Experts::route(const LayerWeights& w, const at::Tensor& x, at::ScalarType sums,
                                Workspace& workspace) const {
   const std::int64_t T = x.size(0);
   const auto options = x.options().dtype(sums);
@@ -72,7 +70,7 @@ Experts::Routes Experts::route(const LayerParameters& p, const at::Tensor& x, at
            at::empty({T, e_.chosen}, at::kLong),
            at::empty({T, e_.chosen}, options),
            {}};
-  ops::linear_forward(x, p.router_weight, std::nullopt, r.logits);
+  w.forward(&LayerParameters::router_weight, x, {}, r.logits);
   ops::route_tokens(r.logits, e_.renormalise, r.expert, r.weight);
   r.groups = ops::group_by_expert(r.expert, e_.count);
   return r;
@@ -88,60 +86,55 @@ void Experts::for_each_expert(const ops::ExpertGroups& groups, const F& f) const
   }
 }
 
-void Experts::forward(const LayerParameters& p, const at::Tensor& x, const at::Tensor& y, bool accumulate,
+void Experts::forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
                       const LayerActivations& a, const MlpScratch& s) const {
   const std::int64_t pairs = x.size(0) * e_.chosen, D = c_.hidden_size, I = e_.intermediate_size;
   auto& workspace = *s.workspace;
   const auto S = x.scalar_type(), A = y.scalar_type();
-  const auto routes = route(p, x, A, workspace);
+  const auto routes = route(w, x, A, workspace);
   const auto& groups = routes.groups;
   auto rows = workspace.take(Slot::expert_x, {pairs, D}, S);
   at::index_select_out(rows, x, 0, groups.token);
   const bool keeps = a.gate_up.defined();
-  const auto gate_up = keeps || !c_.has_gated_product() ? workspace.take(Slot::expert_gate_up, {pairs, 2 * I}, S)
-                                                        : at::Tensor(),
+  const auto gate_up = keeps ? workspace.take(Slot::expert_gate_up, {pairs, 2 * I}, S) : at::Tensor(),
              act = workspace.take(Slot::expert_act, {pairs, I}, S), out = workspace.take(Slot::expert_y, {pairs, D}, A);
   for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-    gated_product(c_, of(rows), gate_up_of(p.experts_gate_up, e), {}, gate_up.defined() ? of(gate_up) : gate_up,
-                  of(act), s.packed);
-    ops::linear_forward(of(act), down_of(p.experts_down, e), std::nullopt, of(out), /*accumulate=*/false, s.packed);
+    w.gated_product(this->gate_up(e), of(rows), {}, keeps ? of(gate_up) : gate_up, of(act));
+    w.forward(down(e), of(act), {}, of(out));
   });
   if (keeps) {
     auto by_pair = a.gate_up.view({pairs, 2 * I});
     at::index_select_out(by_pair, gate_up, 0, groups.row);
   }
   ops::add_up_experts(out, groups.row, routes.weight, e_.chosen, y, accumulate);
-  if (e_.shared_size > 0) forward_shared(p, x, y, a, s);
+  if (e_.shared_size > 0) forward_shared(w, x, y, a, s);
 }
 
 /// y += sigmoid(the gate's logit) · the shared expert of x.
-void Experts::forward_shared(const LayerParameters& p, const at::Tensor& x, const at::Tensor& y,
-                             const LayerActivations& a, const MlpScratch& s) const {
+void Experts::forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
+                             const MlpScratch& s) const {
   const std::int64_t T = x.size(0), I = e_.shared_size;
   auto& workspace = *s.workspace;
   const auto gate = at::empty({T, 1}, y.options());
-  ops::linear_forward(x, p.shared_gate_weight, std::nullopt, gate);
+  w.forward(&LayerParameters::shared_gate_weight, x, {}, gate);
   ops::sigmoid_gate(gate, gate);
   const auto act = workspace.take(Slot::expert_act, {T, I}, x.scalar_type()),
              out = workspace.take(Slot::shared_y, y.sizes(), y.scalar_type());
-  auto gate_up = a.shared_gate_up;
-  if (!gate_up.defined() && !c_.has_gated_product())
-    gate_up = workspace.take(Slot::expert_gate_up, {T, 2 * I}, x.scalar_type());
-  gated_product(c_, x, p.shared_gate_up, {}, gate_up, act, s.packed);
-  ops::linear_forward(act, p.shared_down, std::nullopt, out, /*accumulate=*/false, s.packed);
+  w.gated_product(&LayerParameters::shared_gate_up, x, {}, a.shared_gate_up, act);
+  w.forward(&LayerParameters::shared_down, act, {}, out);
   ops::add_up_experts(out, {}, gate, 1, y, /*accumulate=*/true);
 }
 
 /// With u = the gradient of an expert's activations before its weight w: that of w is u · act, and that of act is w ·
 /// u.
-void Experts::backward(const LayerParameters& p, const std::function<at::Tensor()>& x_of, const at::Tensor& dy,
+void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>& x_of, const at::Tensor& dy,
                        const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
                        Workspace& workspace) const {
   const std::int64_t T = dy.size(0), pairs = T * e_.chosen, D = c_.hidden_size, I = e_.intermediate_size;
   const auto S = dy.scalar_type(), A = d_x.scalar_type();
   const auto& g = grads.dense();
   const auto x = x_of();
-  const auto routes = route(p, x, A, workspace);
+  const auto routes = route(w, x, A, workspace);
   const auto& groups = routes.groups;
   auto dy_rows = workspace.take(Slot::expert_dy, {pairs, D}, S),
        gate_up = workspace.take(Slot::expert_gate_up, {pairs, 2 * I}, S);
@@ -150,16 +143,14 @@ void Experts::backward(const LayerParameters& p, const std::function<at::Tensor(
   const auto act = workspace.take(Slot::expert_act, {pairs, I}, S),
              d_act = workspace.take(Slot::expert_d_act, {pairs, I}, S);
   ops::swiglu_forward(gate_up, act, c_.activation);
-  for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-    ops::linear_backward_input(of(dy_rows), down_of(p.experts_down, e), of(d_act));
-  });
+  for_each_expert(groups, [&](std::int64_t e, const auto& of) { w.backward_input(down(e), of(dy_rows), of(d_act)); });
   const auto d_weight = at::empty({pairs}, d_x.options()), weight = routes.weight.view(-1).index_select(0, groups.pair);
   ops::row_products(d_act, act, d_weight);
   ops::scale_rows(d_act, weight);
   if (g.experts_down.defined()) {
     ops::scale_rows(act, weight);
     for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-      ops::linear_backward_weight(of(dy_rows), of(act), down_of(g.experts_down, e));
+      ops::linear_backward_weight(of(dy_rows), of(act), g.experts_down.narrow(0, e * D, D));
     });
   }
   ops::swiglu_backward(d_act, gate_up, gate_up, c_.activation);
@@ -167,20 +158,19 @@ void Experts::backward(const LayerParameters& p, const std::function<at::Tensor(
     auto rows = workspace.take(Slot::expert_x, {pairs, D}, S);
     at::index_select_out(rows, x, 0, groups.token);
     for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-      ops::linear_backward_weight(of(gate_up), of(rows), gate_up_of(g.experts_gate_up, e));
+      ops::linear_backward_weight(of(gate_up), of(rows), g.experts_gate_up.narrow(0, e * 2 * I, 2 * I));
     });
   }
   const auto d_rows = workspace.take(Slot::expert_y, {pairs, D}, A);
-  for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-    ops::linear_backward_input(of(gate_up), gate_up_of(p.experts_gate_up, e), of(d_rows));
-  });
+  for_each_expert(groups,
+                  [&](std::int64_t e, const auto& of) { w.backward_input(this->gate_up(e), of(gate_up), of(d_rows)); });
   ops::add_up_experts(d_rows, groups.row, {}, e_.chosen, d_x, /*accumulate=*/false);
-  backward_router(p, x, routes, d_weight.index_select(0, groups.row), d_x, grads, workspace);
-  if (e_.shared_size > 0) backward_shared(p, x, dy, a, d_x, grads, workspace);
+  backward_router(w, x, routes, d_weight.index_select(0, groups.row), d_x, grads, workspace);
+  if (e_.shared_size > 0) backward_shared(w, x, dy, a, d_x, grads, workspace);
 }
 
 /// d_x += the gradient through the weights of the chosen experts.
-void Experts::backward_router(const LayerParameters& p, const at::Tensor& x, const Routes& routes,
+void Experts::backward_router(const LayerWeights& w, const at::Tensor& x, const Routes& routes,
                               const at::Tensor& d_weight, const at::Tensor& d_x, const LayerGradients& grads,
                               Workspace& workspace) const {
   const auto d_logits = at::empty_like(routes.logits),
@@ -188,22 +178,22 @@ void Experts::backward_router(const LayerParameters& p, const at::Tensor& x, con
   ops::route_tokens_backward(routes.logits, e_.renormalise, routes.expert, routes.weight, d_weight, d_logits);
   dy.copy_(d_logits);
   if (grads.wants(&LayerParameters::router_weight)) grads.add(&LayerParameters::router_weight, dy, x, workspace);
-  ops::linear_backward_input(dy, p.router_weight, d_x, /*accumulate=*/true);
+  w.backward_input(&LayerParameters::router_weight, dy, d_x, /*accumulate=*/true);
 }
 
 /// d_x += the gradient through the shared expert and its gate.
-void Experts::backward_shared(const LayerParameters& p, const at::Tensor& x, const at::Tensor& dy,
+void Experts::backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy,
                               const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
                               Workspace& workspace) const {
   const std::int64_t T = dy.size(0), I = e_.shared_size;
   const auto S = dy.scalar_type();
   const auto gate = at::empty({T, 1}, d_x.options()), d_gate = at::empty({T, 1}, d_x.options()),
              d_logit = at::empty({T, 1}, dy.options());
-  ops::linear_forward(x, p.shared_gate_weight, std::nullopt, gate);
+  w.forward(&LayerParameters::shared_gate_weight, x, {}, gate);
   ops::sigmoid_gate(gate, gate);
   const auto act = workspace.take(Slot::expert_act, {T, I}, S), d_act = workspace.take(Slot::expert_d_act, {T, I}, S);
   ops::swiglu_forward(a.shared_gate_up, act, c_.activation);
-  ops::linear_backward_input(dy, p.shared_down, d_act);
+  w.backward_input(&LayerParameters::shared_down, dy, d_act);
   ops::row_products(d_act, act, d_gate);
   ops::scale_rows(d_act, gate);
   ops::scale_rows(act, gate);
@@ -212,12 +202,12 @@ void Experts::backward_shared(const LayerParameters& p, const at::Tensor& x, con
   ops::swiglu_backward(d_act, a.shared_gate_up, d_gate_up, c_.activation);
   if (grads.wants(&LayerParameters::shared_gate_up))
     grads.add(&LayerParameters::shared_gate_up, d_gate_up, x, workspace);
-  ops::linear_backward_input(d_gate_up, p.shared_gate_up, d_x, /*accumulate=*/true);
+  w.backward_input(&LayerParameters::shared_gate_up, d_gate_up, d_x, /*accumulate=*/true);
   ops::sigmoid_gate_backward(gate, d_gate);
   d_logit.copy_(d_gate);
   if (grads.wants(&LayerParameters::shared_gate_weight))
     grads.add(&LayerParameters::shared_gate_weight, d_logit, x, workspace);
-  ops::linear_backward_input(d_logit, p.shared_gate_weight, d_x, /*accumulate=*/true);
+  w.backward_input(&LayerParameters::shared_gate_weight, d_logit, d_x, /*accumulate=*/true);
 }
 
 }  // namespace nemo_rl::model

@@ -13,11 +13,11 @@ class Experts : public Mlp {
   explicit Experts(const ModelConfig& config);
   std::vector<LayerTensor> tensors() const override;
   Kept kept() const override;
-  void pack(const LayerParameters& p, ops::PackedWeights& packed) const override;
-  void ask_ahead(const LayerParameters& p, const ops::PackedWeights* packed) const override;
-  void forward(const LayerParameters& p, const at::Tensor& x, const at::Tensor& y, bool accumulate,
+  void pack(const LayerWeights& w, ops::PackedWeights& packed) const override;
+  void ask_ahead(const LayerWeights& w) const override;
+  void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
                const LayerActivations& a, const MlpScratch& s) const override;
-  void backward(const LayerParameters& p, const std::function<at::Tensor()>& x, const at::Tensor& dy,
+  void backward(const LayerWeights& w, const std::function<at::Tensor()>& x, const at::Tensor& dy,
                 const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
                 Workspace& workspace) const override;
 
@@ -28,18 +28,18 @@ class Experts : public Mlp {
     at::Tensor weight;  ///< [T, k] A
     ops::ExpertGroups groups;
   };
-  Routes route(const LayerParameters& p, const at::Tensor& x, at::ScalarType sums, Workspace& workspace) const;
+  Routes route(const LayerWeights& w, const at::Tensor& x, at::ScalarType sums, Workspace& workspace) const;
   template <class F>
   void for_each_expert(const ops::ExpertGroups& groups, const F& f) const;
-  void forward_shared(const LayerParameters& p, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
+  void forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
                       const MlpScratch& s) const;
-  void backward_router(const LayerParameters& p, const at::Tensor& x, const Routes& routes, const at::Tensor& d_weight,
+  void backward_router(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& d_weight,
                        const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
-  void backward_shared(const LayerParameters& p, const at::Tensor& x, const at::Tensor& dy, const LayerActivations& a,
+  void backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy, const LayerActivations& a,
                        const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
-  /// Of expert `e` its matrix in one of these tensors.
-  at::Tensor gate_up_of(const at::Tensor& all, std::int64_t e) const;
-  at::Tensor down_of(const at::Tensor& all, std::int64_t e) const;
+  /// Expert `e`'s matrices.
+  MatrixRows gate_up(std::int64_t e) const;
+  MatrixRows down(std::int64_t e) const;
 
   ModelConfig c_;
   ExpertsConfig e_;

@@ -2,7 +2,6 @@
 
 #include "model/experts.h"
 #include "ops/embedding.h"
-#include "ops/linear.h"
 #include "ops/swiglu.h"
 #include "runtime/tensor.h"
 
@@ -29,26 +28,25 @@ class DenseMlp : public Mlp {
 
   Kept kept() const override { return {2 * c_.intermediate_size, 0}; }
 
-  void pack(const LayerParameters& p, ops::PackedWeights& packed) const override {
-    packed.pack(p.down_weight, /*gated=*/false);
-    packed.pack(p.gate_up_weight, c_.has_gated_product());
+  void pack(const LayerWeights& w, ops::PackedWeights& packed) const override {
+    w.pack(&LayerParameters::down_weight, packed);
+    w.pack(&LayerParameters::gate_up_weight, packed, /*gated=*/true);
   }
 
-  void ask_ahead(const LayerParameters& p, const ops::PackedWeights* packed) const override {
-    ops::linear_ask_ahead(p.gate_up_weight, c_.has_gated_product(), packed);
+  void ask_ahead(const LayerWeights& w) const override {
+    w.ask_ahead(&LayerParameters::gate_up_weight, /*gated=*/true);
   }
 
-  void forward(const LayerParameters& p, const at::Tensor& x, const at::Tensor& y, bool accumulate,
+  void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
                const LayerActivations& a, const MlpScratch& s) const override {
-    gated_product(c_, x, p.gate_up_weight, p.gate_up_bias, a.gate_up.defined() ? a.gate_up : s.gate_up, s.act,
-                  s.packed);
-    ops::linear_ask_ahead(p.down_weight, /*gated=*/false, s.packed);
+    w.gated_product(&LayerParameters::gate_up_weight, x, w.tensors().gate_up_bias, a.gate_up, s.act);
+    w.ask_ahead(&LayerParameters::down_weight);
     // of several slices the first adds the bias
-    ops::linear_forward(s.act, p.down_weight, c_.slice.rank == 0 ? if_defined(p.down_bias) : std::nullopt, y,
-                        accumulate, s.packed);
+    w.forward(&LayerParameters::down_weight, s.act, c_.slice.rank == 0 ? w.tensors().down_bias : at::Tensor(), y,
+              accumulate);
   }
 
-  void backward(const LayerParameters& p, const std::function<at::Tensor()>& x, const at::Tensor& dy,
+  void backward(const LayerWeights& w, const std::function<at::Tensor()>& x, const at::Tensor& dy,
                 const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
                 Workspace& workspace) const override {
     const auto& g = grads.dense();
@@ -61,13 +59,13 @@ class DenseMlp : public Mlp {
       grads.add(&LayerParameters::down_weight, dy, act, workspace);
     }
     if (g.down_bias.defined()) ops::add_column_sums(dy, g.down_bias);
-    ops::linear_backward_input(dy, p.down_weight, d_act);
+    w.backward_input(&LayerParameters::down_weight, dy, d_act);
     const auto d_gate_up = workspace.take(Slot::d_gate_up, {T, 2 * I}, S);
     ops::swiglu_backward(d_act, a.gate_up, d_gate_up, c_.activation);
     if (grads.wants(&LayerParameters::gate_up_weight))
       grads.add(&LayerParameters::gate_up_weight, d_gate_up, x(), workspace);
     if (g.gate_up_bias.defined()) ops::add_column_sums(d_gate_up, g.gate_up_bias);
-    ops::linear_backward_input(d_gate_up, p.gate_up_weight, d_x);
+    w.backward_input(&LayerParameters::gate_up_weight, d_gate_up, d_x);
   }
 
  private:
@@ -75,13 +73,6 @@ class DenseMlp : public Mlp {
 };
 
 }  // namespace
-
-void gated_product(const ModelConfig& config, const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias,
-                   const at::Tensor& gate_up, const at::Tensor& act, const ops::PackedWeights* packed) {
-  if (config.has_gated_product()) return ops::linear_swiglu(x, w, if_defined(bias), gate_up, act, packed);
-  ops::linear_forward(x, w, if_defined(bias), gate_up, /*accumulate=*/false, packed);
-  ops::swiglu_forward(gate_up, act, config.activation);
-}
 
 std::unique_ptr<Mlp> mlp_of(const ModelConfig& config, std::int64_t l) {
   if (config.layers[static_cast<std::size_t>(l)].has_experts) return std::make_unique<Experts>(config);

@@ -33,11 +33,12 @@ void bind_decoder_model(py::module_& m) {
       .def_property_readonly("specs", [](const DecoderModel& self) { return self.layout().specs; })
       .def(
           "adapt",
-          [](DecoderModel& self, std::int64_t dim, double alpha, std::vector<std::string> targets) {
-            self.adapt({dim, alpha, std::move(targets)});
-          },
-          py::arg("dim"), py::arg("alpha"), py::arg("targets"), release_gil())
+          [](DecoderModel& self, std::int64_t dim, double alpha, std::vector<std::string> targets, bool merge,
+             bool use_rslora) { self.adapt({dim, alpha, std::move(targets), merge, use_rslora}); },
+          py::arg("dim"), py::arg("alpha"), py::arg("targets"), py::arg("merge") = true, py::arg("use_rslora") = false,
+          release_gil())
       .def("base", &DecoderModel::base)
+      .def("merged", &DecoderModel::merged, release_gil())
       .def_property_readonly("trained_layout", [](const DecoderModel& self) { return self.trained_layout(); })
       .def_property_readonly("masters", [](const DecoderModel& self) { return self.masters(); })
       .def_property_readonly("masters_begin", &DecoderModel::masters_begin)

@@ -5,6 +5,7 @@
 #include "common/check.h"
 #include "common/random.h"
 #include "generation/resident_engine.h"
+#include "model/decoder_model.h"
 
 namespace nemo_rl::bindings {
 namespace {
@@ -58,16 +59,18 @@ void bind_resident(py::module_& m) {
           [](ResidentEngine& self, std::vector<std::int64_t> prompt, const kernels::SamplingRule& rule,
              std::int64_t max_new_tokens, std::vector<std::int64_t> stop_token_ids,
              const std::vector<std::string>& stop_strings, std::uint32_t samples, std::uint32_t seed,
-             std::uint32_t stream, std::uint64_t draw_id, std::uint32_t first_sample, std::int64_t num_likeliest) {
+             std::uint32_t stream, std::uint64_t draw_id, std::uint32_t first_sample, std::int64_t num_likeliest,
+             std::shared_ptr<model::DecoderModel> adapted) {
             const auto stops = stop_strings.empty() ? nullptr : std::make_shared<const StopStrings>(stop_strings);
             return self.submit(std::move(prompt),
                                {rule, max_new_tokens, std::move(stop_token_ids), stops, num_likeliest},
-                               keys_of(seed, stream, draw_id, samples, first_sample));
+                               keys_of(seed, stream, draw_id, samples, first_sample), std::move(adapted));
           },
           py::arg("prompt_ids"), py::kw_only(), py::arg("rule"), py::arg("max_new_tokens"), py::arg("stop_token_ids"),
           py::arg("stop_strings"), py::arg("samples"), py::arg("seed"), py::arg("stream"), py::arg("draw_id"),
-          py::arg("first_sample"), py::arg("num_likeliest") = 0,
-          "The number of the first of `samples` sequences; the others follow")
+          py::arg("first_sample"), py::arg("num_likeliest") = 0, py::arg("adapted") = nullptr,
+          "The number of the first of `samples` sequences; the others follow. `adapted`: a DecoderModel made by base() "
+          "and adapt(..., merge=False), whose adapters compute this request")
       .def("cancel", &ResidentEngine::cancel, py::arg("sequence"))
       .def(
           "step",

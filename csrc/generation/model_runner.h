@@ -5,7 +5,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/check.h"
 #include "kernels/log_softmax.h"
+
+namespace nemo_rl::model {
+class DecoderModel;
+}
 
 namespace nemo_rl::generation {
 
@@ -16,6 +21,7 @@ struct SequenceSlice {
   std::int64_t query_length = 0;          ///< new tokens: many in prefill, one in decode
   std::int64_t context_length = 0;        ///< tokens already in the cache = absolute position of the first new token
   std::vector<std::int32_t> block_table;  ///< cache block of absolute positions [i*block_size, (i+1)*block_size)
+  const model::DecoderModel* adapted = nullptr;  ///< as PromptGroup::adapted
 };
 
 /// Copy the first `length` positions of cache block `from` into `to` (copy-on-write of a shared prompt's last block).
@@ -48,6 +54,10 @@ class ModelRunner {
   virtual void release_cache() = 0;
   /// Whether what later forwards compute may be kept for training, by a runner that can (model/kept_activations.h).
   virtual void keep_activations(bool) {}
+  /// Throws ValueError for a model whose adapters this runner cannot compute with, see SequenceSlice::adapted.
+  virtual void check_adapted(const model::DecoderModel* adapted) const {
+    NRL_CHECK_ARG(adapted == nullptr, "this model runner computes with no adapters but its own");
+  }
   /// Float32 logits [R, V] of batch.logits_rows, in that order; valid until the next call.
   virtual at::Tensor forward(const ForwardBatch& batch) = 0;
 };

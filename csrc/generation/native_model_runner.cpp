@@ -27,6 +27,18 @@ bool is_decode(const ForwardBatch& batch) {
   return true;
 }
 
+/// Those of the batch's rows; empty: all are computed by the runner's model as it is.
+std::vector<model::AdapterRows> adapters_of(const ForwardBatch& batch, const model::DecoderModel& own) {
+  std::vector<model::AdapterRows> rows;
+  bool has_others = false;
+  for (const auto& s : batch.slices) {
+    rows.push_back({s.query_length, s.adapted == nullptr ? own.adds_adapters() : s.adapted->adds_adapters()});
+    has_others = has_others || s.adapted != nullptr;
+  }
+  if (!has_others) rows.clear();
+  return rows;
+}
+
 }  // namespace
 
 NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder,
@@ -61,6 +73,12 @@ void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
   kept_rows_.begin(num_blocks);
 }
 
+void NativeModelRunner::check_adapted(const model::DecoderModel* adapted) const {
+  NRL_CHECK_ARG(adapted == nullptr || (adapted->adds_adapters() != nullptr &&
+                                       adapted->compute().const_data_ptr() == model_->compute().const_data_ptr()),
+                "a request's adapters must be apart (merge false) and of a model made by base() of the engine's model");
+}
+
 void NativeModelRunner::release_cache() {
   recorded_.clear();
   cache_.clear();
@@ -74,7 +92,8 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
     for (auto& layer : cache_) ops::kv_cache_copy(layer, copy.from, copy.to, copy.length);
 
   const auto T = static_cast<std::int64_t>(batch.token_ids.size());
-  const bool recorded = recorded_.enabled() && is_decode(batch);
+  const auto adapters = adapters_of(batch, *model_);
+  const bool recorded = recorded_.enabled() && is_decode(batch) && adapters.empty();
   const std::int64_t rows = recorded ? recorded_rows(T) : T;
   std::vector<ops::PagedSlice> slices;
   for (const auto& s : batch.slices)
@@ -85,7 +104,8 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   if (!recorded) {
     const auto* const packed = model_->packed_for(T, pack_after_);
     const auto compute = [&] {
-      keep_ && model_->kept().enabled() ? run_keeping(batch, packed) : run(batch.logits_rows, packed);
+      keep_ && model_->kept().enabled() && adapters.empty() ? run_keeping(batch, packed)
+                                                            : run(batch.logits_rows, packed, adapters);
     };
     // Threads of a team never sleep: they would keep the processor from the messages of peers.
     if (model_->device().is_cpu() && T <= kTeamRows && model_->peers() == nullptr) {
@@ -109,11 +129,12 @@ model::Attention NativeModelRunner::attention() {
 }
 
 /// Computes the step: the logits of `rows`. Reads nothing that belongs to one batch but what lies in step_.
-void NativeModelRunner::run(std::span<const std::int64_t> rows, const ops::PackedWeights* packed) {
+void NativeModelRunner::run(std::span<const std::int64_t> rows, const ops::PackedWeights* packed,
+                            model::RowAdapters adapters) {
   model::NothingKept nothing(model_->decoder(), step_.token_ids().numel(), workspace_);
-  finish(
-      model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), rows, nothing, workspace_, packed),
-      packed);
+  finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), rows, nothing, workspace_, packed,
+                                   adapters),
+         packed);
 }
 
 /// The same, with the rows that training will need put where it finds them.

@@ -33,12 +33,13 @@ class NativeModelRunner : public ModelRunner {
   void allocate_cache(std::int64_t num_blocks) override;
   void release_cache() override;
   void keep_activations(bool keep) override { keep_ = keep; }
+  void check_adapted(const model::DecoderModel* adapted) const override;
   at::Tensor forward(const ForwardBatch& batch) override;
   at::Device device() const { return model_->device(); }
 
  private:
   model::Attention attention();
-  void run(std::span<const std::int64_t> rows, const ops::PackedWeights* packed);
+  void run(std::span<const std::int64_t> rows, const ops::PackedWeights* packed, model::RowAdapters adapters = {});
   void run_keeping(const ForwardBatch& batch, const ops::PackedWeights* packed);
   void finish(const at::Tensor& h, const ops::PackedWeights* packed);
   at::Tensor logits(std::int64_t rows);

@@ -34,12 +34,15 @@ ResidentEngine::ResidentEngine(std::shared_ptr<ModelRunner> runner, ResidentConf
       scheduler_(config_.scheduler, num_blocks_, runner_->block_size()) {}
 
 std::int64_t ResidentEngine::submit(std::vector<std::int64_t> prompt, const SamplingParams& params,
-                                    const std::vector<RandomKey>& keys) {
+                                    const std::vector<RandomKey>& keys,
+                                    std::shared_ptr<const model::DecoderModel> adapted) {
   check_prompt(0, prompt, runner_->vocab_size());
   check_sampling(params, *token_bytes_);
   NRL_CHECK_ARG(!keys.empty(), "a request for no generation");
   const auto group = std::make_shared<PromptGroup>();
   group->tokens = std::move(prompt);
+  runner_->check_adapted(adapted.get());
+  group->adapted = std::move(adapted);
   group->priority = next_priority_++;
   NRL_CHECK_ARG(group->length() < config_.max_model_len, "the prompt has ", group->length(),
                 " tokens, which leaves no room for an answer: the longest sequence is ", config_.max_model_len);

@@ -35,12 +35,13 @@ class ResidentEngine {
                  std::shared_ptr<const TokenBytes> token_bytes);
 
   /// Adds one generation of `prompt` for every key; they share its prefill. Returns the number of the first; the others
-  /// follow. Numbers are never used twice. A generation ends at max_model_len at the latest.
+  /// follow. Numbers are never used twice. A generation ends at max_model_len at the latest. `adapted`: as
+  /// PromptGroup::adapted.
   ///
   /// Throws ValueError for an empty prompt, a token id outside of the vocabulary, a prompt that leaves no room, bad
   /// sampling parameters, stop strings without token bytes, or a sequence that cannot fit the cache.
   std::int64_t submit(std::vector<std::int64_t> prompt, const SamplingParams& params,
-                      const std::vector<RandomKey>& keys);
+                      const std::vector<RandomKey>& keys, std::shared_ptr<const model::DecoderModel> adapted = nullptr);
 
   /// Takes a sequence out and frees its blocks. False if it is not there (any more).
   bool cancel(std::int64_t sequence);

@@ -7,12 +7,12 @@
 namespace nemo_rl::generation {
 namespace {
 
-/// Adds `length` tokens from position `context` on to the batch; `last` ones yield logits.
+/// Adds `length` tokens of `group` from position `context` on to the batch; `last` ones yield logits.
 template <class TokenAt>
-std::int64_t add_slice(ForwardBatch& batch, const BlockTable& blocks, std::int64_t context, std::int64_t length,
-                       bool wants_logits, TokenAt token_at) {
+std::int64_t add_slice(ForwardBatch& batch, const PromptGroup& group, const BlockTable& blocks, std::int64_t context,
+                       std::int64_t length, bool wants_logits, TokenAt token_at) {
   const auto start = static_cast<std::int64_t>(batch.token_ids.size());
-  batch.slices.push_back({start, length, context, blocks});
+  batch.slices.push_back({start, length, context, blocks, group.adapted.get()});
   for (std::int64_t i = 0; i < length; ++i) batch.token_ids.push_back(token_at(context + i));
   if (!wants_logits) return -1;
   batch.logits_rows.push_back(start + length - 1);
@@ -100,7 +100,7 @@ bool Scheduler::prefill(PromptGroup* group, StepPlan& plan) {
   NRL_CHECK(blocks_.extend(group->blocks, group->cached + length), "no blocks after making room");
   const bool last = group->cached + length == group->length();
   const std::int64_t row =
-      add_slice(plan.batch, group->blocks, group->cached, length, last && group->awaits_first_token(),
+      add_slice(plan.batch, *group, group->blocks, group->cached, length, last && group->awaits_first_token(),
                 [&](std::int64_t p) { return group->tokens[p]; });
   plan.slices.push_back({nullptr, group, length, row});
   plan.prefill_tokens += length;
@@ -206,7 +206,7 @@ void Scheduler::resume() {
 void Scheduler::plan_sequence(Sequence* s, std::int64_t length, StepPlan& plan) {
   const bool last = s->cached + length == s->length();
   const std::int64_t row =
-      add_slice(plan.batch, s->blocks, s->cached, length, last, [&](std::int64_t p) { return s->token(p); });
+      add_slice(plan.batch, *s->group, s->blocks, s->cached, length, last, [&](std::int64_t p) { return s->token(p); });
   plan.slices.push_back({s, nullptr, length, row});
   // what follows a prompt's prefill is decoding, be it one token or, after a preemption, several
   (length == 1 && last ? plan.decode_tokens : plan.prefill_tokens) += length;

@@ -10,6 +10,10 @@
 #include "generation/block_manager.h"
 #include "generation/sampling_params.h"
 
+namespace nemo_rl::model {
+class DecoderModel;
+}
+
 namespace nemo_rl::generation {
 
 enum class FinishReason : std::uint8_t { none = 0, stop_token = 1, stop_string = 2, length = 3 };
@@ -50,6 +54,9 @@ struct Sequence {
 /// A prompt and those of its generations that wait for a slot: because they have not begun, or were preempted.
 struct PromptGroup {
   std::vector<std::int64_t> tokens;
+  /// The model whose adapters compute these tokens, over the base that the
+  /// runner's model shares with it; nullptr: the runner's model as it is.
+  std::shared_ptr<const model::DecoderModel> adapted;
   std::int64_t priority = 0;      ///< order of arrival
   std::deque<Sequence*> pending;  ///< next to admit first
   BlockTable blocks;              ///< the prompt's cache, held while generations wait for it

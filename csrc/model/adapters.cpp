@@ -21,27 +21,53 @@ at::ScalarType accumulation_type(const at::Tensor& weights) {
 Adapters::Adapters(const ModelConfig& config, const LoraConfig& lora, const DecoderParameters& weights)
     : config_(config),
       scale_(lora.scale()),
+      merges_(lora.merge),
       layout_(config, lora),
       weights_(weights),
       masters_(runtime::zeros_large({layout_.total}, weights.flat.options().dtype(accumulation_type(weights.flat)))),
       rounded_(runtime::zeros_large({layout_.total}, weights.flat.options())),
       views_(adapter_views(config, layout_, masters_)),
-      factors_(adapter_views(config, layout_, rounded_)),
-      base_(views_.size()) {
+      factors_(adapter_views(config, layout_, rounded_)) {
+  if (merges_) keep_base();
+  else make_added();
+  if (const auto* head = layout_.value_head(); head != nullptr)
+    masters_.narrow(0, head->offset, head->numel).copy_(weights_.lm_head.view({-1}));
+}
+
+/// Copies the adapted matrices.
+void Adapters::keep_base() {
+  base_.resize(views_.size());
   std::int64_t total = 0, at = 0;
   const auto for_each = [&](const auto& f) {
     for (std::size_t l = 0; l < views_.size(); ++l)
       for (const auto& of : views_[l].all) f(weights_.layers[l].*of.matrix, base_[l].*of.matrix);
   };
   for_each([&](const at::Tensor& w, at::Tensor&) { total += w.numel(); });
-  const auto flat = runtime::empty_large({total}, weights.flat.options());
+  const auto flat = runtime::empty_large({total}, weights_.flat.options());
   for_each([&](const at::Tensor& w, at::Tensor& base) {
     base = flat.narrow(0, at, w.numel()).view(w.sizes());
     base.copy_(w);
     at += w.numel();
   });
-  if (const auto* head = layout_.value_head(); head != nullptr)
-    masters_.narrow(0, head->offset, head->numel).copy_(weights_.lm_head.view({-1}));
+}
+
+/// Lays out what products add.
+void Adapters::make_added() {
+  unscaled_ = rounded_.scalar_type() == masters_.scalar_type() ? masters_ : at::zeros_like(rounded_);
+  forward_b_ = at::zeros_like(masters_);
+  const auto unscaled = adapter_views(config_, layout_, unscaled_), room = adapter_views(config_, layout_, forward_b_);
+  added_.resize(views_.size());
+  for (std::size_t l = 0; l < views_.size(); ++l)
+    for (std::size_t m = 0; m < views_[l].all.size(); ++m) {
+      const auto& [matrix, masters] = views_[l].all[m];
+      AddedToMatrix added{masters.a, unscaled[l].all[m].adapters.a, {}};
+      for (std::size_t i = 0; i < masters.parts.size(); ++i) {
+        const auto& b = room[l].all[m].adapters.parts[i].b;
+        added.parts.push_back(
+            {masters.parts[i].begin, b.view({b.size(1), b.size(0)}), factors_[l].all[m].adapters.parts[i].b});
+      }
+      added_[l].all.push_back({matrix, std::move(added)});
+    }
 }
 
 std::vector<at::Tensor> Adapters::partial(std::int64_t layer, const at::Tensor& flat) const {
@@ -53,21 +79,34 @@ std::vector<at::Tensor> Adapters::partial(std::int64_t layer, const at::Tensor& 
   return parts;
 }
 
-void Adapters::merge() {
+void Adapters::masters_changed() {
   rounded_.copy_(masters_.mul(scale_));
+  if (merges_) {
+    merge_into(weights_);
+  } else {
+    if (!unscaled_.is_same(masters_)) unscaled_.copy_(masters_);
+    for (std::size_t l = 0; l < views_.size(); ++l)
+      for (std::size_t m = 0; m < views_[l].all.size(); ++m)
+        for (std::size_t i = 0; i < views_[l].all[m].adapters.parts.size(); ++i)
+          added_[l].all[m].added.parts[i].b.copy_(views_[l].all[m].adapters.parts[i].b.t()).mul_(scale_);
+  }
+  if (const auto* head = layout_.value_head(); head != nullptr)
+    weights_.lm_head.copy_(masters_.narrow(0, head->offset, head->numel).view(head->shape));
+}
+
+void Adapters::merge_into(const DecoderParameters& weights) {
   for (std::size_t l = 0; l < views_.size(); ++l)
     for (const auto& [matrix, adapters] : views_[l].all) {
       const auto dim = adapters.a.size(0) / static_cast<std::int64_t>(adapters.parts.size());
+      const auto& base = merges_ ? base_[l] : weights_.layers[l];
       for (std::size_t i = 0; i < adapters.parts.size(); ++i) {
         const auto& part = adapters.parts[i];
         const auto rows = [&](const at::Tensor& w) { return w.narrow(0, part.begin, part.b.size(1)); };
-        merge(rows(base_[l].*matrix), adapters.a.narrow(0, static_cast<std::int64_t>(i) * dim, dim), part,
-              rows(weights_.layers[l].*matrix));
+        merge(rows(base.*matrix), adapters.a.narrow(0, static_cast<std::int64_t>(i) * dim, dim), part,
+              rows(weights.layers[l].*matrix));
       }
     }
   merged_ = at::Tensor();
-  if (const auto* head = layout_.value_head(); head != nullptr)
-    weights_.lm_head.copy_(masters_.narrow(0, head->offset, head->numel).view(head->shape));
 }
 
 /// One adapter: `a` [dim, in] and part.b, of these rows of W and of the weights.
@@ -92,8 +131,9 @@ void Adapters::merge(const at::Tensor& base, const at::Tensor& a, const MatrixAd
 
 DecoderParameters Adapters::base() const {
   auto parameters = weights_;
-  for (std::size_t l = 0; l < views_.size(); ++l)
-    for (const auto& of : views_[l].all) parameters.layers[l].*of.matrix = base_[l].*of.matrix;
+  if (merges_)
+    for (std::size_t l = 0; l < views_.size(); ++l)
+      for (const auto& of : views_[l].all) parameters.layers[l].*of.matrix = base_[l].*of.matrix;
   return parameters;
 }
 

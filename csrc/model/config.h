@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -113,13 +114,19 @@ struct ModelConfig {
   std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
-/// Low-rank adapters (LoRA, Hu et al., 2021): the matrices of `targets` are W + (alpha / dim) · B · A with a frozen W
-/// [out, in], and A [dim, in] and B [out, dim] are trained.
+/// Low-rank adapters (LoRA, Hu et al., 2021): the matrices of `targets` are W + s · B · A with a frozen W [out, in],
+/// and A [dim, in] and B [out, dim] are trained.
 struct LoraConfig {
   std::int64_t dim = 8;
   double alpha = 32;
   std::vector<std::string> targets;  ///< matrices of layers by their names in the checkpoint, each once
-  double scale() const { return alpha / static_cast<double>(dim); }
+  bool merge = true;                 ///< into effective weights; false: products add them to those of W
+  bool use_rslora = false;
+  /// s: alpha / dim, or alpha / sqrt(dim) (rsLoRA, Kalajdzievski, 2023).
+  double scale() const {
+    const auto rank = static_cast<double>(dim);
+    return alpha / (use_rslora ? std::sqrt(rank) : rank);
+  }
 };
 
 }  // namespace nemo_rl::model

@@ -19,6 +19,17 @@ bool are_all(std::span<const std::int64_t> rows, std::int64_t T) {
   return true;
 }
 
+/// Those of some rows of a batch.
+std::vector<AdapterRows> adapters_of(std::span<const std::int64_t> rows, RowAdapters all) {
+  std::vector<AdapterRows> chosen;
+  for (const auto row : rows) {
+    std::size_t i = 0;
+    for (auto left = row; i < all.size() && left >= all[i].count; ++i) left -= all[i].count;
+    if (i < all.size()) chosen.push_back({1, all[i].adapters});
+  }
+  return chosen;
+}
+
 }  // namespace
 
 Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::Peers* peers)
@@ -53,14 +64,14 @@ at::Tensor Decoder::on_device(const at::Tensor& positions) {
 
 at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                             std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
-                            const ops::PackedWeights* packed) {
+                            const ops::PackedWeights* packed, RowAdapters adapters) {
   const std::int64_t T = token_ids.numel(), R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers() - 1;
   const bool all = are_all(rows, T), stop_early = !all && !sink.keeps();
   const auto places = on_device(positions);
   auto h = sink.stream(0);
   embed(token_ids, h);
   if (config_.embedding_multiplier != 1) h.mul_(config_.embedding_multiplier);
-  const auto s = scratch(T, workspace, packed);
+  const auto s = scratch(T, {workspace, packed, adapters});
   for (std::int64_t l = 0; l <= last; ++l) {
     auto a = sink.layer(l);
     a.h_in = h;
@@ -72,7 +83,8 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
       at::index_select_out(attn, a.attn, 0, index);
       at::index_select_out(h_rows, h, 0, index);
       a.attn = attn, a.h_in = h_rows;
-      finish_layer(l, a, h_rows, scratch(R, workspace, packed));
+      const auto of_rows = adapters_of(rows, adapters);
+      finish_layer(l, a, h_rows, scratch(R, {workspace, packed, of_rows}));
       return h_rows;
     }
     h = sink.stream(l + 1);
@@ -111,10 +123,11 @@ void Decoder::embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, 
   ops::embedding_backward(dh.index_select(0, own.index), own.ids, d_embedding);
 }
 
-Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed) const {
+Decoder::Scratch Decoder::scratch(std::int64_t T, const ProductContext& context) const {
   const auto& c = config_;
   const auto S = compute_dtype();
-  Scratch s{.normed = workspace.take(Slot::normed, {T, c.hidden_size}, S), .workspace = &workspace, .packed = packed};
+  auto& workspace = context.workspace;
+  Scratch s{.normed = workspace.take(Slot::normed, {T, c.hidden_size}, S), .context = context};
   s.mlp.workspace = &workspace;
   if (c.has_dense_mlp()) s.mlp.act = workspace.take(Slot::act, {T, c.intermediate_size}, S);
   const bool norms = !c.norms.after_attention.empty() || !c.norms.after_mlp.empty();
@@ -136,7 +149,7 @@ void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const A
                             LayerActivations& a, const Scratch& s) {
   const auto& p = layer(l);
   const auto& c = config_;
-  const auto w = weights(l, *s.workspace, s.packed);
+  const auto w = weights(l, s.context);
   w.ask_ahead(&LayerParameters::qkv_weight);
   const auto x = normalised(a.h_in, p.norm_before_attention, a.rstd_in, s.normed);
   w.forward(&LayerParameters::qkv_weight, x, p.qkv_bias, c.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw);
@@ -188,7 +201,7 @@ void Decoder::add_branch(const Product& product, const at::Tensor& norm, const B
 /// Attention's output product and the MLP: what they add to the residual stream.
 void Decoder::finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor& h_out, const Scratch& s) {
   const auto& p = layer(l);
-  const auto w = weights(l, *s.workspace, s.packed);
+  const auto w = weights(l, s.context);
   if (a.h_mid.defined()) a.h_mid.copy_(a.h_in);
   const auto& h = a.h_mid.defined() ? a.h_mid : a.h_in;
   // of several slices the first adds the bias

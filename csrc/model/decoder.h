@@ -43,9 +43,11 @@ class Decoder {
   const Mlp& mlp(std::int64_t l) const { return *mlps_[static_cast<std::size_t>(l)]; }
   distributed::Peers* peers() const { return peers_; }
   /// The matrices of layer `l`, for its products.
-  LayerWeights weights(std::int64_t l, Workspace& workspace, const ops::PackedWeights* packed = nullptr) const {
-    return {config_, layer(l), workspace, packed};
+  LayerWeights weights(std::int64_t l, const ProductContext& context) const {
+    return {config_, l, layer(l), added_, context};
   }
+  /// Adapters that all products add, unless a forward is given others; they outlive the decoder.
+  void add_adapters(const AddedAdapters* added) { added_ = added; }
   at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
@@ -62,10 +64,10 @@ class Decoder {
   /// Residual stream [R, D] after the last layer, for the R rows that are wanted. token_ids and positions are int64 [T]
   /// on the CPU, for parameters on any device. They may lie on the parameters' device if the ids are checked and the
   /// positions reserved already. If `sink` keeps nothing, the other rows stop once the last layer has their keys and
-  /// values. `packed`: as of ops::linear_forward.
+  /// values. `packed`: as of ops::linear_forward. `adapters`: of the T rows.
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                      std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
-                     const ops::PackedWeights* packed = nullptr);
+                     const ops::PackedWeights* packed = nullptr, RowAdapters adapters = {});
 
   /// Adds the gradients of what is trained, but the head's and the final norm's, to `grads`; dh [T, D] is the gradient
   /// of the forward's result and is overwritten. `source`: what that forward left. `layer_done`: hears the number of
@@ -88,10 +90,9 @@ class Decoder {
     at::Tensor branch_out;  ///< [T, D] A, where a norm, a sum over peers or a factor stands behind a branch
     at::Tensor branch;      ///< [T, D] S, the same normalised
     MlpScratch mlp;
-    Workspace* workspace = nullptr;
-    const ops::PackedWeights* packed = nullptr;  ///< copies of weights, for few rows
+    ProductContext context;
   };
-  Scratch scratch(std::int64_t T, Workspace& workspace, const ops::PackedWeights* packed = nullptr) const;
+  Scratch scratch(std::int64_t T, const ProductContext& context) const;
   const LayerParameters& layer(std::int64_t l) const { return parameters_.layers[static_cast<std::size_t>(l)]; }
   /// Of T tokens those whose rows of the vocabulary are here.
   struct OwnTokens {
@@ -131,6 +132,7 @@ class Decoder {
   std::vector<RopeTable> ropes_;
   std::vector<std::unique_ptr<Mlp>> mlps_;
   distributed::Peers* peers_;
+  const AddedAdapters* added_ = nullptr;
 };
 
 }  // namespace nemo_rl::model

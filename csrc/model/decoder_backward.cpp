@@ -15,7 +15,7 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Att
     auto a = source.layer(l);
     if (source.holds_input_alone(l))
       run_layer(l, positions, attention, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
-                scratch(dh.size(0), workspace));
+                scratch(dh.size(0), {workspace}));
     backward_mlp(l, a, dh, grads.layer(l), workspace);
     backward_attention(l, a, positions, dh, attention_backward, grads, workspace);
     if (layer_done) layer_done(l);
@@ -61,7 +61,7 @@ void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::
     return normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, compute_dtype()));
   };
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
-  mlp(l).backward(weights(l, workspace), x, dy, a, d_normed, grads, workspace);
+  mlp(l).backward(weights(l, {workspace}), x, dy, a, d_normed, grads, workspace);
   add_input_gradient(d_normed, a.h_mid, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
 }
 
@@ -70,7 +70,7 @@ void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, cons
                                  const GradientViews& grads, Workspace& workspace) {
   const auto wanted = grads.layer(l);
   const auto &p = layer(l), &g = wanted.dense();
-  const auto w = weights(l, workspace);
+  const auto w = weights(l, {workspace});
   const auto& c = config_;
   const std::int64_t T = dh.size(0), D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
   const auto S = compute_dtype();

@@ -59,12 +59,21 @@ DecoderModel::DecoderModel(const DecoderModel& adapted, DecoderParameters base)
 void DecoderModel::adapt(const LoraConfig& lora) {
   NRL_CHECK_ARG(!trainable_ && adapters_ == nullptr, "adapters are for a model that was built as a frozen one, once");
   adapters_ = std::make_unique<Adapters>(config(), lora, decoder_.parameters());
+  decoder_.add_adapters(adapters_->added());
   trainable_ = true;
 }
 
 std::shared_ptr<DecoderModel> DecoderModel::base() const {
-  NRL_CHECK_ARG(adapters_ != nullptr, "a model without adapters has no base");
-  return std::shared_ptr<DecoderModel>(new DecoderModel(*this, adapters_->base()));
+  NRL_CHECK_ARG(!trainable_ || adapters_ != nullptr, "a model whose weights are trained has no base");
+  return std::shared_ptr<DecoderModel>(new DecoderModel(*this, adapters_ ? adapters_->base() : decoder_.parameters()));
+}
+
+at::Tensor DecoderModel::merged() const {
+  if (adds_adapters() == nullptr) return compute();
+  const auto flat = runtime::empty_large({layout_.total}, compute().options());
+  flat.copy_(compute());
+  adapters_->merge_into(DecoderParameters(config(), layout_, flat));
+  return flat;
 }
 
 const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64_t after) {
@@ -76,7 +85,7 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
       return nullptr;
     }
     for (std::int64_t l = 0; l < config().num_layers(); ++l) {
-      const auto layer = decoder_.weights(l, workspace_);
+      const auto layer = decoder_.weights(l, {workspace_});
       layer.pack(&LayerParameters::qkv_weight, packed_);
       layer.pack(&LayerParameters::o_weight, packed_);
       decoder_.mlp(l).pack(layer, packed_);
@@ -95,7 +104,8 @@ void DecoderModel::weights_changed() {
 }
 
 void DecoderModel::masters_changed() {
-  if (adapters_) adapters_->merge();
+  if (adapters_) adapters_->masters_changed();
+  if (adds_adapters() != nullptr) return kept_.clear();  // W, and its packed copy, are as they were
   if (has_separate_masters()) ops::round_weights(masters_, compute().narrow(0, masters_begin_, masters_.numel()));
   weights_changed();
 }
@@ -109,7 +119,13 @@ void DecoderModel::keep_master_shard(std::int64_t begin, std::int64_t end) {
 }
 
 std::uint64_t DecoderModel::digest() const {
-  const std::uint64_t own = ops::weight_digest(compute());
+  std::uint64_t own = ops::weight_digest(compute());
+  if (adds_adapters() != nullptr) {
+    const auto both = at::empty({2}, at::kLong);
+    both.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(own);
+    both.data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(ops::weight_digest(masters()));
+    own = ops::weight_digest(both);
+  }
   if (peers_ == nullptr) return own;
   const auto mine = at::empty({1}, at::kLong);
   mine.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(own);

@@ -25,8 +25,13 @@ class DecoderModel {
   /// Trains low-rank adapters of a model that was built as a frozen one and has its weights, in place of the weights.
   /// They are zero: the caller draws A in masters() and says masters_changed().
   void adapt(const LoraConfig& lora);
-  /// The model without its adapters: a frozen one on the same memory, with a workspace of its own.
+  /// The model without its adapters: a frozen one on the same memory, with a separate workspace. Several models with
+  /// adapters apart share one base: each is base() of a frozen model, adapted.
   std::shared_ptr<DecoderModel> base() const;
+  /// The weights with the adapters in them, [layout().total]: compute(), or a copy where adapters are apart.
+  at::Tensor merged() const;
+  /// Adapters that products add; nullptr: there are none, or they are merged.
+  const AddedAdapters* adds_adapters() const { return adapters_ ? adapters_->added() : nullptr; }
   /// nullptr: all weights are trained, or none.
   const Adapters* adapters() const { return adapters_.get(); }
 
@@ -72,7 +77,8 @@ class DecoderModel {
   /// effective weights of adapters.
   void masters_changed();
 
-  /// FNV-1a over the bytes of the compute weights, in blocks that are combined in order: equal digests, equal weights.
+  /// FNV-1a over the bytes of the compute weights (and of adapters apart), in blocks that are combined in order: equal
+  /// digests, equal weights.
   /// With peers of all slices, by all of them at once.
   std::uint64_t digest() const;
 

@@ -5,6 +5,7 @@
 #pragma once
 #include <optional>
 
+#include "model/added_adapters.h"
 #include "model/config.h"
 #include "model/parameters.h"
 #include "model/workspace.h"
@@ -26,20 +27,28 @@ struct MatrixRows {
   static constexpr std::int64_t kAll = -1;
 };
 
+/// What a product of a layer needs but its tensors.
+struct ProductContext {
+  Workspace& workspace;
+  const ops::PackedWeights* packed = nullptr;  ///< copies that products of few rows read; nullptr: none
+  RowAdapters rows = {};                       ///< the adapters of each row, where rows have different ones
+};
+
 /// The weights of one layer as its products read them, for one forward or backward. In all of them W [out, in] is the
-/// matrix that `m` names. Each row of a result depends on its row of x alone, bit for bit. To be extended by what
-/// stands in W's place (quantised blocks) or is added to it (adapters): here, and nowhere else.
+/// matrix that `m` names; what stands in W's place (quantised blocks) or is added to it (adapters) is looked up here,
+/// and nowhere else. Each row of a result depends on its row of x alone, bit for bit.
 class LayerWeights {
  public:
-  /// `packed`: copies that products of few rows read; nullptr: none. `workspace` outlives this.
-  LayerWeights(const ModelConfig& config, const LayerParameters& tensors, Workspace& workspace,
-               const ops::PackedWeights* packed = nullptr)
-      : config_(config), tensors_(tensors), workspace_(workspace), packed_(packed) {}
+  /// `added`: adapters of all rows unless context.rows gives them; nullptr: none. All outlive this.
+  LayerWeights(const ModelConfig& config, std::int64_t layer, const LayerParameters& tensors,
+               const AddedAdapters* added, const ProductContext& context)
+      : config_(config), layer_(layer), tensors_(tensors), added_(added), context_(context) {}
 
   /// Norms and biases, which no product multiplies.
   const LayerParameters& tensors() const { return tensors_; }
 
-  /// y [T, out] (+)= x · Wᵀ + bias; `bias` may be undefined. x S, y S or A.
+  /// y [T, out] (+)= x · Wᵀ + bias; `bias` may be undefined. x S, y S or A. With adapters of W the sums are
+  /// (y +) (x · Wᵀ + bias), then + (x · Aᵀ) · (s B)ᵀ, all in A; where y is S it is rounded once, at the end.
   void forward(MatrixRows m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& y,
                bool accumulate = false) const;
   /// act [T, I] = f(gate) · up of [gate, up] = x · Wᵀ + bias, f by ModelConfig::activation; W and bias hold gates, then
@@ -56,11 +65,15 @@ class LayerWeights {
 
  private:
   at::Tensor dense(const MatrixRows& m) const;
+  bool is_adapted(const MatrixRows& m) const;
+  void add_adapters(const MatrixRows& m, const at::Tensor& x, std::int64_t first, const at::Tensor& y) const;
+  void add(const AddedToMatrix& added, const at::Tensor& x, const at::Tensor& y) const;
 
   const ModelConfig& config_;
+  std::int64_t layer_;
   const LayerParameters& tensors_;
-  Workspace& workspace_;
-  const ops::PackedWeights* packed_;
+  const AddedAdapters* added_;
+  ProductContext context_;
 };
 
 }  // namespace nemo_rl::model

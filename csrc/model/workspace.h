@@ -43,6 +43,10 @@ enum class Slot {
   expert_y,               ///< [T · chosen, D] their results, or the gradients of expert_x
   shared_y,               ///< [T, D] what the shared expert gives, or the gradient of its input
   adapter_x,              ///< [T, parts · dim] a matrix's input times the A of its adapters
+  adapter_input,          ///< [T, in] a matrix's input in the accumulation type
+  adapter_inner,          ///< [T, parts · dim] the same times A
+  adapted,                ///< [n, out] a matrix's results before they are rounded, of some
+                          ///< rows
   adapter_y,              ///< [T, parts · dim] its output's gradient times their B
   head_hidden,            ///< [U, D] rows that the head reads
   head_normed,            ///< [U, D]

@@ -266,7 +266,6 @@ OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_
   const double scale = max_grad_norm > 0 ? std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6)) : 1.0;
   ++optimizer_steps_;
   update(settings, scale);
-  model_->weights_changed();
   return result;
 }
 
@@ -281,6 +280,7 @@ void Trainer::update(const ops::AdamWSettings& settings, double scale) {
   if (auto* const ranks = gradients_.shards())
     ranks->all_gather(model_->updated(), ops::kFlatBlock, "the new weights of all ranks");
   if (model_->adapters() != nullptr) model_->masters_changed();
+  else model_->weights_changed();
 }
 
 }  // namespace nemo_rl::trainer

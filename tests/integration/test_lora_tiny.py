@@ -13,28 +13,37 @@ ON = (f"{LORA}.enabled=true", f"{LORA}.dim=4", "policy.optimizer.kwargs.lr=1e-2"
 SOME = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,v_proj,up_proj]")
 KL = ("loss_fn.reference_policy_kl_penalty=0.05", "grpo.skip_reference_policy_logprobs_calculation=false")
 BF16 = ("policy.precision=bfloat16",)
+APART = (f"++{LORA}.merge=false",)
 
 
-@pytest.mark.parametrize("more", [(), (*BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some"])
+@pytest.mark.parametrize(
+    "more", [(), (*BF16, *KL, *SOME), APART, (*APART, *BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some", "apart", "apart_bfloat16_kl_some"]
+)  # fmt: skip
 def test_lora_generation_equals_training_bit_for_bit_and_frozen_weights_stay(tmp_path, more):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, "grpo.max_num_steps=4") as run:
         start = {name: view.clone() for name, view in run.policy.state_dict().items()}
         run.train()
         assert is_exact(run.history) and run.history[-1]["grad_norm"] > 0
         changed = {name for name, view in run.policy.state_dict().items() if not torch.equal(view, start[name])}
-    parts = ("q_proj", "v_proj", "up_proj") if more else ("_proj",)
+    parts = ("q_proj", "v_proj", "up_proj") if set(SOME) <= set(more) else ("_proj",)
     assert changed == {name for name in start if any(f"{part}.weight" in name for part in parts)}
-    if more:  # the reference is the base model, so the first step's divergence is 0 and later ones' is not
+    if set(KL) <= set(
+        more
+    ):  # the reference is the base model, so the first step's divergence is 0 and later ones' is not
         kl = [row["kl_penalty"] for row in run.history if "kl_penalty" in row]
         assert kl and kl[0] == 0 and kl[-1] > 0
 
 
+@pytest.mark.parametrize("merge", ["true", "false"])
 @pytest.mark.parametrize("config", ["grpo_tiny.yaml", "ppo_tiny.yaml"])
-def test_a_resumed_run_ends_at_the_same_bits(tmp_path, config):
+def test_a_resumed_run_ends_at_the_same_bits(tmp_path, config, merge):
     more = (*ON, *BF16, *KL, *SOME) if config.startswith("grpo") else (
         *ON, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
         "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1",
     )  # fmt: skip
+    more += (f"++{LORA}.merge={merge}",)
+    if config.startswith("ppo"):
+        more += (f"++value.dtensor_cfg.lora_cfg.merge={merge}",)
     straight, folder = trained(tmp_path / "straight", 4, *more, config=config)
     for steps in (2, 4):
         resumed, _ = trained(tmp_path / "resumed", steps, *more, config=config)
@@ -64,16 +73,18 @@ def test_resume_with_changed_lora_settings_is_rejected(tmp_path):
 
 def test_every_number_of_processes_trains_the_same_bits(tmp_path):
     """However they add gradients: at the end, beside the backward, into shards."""
-    one, _ = trained(tmp_path / "one", 2, *ON, *BF16, *BLOCKS)
-    for name, adding in (("end", ()), ("beside", BESIDE), ("shards", SHARDED)):
-        two, _ = trained(tmp_path / name, 2, *ON, *BF16, *BLOCKS, *workers(2), *adding)
-        assert one == two, name
+    for merging, ways in (((), (("end", ()), ("beside", BESIDE), ("shards", SHARDED))), (APART, (("apart", BESIDE),))):
+        one, _ = trained(tmp_path / f"one{len(merging)}", 2, *ON, *BF16, *BLOCKS, *merging)
+        for name, adding in ways:
+            two, _ = trained(tmp_path / name, 2, *ON, *BF16, *BLOCKS, *merging, *workers(2), *adding)
+            assert one == two, name
 
 
-def test_slices_train_the_whole_models_adapters(tmp_path):
+@pytest.mark.parametrize("merging", [(), APART], ids=["merged", "apart"])
+def test_slices_train_the_whole_models_adapters(tmp_path, merging):
     """Also on top of one another: a run in two slices goes on in one process."""
-    one, alone = trained_in_slices(tmp_path / "1", 2, *ON, *BLOCKS)
-    two, sliced = trained_in_slices(tmp_path / "2", 2, *ON, *BLOCKS, *workers(2), *TP)
+    one, alone = trained_in_slices(tmp_path / "1", 2, *ON, *BLOCKS, *merging)
+    two, sliced = trained_in_slices(tmp_path / "2", 2, *ON, *BLOCKS, *merging, *workers(2), *TP)
     assert is_exact(two)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
     first, second = (
@@ -81,5 +92,5 @@ def test_slices_train_the_whole_models_adapters(tmp_path):
     )
     for name, tensor in first.items():
         assert (second[name] - tensor).norm() <= 5e-3 * tensor.norm(), name
-    go_on, _ = trained_in_slices(tmp_path / "2", 3, *ON, *BLOCKS)
+    go_on, _ = trained_in_slices(tmp_path / "2", 3, *ON, *BLOCKS, *merging)
     assert is_exact(go_on)

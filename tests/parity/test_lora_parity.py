@@ -49,12 +49,13 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return {m: (views[f"{m}.lora_A.weight"].clone(), views[f"{m}.lora_B.weight"].t().clone()) for m in modules}
 
 
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("name", ["llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite"])
-def test_gradients_equal_autograd(name, targets, tmp_path, monkeypatch):
+def test_gradients_equal_autograd(name, targets, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     compute_in_float64(hf, monkeypatch)
-    lora = lora_of(tmp_path, **TARGETS[targets])
+    lora = lora_of(tmp_path, merge=merge, **TARGETS[targets])
     model = adapted(tmp_path, lora, torch.float64)
     trainer = C.Trainer(model)
     batch, ids, lengths, mask = ragged_batch()
@@ -74,10 +75,11 @@ def test_gradients_equal_autograd(name, targets, tmp_path, monkeypatch):
             assert (gradient - leaf.grad).norm() <= 1e-10 * leaf.grad.norm() + 1e-14, (module, which)
 
 
-def test_ten_adamw_steps_equal_torch(tmp_path):
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
+def test_ten_adamw_steps_equal_torch(merge, tmp_path):
     """From B = 0, with clipping and weight decay, in float32."""
     hf = build("qwen2", tmp_path)
-    model = adapted(tmp_path, lora_of(tmp_path), torch.float32, spread=0.0)
+    model = adapted(tmp_path, lora_of(tmp_path, merge=merge), torch.float32, spread=0.0)
     trainer = C.Trainer(model)
     leaves = {m: tuple(t.requires_grad_() for t in pair) for m, pair in factors(model, model.masters).items()}
     parameters = [t for pair in leaves.values() for t in pair]
@@ -107,7 +109,8 @@ def saved(tmp_path, name, **keys):
     hf = build(name, tmp_path / "base")
     lora = lora_of(tmp_path / "base", **keys)
     model = adapted(tmp_path / "base", lora, torch.float32)
-    save_weights(model, tmp_path / "out", read_config(tmp_path / "base"))
+    whole = named_views(model.layout, model.merged())
+    save_weights(model, tmp_path / "out", read_config(tmp_path / "base"), tensors=whole)
     lora.save(tmp_path / "out", model.trained_layout, model.masters)
     return hf, model, tmp_path / "out"
 
@@ -122,6 +125,20 @@ def test_saved_adapter_gives_the_merged_models_logits_in_peft(targets, tmp_path)
     merged = type(hf).from_pretrained(folder, attn_implementation="eager").eval()
     assert (loaded(input_ids=ids).logits - merged(input_ids=ids).logits).abs().max() < 1e-4
     assert (merged(input_ids=ids).logits - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["lora", "rslora"])
+def test_adapter_apart_gives_the_logits_that_peft_computes(rslora, tmp_path):
+    """PEFT computes the same formula, W x + s B (A x)."""
+    peft = pytest.importorskip("peft")
+    hf, model, folder = saved(tmp_path, "qwen3", merge=False, use_rslora=rslora)
+    ids = torch.arange(3, 40)
+    before = hf(input_ids=ids[None]).logits[0].detach()
+    loaded = peft.PeftModel.from_pretrained(hf, folder / "adapter").eval()
+    expected = loaded(input_ids=ids[None]).logits[0]
+    assert (C.Trainer(model).logits(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (expected - before).abs().max() > 1e-2
+    assert loaded.peft_config["default"].use_rslora is rslora
 
 
 def test_saved_adapter_files_use_pefts_names_and_fields(tmp_path):

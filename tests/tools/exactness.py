@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny  # noqa: E402
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES  # noqa: E402
 
-WAYS = {"all weights": (), "LoRA": ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")}
+LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
+WAYS = {"all weights": (), "LoRA": LORA, "LoRA apart": (*LORA, "++policy.dtensor_cfg.lora_cfg.merge=false")}
 
 
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
@@ -25,7 +26,7 @@ def gap(family: str, precision: str, way: str, device: str) -> tuple[float, floa
         "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
         "policy.dtensor_cfg.lora_cfg.target_modules=[q_proj,k_proj,v_proj,o_proj]",
     )
-    more = attention if way == "LoRA" and SUPPORTED_ARCHITECTURES[family].experts else ()
+    more = attention if "LoRA" in way and SUPPORTED_ARCHITECTURES[family].experts else ()
     with tempfile.TemporaryDirectory() as folder:
         run = tiny.make(
             Path(folder), *tiny.SMALL, "grpo.max_num_steps=2", *WAYS[way], *more, f"++policy.hf_config_overrides.model_type={family}",

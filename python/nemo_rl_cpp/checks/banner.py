@@ -79,7 +79,8 @@ def _adapters(model: TrainedModelConfig) -> str:
     modules = len(adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors))
     of = len(list(modules_of_layers(sizes.num_hidden_layers, sizes.fused_tensors)))
     trained, all_of = count_text(adapter_sizes(lora, sizes).trained), count_text(sizes.parameters)
-    return f"dim {lora.dim}, {modules} of {of} matrices: {trained} of {all_of} parameters trained"
+    apart = "" if lora.merge else ", apart from the weights"
+    return f"dim {lora.dim}, {modules} of {of} matrices{apart}: {trained} of {all_of} parameters trained"
 
 
 def count_text(number: int) -> str:

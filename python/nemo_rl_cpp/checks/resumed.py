@@ -134,7 +134,7 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
         model = getattr(config, section, None)
         adapters = ["enabled"]
         if model is not None and model.lora is not None:
-            adapters += ["dim", "alpha", "target_modules", "exclude_modules", "match_all_linear"]
+            adapters += ["dim", "alpha", "target_modules", "exclude_modules", "match_all_linear", "merge", "use_rslora"]
         for key in adapters:
             fixed[f"{section}.dtensor_cfg.lora_cfg.{key}"] = "adapters and optimizer state are those of it"
     now, old = flatten_dict(written(config), expand_lists=False), flatten_dict(before, expand_lists=False)

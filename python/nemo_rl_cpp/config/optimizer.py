@@ -295,6 +295,12 @@ class LoraConfig(Section):
         "xavier",
         "how A is drawn from the run's seed: xavier (normal) or kaiming (uniform; NeMo RL's uniform is the same). B begins at 0",
     )
+    merge: bool = key(
+        True,
+        "form the weights W + s B A after each step; false: products add s B (A x) to W x, so W is kept once and no update is too small "
+        "for policy.precision to act",
+    )
+    use_rslora: bool = key(False, "multiply an adapter by alpha / sqrt(dim) instead of alpha / dim (rsLoRA)")
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -381,7 +387,13 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
 
 
 _MANY_LAYERS = 200  # more than any model has, for patterns that name single layers
-_ASKING = ("dim", "alpha", "target_modules", "exclude_modules")  # keys that show that the user wants adapters
+_ASKING = (
+    "dim",
+    "alpha",
+    "target_modules",
+    "exclude_modules",
+    "use_rslora",
+)  # keys that show that the user wants adapters
 
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:

@@ -136,6 +136,11 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
             f"is {slices}, but engines with processes of their own have whole models: set it to 1, or {apart} to true"
         )
         report.add(config.policy.tensor_parallel_key("policy"), text, apart)
+    if (lora := config.policy.lora) is not None and not lora.merge:
+        text = (
+            f"is false, but engines with processes of their own get merged weights: set it to true, or {apart} to true"
+        )
+        report.add("policy.dtensor_cfg.lora_cfg.merge", text, apart)
     if given := config.policy.kept_activations_gb:
         text = f"is {given:g}, but engines with processes of their own keep no activations: set it to 0 or null"
         report.add("policy.kept_activations_gb", text, apart)

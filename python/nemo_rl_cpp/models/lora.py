@@ -1,7 +1,8 @@
 """Low-rank adapters of a native model: their selection, their initialisation, and their folder in PEFT's format.
 
-The model computes with W' = W + (alpha / dim) · B · A, rounded to its precision (csrc/model/adapters.h). W are the
-frozen weights of `model_name`; A [dim, in] and B [out, dim] are trained, in float32.
+The model computes with W' = W + (alpha / dim) · B · A, rounded to its precision, or with `merge` false it adds the
+product of the adapters to that of W (csrc/model/adapters.h). W are the frozen weights of `model_name`; A [dim, in] and
+B [out, dim] are trained, in float32.
 """
 
 import json
@@ -51,7 +52,7 @@ class Lora:
         section: of the configuration, for messages.
         modules: the adapted modules, for instance model.layers.0.self_attn.q_proj, in the order of the parameters.
         layers: number of layers of the model.
-        dim, alpha, init: as in `lora_cfg`.
+        dim, alpha, init, merge, use_rslora: as in `lora_cfg`.
         base: the base model's name in PEFT's adapter_config.json.
         value_head: the model is a critic, whose whole head is trained with the adapters.
         base_digest: digest of the base weights; empty if this process holds a slice of them.
@@ -66,6 +67,8 @@ class Lora:
     base: str
     value_head: bool
     base_digest: str = ""
+    merge: bool = True
+    use_rslora: bool = False
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
@@ -91,6 +94,8 @@ class Lora:
             wanted.lora_A_init,
             findable_name(config.model_name),
             folder.value_head,
+            merge=wanted.merge,
+            use_rslora=wanted.use_rslora,
         )
 
     @property
@@ -109,7 +114,7 @@ class Lora:
         from the seed and B = 0, so that the effective weights are unchanged."""
         if is_whole:  # the digest depends on the number of slices
             self.base_digest = f"{model.digest():016x}"
-        model.adapt(self.dim, float(self.alpha), self.targets)
+        model.adapt(self.dim, float(self.alpha), self.targets, self.merge, self.use_rslora)
         self.draw(model, seed)
         if weights_path is not None:
             self.load(Path(weights_path), model)
@@ -155,6 +160,7 @@ class Lora:
             "base_model_name_or_path": None if self.base == TINY_RANDOM else self.base,
             "r": self.dim,
             "lora_alpha": self.alpha,
+            "use_rslora": self.use_rslora,
             "lora_dropout": 0.0,
             "target_modules": self._short_modules(),
             "modules_to_save": ["score"] if self.value_head else None,
@@ -189,19 +195,22 @@ class Lora:
     def _check_saved(self, folder: Path, names: list[str]) -> None:
         key = f"{self.section}.dtensor_cfg.lora_cfg"
         saved = json.loads((folder / CONFIG_FILE).read_text())
-        now = {"dim": self.dim, "alpha": self.alpha}
-        for name, before in (("dim", saved.get("r")), ("alpha", saved.get("lora_alpha"))):
-            if before != now[name]:
-                raise ValueError(f"{key}.{name} is {now[name]}, but the adapter in {folder} has {before}: set it back")
+        now = {"dim": self.dim, "alpha": self.alpha, "use_rslora": self.use_rslora}
+        before = {"dim": saved.get("r"), "alpha": saved.get("lora_alpha"), "use_rslora": saved.get("use_rslora", False)}
+        for name in now:
+            if before[name] != now[name]:
+                raise ValueError(
+                    f"{key}.{name} is {now[name]}, but the adapter in {folder} has {before[name]}: set it back"
+                )
         modules = {name.removeprefix(_PREFIX).removesuffix(_A) for name in names if name.endswith(_A)}
         if modules != set(self.modules):
             raise ValueError(
                 f"{key}.target_modules means {len(self.modules)} matrices, the adapter in {folder} has {len(modules)}, and they are not the same: "
                 "name those of the run that saved it"
             )
-        before = json.loads((folder / BASE_FILE).read_text())["digest"]
-        if before and self.base_digest and before != self.base_digest:
+        digest = json.loads((folder / BASE_FILE).read_text())["digest"]
+        if digest and self.base_digest and digest != self.base_digest:
             raise ValueError(
                 f"{self.section}.model_name is {self.base}, whose weights (digest {self.base_digest}) are not those that the adapter in {folder} is for "
-                f"(digest {before}): name the model of the run that saved it"
+                f"(digest {digest}): name the model of the run that saved it"
             )

@@ -379,15 +379,18 @@ def _resting(
 ) -> tuple[tuple[str, float], ...]:
     """Return the memory in use in all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two moments.
 
-    With adapters: weights, a second copy of the weights without adapters, adapters (fp32, and once in the model's
-    precision), and the adapters' moments.
+    With adapters: weights, adapters (fp32, and rounded copies for products), and the adapters' moments; with
+    `lora_cfg.merge` a second copy of the adapted weights.
     """
     width, masters = _width(model), ()
     if model.backend == "hf" and processes > 1:
         width = 4  # FSDP2 keeps only the master weights
     elif model.lora is not None:
         trained, kept = adapter_sizes(model.lora, sizes)
-        masters = ((f"{name} frozen weights", float(kept * width)), (f"{name} adapters", trained * (4.0 + width)))
+        if model.lora.merge:
+            masters = ((f"{name} frozen weights", float(kept * width)), (f"{name} adapters", trained * (4.0 + width)))
+        else:
+            masters = ((f"{name} adapters", trained * 12.0),)  # csrc/model/adapters.h
     elif model.precision == "bfloat16":
         masters = ((f"{name} master weights", parameters * 4.0),)
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
@@ -482,7 +485,8 @@ def forecast_summary(config: WholeConfig) -> str | None:
     if billions is None:
         return f"not known, the sizes of {config.policy.model_name} are not on this machine"
     if config.policy.lora is not None:
-        least = size_text(billions * 1e9 * 2 * _width(config.policy))
+        copies = 2 if config.policy.lora.merge else 1
+        least = size_text(billions * 1e9 * copies * _width(config.policy))
         return f"about {least} for {billions:g} billion parameters (by the model's name) alone, of which adapters are trained{has}"
     least = size_text(billions * 1e9 * _BYTES_OF_TRAINING)
     return f"about {least} for weights, gradients and AdamW of {billions:g} billion parameters (by the model's name) alone{has}"

@@ -176,10 +176,12 @@ class TrainedModel(NoOffload):
         return f"{self.model.digest():016x}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use. For a
-        model in slices, the first process of each group returns copies of the whole tensors and the other processes
-        return {}. All processes of the group must call it."""
-        whole = self.slices.gather(self.model.compute, "the weights")
+        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use. Adapters
+        are merged into them, in copies where training keeps them apart. For a model in slices, the first process of
+        each group returns copies of the whole tensors and the other processes return {}. All processes of the group
+        must call it."""
+        weights = self.model.compute if self.lora is None else self.model.merged()
+        whole = self.slices.gather(weights, "the weights")
         return {} if whole is None else named_whole(self.slices.whole, whole)
 
     def first_state_dict(self) -> dict[str, Tensor]:

@@ -47,6 +47,12 @@ def test_banner_has_a_lora_line_and_lora_reduces_the_memory_estimate():
     assert needs[0] == pytest.approx(134_515_008 * 18, rel=1e-3)
     # weights, and once more those of the layers; 10,176 rows of A and columns of B a layer
     assert needs[1] == pytest.approx(134_515_008 * 2 + 106_168_320 * 2 + 30 * 10_176 * 8 * 18, rel=1e-3)
+    merge = "policy.dtensor_cfg.lora_cfg.merge=false"
+    apart = load_grpo_config(
+        "configs/grpo_arithmetic_smollm2_lora.yaml", ["policy.generation.packed_weights=off", f"++{merge}"]
+    )
+    assert "210 matrices, apart from the weights:" in lines_of(apart)[1]["lora"]
+    assert certain_bytes(apart) == pytest.approx(134_515_008 * 2 + 30 * 10_176 * 8 * 24, rel=1e-3)
 
 
 def test_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypatch):

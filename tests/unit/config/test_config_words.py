@@ -55,7 +55,7 @@ def test_unknown_key_error_suggests_a_plus_only_if_it_helps():
             load_grpo_config("run.yaml", ["+" + override])
 
 
-@pytest.mark.parametrize("theirs", ["use_rslora", "use_dora", "layers_pattern", "modules_to_save", "rank_pattern"])
+@pytest.mark.parametrize("theirs", ["layers_pattern", "modules_to_save", "rank_pattern"])
 def test_unknown_key_without_a_similar_key_gets_no_suggestion(theirs):
     (problem,) = problems(overrides=[f"++policy.dtensor_cfg.lora_cfg.{theirs}=8"])
     assert "is unknown; policy.dtensor_cfg.lora_cfg knows alpha, dim" in problem and "did you mean" not in problem

@@ -7,6 +7,7 @@ from nemo_rl_cpp.config.errors import ConfigError
 from nemo_rl_cpp.models.memory import forecast, forecast_text
 
 APART = "policy.generation.colocated.enabled=false"
+LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "++policy.dtensor_cfg.lora_cfg.merge=false")
 RESOURCES = "policy.generation.colocated.resources"
 
 
@@ -45,6 +46,7 @@ def test_dedicated_engines_are_taken_from_the_clusters_workers(overrides, traine
         ((*workers(1, 3), f"{RESOURCES}.gpus_per_node=1", f"{RESOURCES}.num_nodes=2"), "the cluster has one node"),
         ((*workers(2, 2), f"{RESOURCES}.num_nodes=1", f"{RESOURCES}.gpus_per_node=1"), "takes whole ones, of 2 workers"),
         ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.kept_activations_gb=1"), "keep no activations"),
+        ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", *LORA), r"lora_cfg.merge.* is false, but engines .* merged weights"),
         ((*workers(1, 4), f"{RESOURCES}.gpus_per_node=1", "policy.gradient_blocks=4"), "which 3 processes .* cannot share"),
         ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "cluster.device=cuda"), "processes runs on the CPU only"),
         ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=0"), "gpus_per_node"),

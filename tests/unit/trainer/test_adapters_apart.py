@@ -1,0 +1,218 @@
+"""Adapters that products add to a frozen matrix: y = W x + s B (A x), in one order of sums wherever a token is computed."""
+
+import pytest
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.generation.native import native_runner
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.weights import initialize_weights, named_views, named_whole
+from test_adapters import ALL, ALPHA, DIM, SOME, backward, base, draw
+from test_gradient_invariance import CONFIG, groups_batch
+
+TOKENS = torch.arange(1, 60)
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def apart(dtype, targets=ALL, spread=0.2, seed=1, of=None, **changes):
+    """A model with adapters apart: of a new base, or of one that it shares."""
+    model = base(dtype, **changes) if of is None else of.base()
+    model.adapt(DIM, ALPHA, targets, merge=False)
+    draw(model, spread, seed)
+    return model
+
+
+def merged(dtype, targets=ALL, spread=0.2, **changes):
+    model = base(dtype, **changes)
+    model.adapt(DIM, ALPHA, targets)
+    draw(model, spread)
+    return model
+
+
+def logits(model, tokens=TOKENS):
+    return C.Trainer(model).logits(tokens)
+
+
+@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("changes", [{}, {"model_type": "gemma2"}, {"attention_bias": True}], ids=str)
+def test_logits_and_gradients_are_those_of_the_merged_weights_in_float64(targets, changes):
+    (out, trainer), (expected_out, expected) = (
+        backward(make(torch.float64, targets, **changes)) for make in (apart, merged)
+    )
+    torch.testing.assert_close(out, expected_out, rtol=1e-10, atol=1e-11)
+    assert (trainer.grads - expected.grads).norm() <= 1e-10 * expected.grads.norm()
+
+
+@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
+def test_float32_gradients_match_float64_within_1e_5(targets):
+    model = apart(torch.float32, targets)
+    ours, theirs = (
+        named_whole(model.trained_layout, backward(each)[1].grads.double())
+        for each in (model, apart(torch.float64, targets))
+    )
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_bfloat16_gradients_are_as_near_to_float32_as_merged_ones():
+    """Both models have the same W in both types; the distance is that of bfloat16's activations."""
+    errors = {}
+    for merge in (True, False):
+        found = []
+        for dtype in (torch.bfloat16, torch.float32):
+            model = C.DecoderModel(native_config(CONFIG), dtype, False)
+            model.compute.copy_(base(torch.bfloat16).compute)
+            model.adapt(DIM, ALPHA, ALL, merge=merge)
+            draw(model, 0.2)
+            found.append(backward(model)[1].grads)
+        errors[merge] = ((found[0] - found[1]).norm() / found[1].norm()).item()
+    assert 0 < errors[False] < 1.2 * errors[True] < 0.1
+
+
+def test_update_far_below_half_a_step_of_the_weights_acts_at_once():
+    """All weights are at least 1/8, where half a step of bfloat16 is 2^-11; from B = 0 the first step changes no weight by more than
+    s * 1e-5 * (sum of |A|'s column) < 2^-12. Merging loses it."""
+    moved = {}
+    for merge in (True, False):
+        model = base(torch.bfloat16)
+        views = named_views(model.layout, model.compute)
+        for name in ALL:
+            views[name].add_(torch.where(views[name] < 0, -0.125, 0.125))
+        model.adapt(DIM, ALPHA, ALL, merge=merge)
+        draw(model, spread=0.0)
+        before, weights = logits(model), model.compute.clone()
+        _, trainer = backward(model)
+        trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-12, weight_decay=0.0, max_grad_norm=0.0)
+        factors = named_whole(model.trained_layout, model.masters)
+        for name, b in factors.items():
+            if name.endswith("lora_B.weight"):
+                a = factors[name.replace("lora_B", "lora_A")]
+                assert 0 < b.abs().max() < 1.1e-5 and ALPHA / DIM * (b.t() @ a).abs().max() < 2**-12
+        assert torch.equal(model.compute, weights)
+        moved[merge] = not torch.equal(logits(model), before)
+    assert moved == {True: False, False: True}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
+def test_a_row_depends_on_its_tokens_alone(dtype, targets):
+    """Prefixes of any length, with one thread and two."""
+    model = apart(dtype, targets, hidden_size=72, intermediate_size=136)
+    whole, before = logits(model, torch.arange(1, 61).repeat(5)), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for length in (1, 2, 3, 17, 64, 65, 300):
+                assert torch.equal(logits(model, torch.arange(1, 61).repeat(5)[:length]), whole[:length]), (
+                    threads,
+                    length,
+                )
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_packing_shared_prompts_and_recomputation_keep_the_bits(dtype):
+    outs, grads = [], []
+    for share, checkpoint in ((False, False), (True, False), (True, True)):
+        trainer = C.Trainer(apart(dtype))
+        batch, ids, mask = groups_batch()
+        out = torch.zeros(ids.shape, dtype=trainer.out_dtype)
+        trainer.forward(batch, list(range(len(ids))), 1.0, share, True, checkpoint, out)
+        trainer.backward(mask.to(out.dtype))
+        outs.append(out.clone())
+        grads.append(trainer.grads.clone())
+        for row in (0, 7):
+            trainer.forward(batch, [row], 1.0, share, False, False, out.zero_())
+            assert torch.equal(out[row], outs[-1][row])
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2]) and torch.equal(grads[1], grads[2])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_base_of_the_model_and_the_model_with_b_zero(dtype):
+    plain, model = logits(base(dtype)), apart(dtype)
+    assert torch.equal(logits(model.base()), plain) and not torch.equal(logits(model), plain)
+    assert torch.equal(logits(apart(dtype, spread=0.0)), plain)
+    assert model.base().digest() == base(dtype).digest() != model.digest()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_merged_copy_has_the_bits_of_merging(dtype):
+    model, other = apart(dtype, SOME), merged(dtype, SOME)
+    weights = model.compute.clone()
+    assert torch.equal(model.merged(), other.compute) and torch.equal(other.merged(), other.compute)
+    assert torch.equal(model.compute, weights)
+
+
+def test_rslora_scales_by_the_root_of_the_rank():
+    model, other = base(torch.float32), base(torch.float32)
+    model.adapt(DIM, ALPHA, ALL, use_rslora=True)
+    other.adapt(DIM, ALPHA * DIM**0.5, ALL)
+    for each in (model, other):
+        draw(each, 0.2)
+    torch.testing.assert_close(model.compute, other.compute)
+    assert (model.compute - merged(torch.float32).compute).abs().max() > 0.01
+
+
+def test_critic_head_is_trained_together_with_adapters_apart():
+    model = C.DecoderModel(native_config(CONFIG, value_head=True), torch.bfloat16, False)
+    initialize_weights(model, 3, std=0.2)
+    model.adapt(DIM, ALPHA, SOME, merge=False)
+    draw(model, spread=0.1)
+    grads = named_whole(model.trained_layout, backward(model)[1].grads)
+    assert list(grads)[-1] == "score.weight" and all(grad.abs().max() > 0 for grad in grads.values())
+
+
+# ---- several adapters over one base
+
+
+def sampled(runner, requests):
+    """[(tokens, logprobs)] of requests that run in one batch; a request is (prompt, adapted)."""
+    engine = C.ResidentEngine(
+        runner, max_batch_size=8, prefill_chunk_tokens=24, max_model_len=64, max_cache_bytes=1 << 24, token_bytes=[]
+    )
+    found = {}
+    for prompt, adapted in requests:
+        rule = C.SamplingRule(temperature=1.0, top_p=1.0, top_k=0, greedy=False)
+        first = engine.submit(prompt, rule=rule, max_new_tokens=12, stop_token_ids=[], stop_strings=[], samples=1, seed=5, stream=0,
+                              draw_id=len(prompt), first_sample=0, adapted=adapted)  # fmt: skip
+        found[first] = ([], [])
+    while engine.has_work:
+        for sequence, token, logprob, *_ in zip(*engine.step()):
+            found[sequence][0].append(token)
+            found[sequence][1].append(logprob)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("packed", ["off", "on"])
+def test_adapters_in_one_batch_have_the_bits_that_each_has_alone(dtype, packed):
+    shared = base(dtype, vocab_size=64, hidden_size=64, intermediate_size=96)
+    models = [apart(dtype, (ALL, SOME)[i % 2], seed=i, of=shared) for i in range(4)]
+    assert all(model.compute.data_ptr() == shared.compute.data_ptr() for model in models)
+    requests = [(list(range(1, 4 + 9 * i)), model) for i, model in enumerate([None, *models])]
+    together = sampled(C.NativeModelRunner(shared, packed_weights=packed), requests)
+    for (prompt, adapted), found in zip(requests, together):
+        own = C.NativeModelRunner(adapted or shared, packed_weights=packed)
+        assert sampled(own, [(prompt, None)]) == [found]
+        scored = logits(adapted or shared, torch.tensor([*prompt, *found[0]])).log_softmax(-1)
+        assert scored[len(prompt) - 1 : -1].gather(1, torch.tensor(found[0])[:, None])[:, 0].tolist() == pytest.approx(found[1], abs=1e-5)  # fmt: skip
+    assert len({tuple(tokens) for tokens, _ in together}) > 1
+
+
+def test_training_one_of_several_adapters_leaves_the_others_as_they_are():
+    shared = base(torch.bfloat16)
+    first, second = (apart(torch.bfloat16, seed=i, of=shared) for i in range(2))
+    before = [logits(model) for model in (shared, first, second)]
+    _, trainer = backward(first)
+    trainer.step(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+    same = [torch.equal(logits(model), then) for model, then in zip((shared, first, second), before)]
+    assert same == [True, False, True]
+
+
+def test_adapters_of_another_base_or_merged_ones_are_rejected():
+    runner = native_runner(base(torch.float32), {})
+    for other in (apart(torch.float32), merged(torch.float32), base(torch.float32)):
+        with pytest.raises(ValueError, match="adapters must be apart"):
+            sampled(runner, [([1, 2, 3], other)])
+    with pytest.raises(ValueError, match="weights are trained has no base"):
+        C.DecoderModel(native_config(CONFIG), torch.float32, True).base()

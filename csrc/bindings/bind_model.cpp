@@ -30,6 +30,10 @@ void bind_decoder_model(py::module_& m) {
                                  specs.append(py::make_tuple(s.name, s.shape, s.offset));
                                return specs;
                              })
+      .def_property_readonly(
+          "blocks", [](const DecoderModel& self) { return self.layout().blocks; },
+          "Every matrix outside the flat buffer, see csrc/ops/weight_blocks.h")
+      .def("blocks_of", &DecoderModel::blocks, py::arg("spec"))
       .def_property_readonly("specs", [](const DecoderModel& self) { return self.layout().specs; })
       .def(
           "adapt",
@@ -170,6 +174,10 @@ void bind_layout(py::module_& m) {
       .def_readonly("whole", &ParameterSpec::whole)
       .def_readonly("split", &ParameterSpec::split)
       .def_readonly("begin", &ParameterSpec::begin);
+  py::class_<model::BlockSpec>(m, "BlockSpec", "See csrc/model/parameters.h")
+      .def_readonly("name", &model::BlockSpec::name)
+      .def_readonly("shape", &model::BlockSpec::shape)
+      .def_readonly("before", &model::BlockSpec::before);
   py::class_<model::ParameterLayout>(m, "ParameterLayout")
       .def(py::init([](const py::dict& config, int rank, int size) {
              return model::ParameterLayout(config_from(config).sliced({rank, size}));

@@ -6,6 +6,7 @@
 #include "ops/linear.h"
 #include "ops/packed_weights.h"
 #include "ops/swiglu.h"
+#include "ops/weight_blocks.h"
 
 namespace nemo_rl::bindings {
 
@@ -22,10 +23,19 @@ void bind_packed_weights(py::module_& m) {
       .def_property_readonly("bytes", &PackedWeights::bytes);
 }
 
+void bind_weight_blocks(py::module_& m) {
+  m.def(
+      "block_bytes", [](const std::string& format) { return kernels::block_bytes(ops::block_format(format)); },
+      py::arg("format"), "Bytes of a block of 32 weights");
+  m.def("pack_blocks", &ops::pack_blocks, py::arg("w"), py::arg("blocks"), release_gil());
+  m.def("unpack_blocks", &ops::unpack_blocks, py::arg("blocks"), py::arg("w"), release_gil());
+}
+
 }  // namespace
 
 void bind_ops(py::module_& m) {
   bind_packed_weights(m);
+  bind_weight_blocks(m);
   m.def("linear_forward", &ops::linear_forward, py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("y"),
         py::arg("accumulate") = false, py::arg("packed") = nullptr, release_gil());
   m.def(

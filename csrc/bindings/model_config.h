@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "model/config.h"
+#include "ops/weight_blocks.h"
 
 namespace nemo_rl::bindings {
 
@@ -61,6 +62,7 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
     c.ropes.push_back({inv_freq, factor});
   for (const auto& [window, rope] : d["layers"].cast<std::vector<std::pair<std::int64_t, std::optional<int>>>>())
     c.layers.push_back({window, rope.value_or(model::LayerConfig::kNoRope)});
+  if (d.contains("quantization")) c.quantization = ops::block_format(d["quantization"].cast<std::string>());
   if (d.contains("experts")) set_experts(c, d["experts"].cast<pybind11::dict>());
   return c;
 }

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <pybind11/functional.h>
 
+#include <algorithm>
 #include <map>
 
 #include "bindings/interruptible.h"
@@ -10,6 +11,7 @@
 #include "common/check.h"
 #include "generation/engine.h"
 #include "generation/native_model_runner.h"
+#include "ops/weight_blocks.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::bindings {
@@ -40,19 +42,39 @@ class TextModel {
   py::list shapes() const {
     py::list out;
     for (const auto& s : model_->layout().specs) out.append(py::make_tuple(s.name, s.shape));
+    for (const auto& s : model_->layout().blocks) out.append(py::make_tuple(s.name, s.shape));
     return out;
   }
 
-  /// Converts a parameter from the bytes of a file.
+  /// Adds adapters, apart from the weights; put() fills them, then masters_changed().
+  void adapt(std::int64_t dim, double alpha, std::vector<std::string> targets, bool use_rslora) {
+    model_->adapt({dim, alpha, std::move(targets), /*merge=*/false, use_rslora});
+  }
+  void masters_changed() { model_->masters_changed(); }
+
+  /// Converts a parameter, or A or B of an adapter, from the bytes of a file.
   void put(const std::string& name, const std::string& dtype, const py::buffer& data) {
-    const auto& spec = model_->layout().find(name);
-    const auto type = dtype_of(dtype);
-    const py::buffer_info bytes = data.request();
-    NRL_CHECK_ARG(bytes.size * bytes.itemsize == spec.numel * static_cast<std::int64_t>(c10::elementSize(type)), name,
-                  ": ", bytes.size * bytes.itemsize, " bytes are not ", spec.numel, " values of ", dtype);
-    model_->compute()
-        .narrow(0, spec.offset, spec.numel)
-        .copy_(at::from_blob(bytes.ptr, {spec.numel}, type));  // only read
+    const auto values = [&](std::int64_t count) {
+      const auto type = dtype_of(dtype);
+      const py::buffer_info bytes = data.request();
+      NRL_CHECK_ARG(bytes.size * bytes.itemsize == count * static_cast<std::int64_t>(c10::elementSize(type)), name,
+                    ": ", bytes.size * bytes.itemsize, " bytes are not ", count, " values of ", dtype);
+      return at::from_blob(bytes.ptr, {count}, type);  // only read
+    };
+    const auto fill = [&](const model::ParameterSpec& spec, const at::Tensor& flat, bool turned) {
+      const auto view = flat.narrow(0, spec.offset, spec.numel);
+      if (!turned) return void(view.copy_(values(spec.numel)));
+      view.view(spec.shape).copy_(values(spec.numel).view({spec.shape[1], spec.shape[0]}).t());
+    };
+    const auto blocks = std::ranges::find(model_->layout().blocks, name, &model::BlockSpec::name);
+    if (blocks != model_->layout().blocks.end()) {
+      const auto given = values(blocks->shape[0] * blocks->shape[1]).view(blocks->shape);
+      const bool is_read = given.scalar_type() == at::kFloat || given.scalar_type() == at::kBFloat16;
+      return ops::pack_blocks(is_read ? given : given.to(at::kFloat), model_->blocks(*blocks));
+    }
+    if (name.find(".lora_") != std::string::npos)
+      return fill(model_->trained_layout().find(name), model_->masters(), name.ends_with(".lora_B.weight"));
+    fill(model_->layout().find(name), model_->compute(), /*turned=*/false);
   }
 
   std::string generate(const std::vector<std::int64_t>& prompt, const SamplingParams& params, std::uint32_t seed,
@@ -85,6 +107,8 @@ PYBIND11_MODULE(_text, m) {
       .def(py::init<const py::dict&, const std::string&, std::int64_t>(), py::arg("config"), py::arg("dtype"),
            py::arg("max_model_len"))
       .def_property_readonly("shapes", &TextModel::shapes, "(name, shape) of every parameter")
+      .def("adapt", &TextModel::adapt, py::arg("dim"), py::arg("alpha"), py::arg("targets"), py::arg("use_rslora"))
+      .def("masters_changed", &TextModel::masters_changed)
       .def("put", &TextModel::put, py::arg("name"), py::arg("dtype"), py::arg("data"))
       .def("set_token_bytes", &TextModel::set_token_bytes, py::arg("token_bytes"))
       .def(

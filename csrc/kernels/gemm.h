@@ -18,7 +18,8 @@ struct GemmInput {
   const T* b;
   std::int64_t ldb;
   std::int64_t M, N, K;
-  void* packed_b = nullptr;  ///< gemm_packed_bytes(N, K, sizeof(T)), 64-byte aligned
+  void* packed_b = nullptr;     ///< gemm_packed_bytes(N, K, sizeof(T)), 64-byte aligned
+  std::int64_t first_term = 0;  ///< whose row lies at b
 };
 
 /// Rows of a that a thread packs at a time; of other types kGemmTileM.

@@ -104,7 +104,8 @@ struct LinearForwardArgs {
   O* y;
   std::int64_t ldy;
   std::int64_t N;
-  bool accumulate;  ///< add to y (residual stream) instead of overwriting it
+  bool accumulate;               ///< add to y (residual stream) instead of overwriting it
+  std::int64_t first_strip = 0;  ///< whose rows lie at w
 };
 
 template <class T, class O>
@@ -134,6 +135,8 @@ struct LinearSwigluArgs {
   T* gate_up;     ///< contiguous [M, 2I]; nullptr: not kept
   T* act;         ///< contiguous [M, I]
   std::int64_t I;
+  const T* up = nullptr;         ///< rows of ups, ldw apart as the gates at w
+  std::int64_t first_strip = 0;  ///< whose rows lie at w and at up
 };
 
 template <class T>

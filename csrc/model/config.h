@@ -5,10 +5,12 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels/swiglu.h"
+#include "kernels/weight_blocks.h"
 
 namespace nemo_rl::model {
 
@@ -93,6 +95,10 @@ struct ModelConfig {
   LayerNorms norms;
   kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate
   bool value_head = false;                         ///< a critic: one scalar a token instead of a language-model head
+
+  /// Of the matrices of attention and of the MLP in every layer, experts too, which are then frozen; none: they are of
+  /// the compute type.
+  std::optional<kernels::BlockFormat> quantization;
 
   TensorSlice slice;
 

@@ -1,6 +1,7 @@
 #include "model/decoder_model.h"
 
 #include "common/check.h"
+#include "kernels/weight_digest.h"
 #include "ops/adamw.h"
 #include "ops/weight_digest.h"
 #include "runtime/large_tensor.h"
@@ -11,6 +12,13 @@ namespace {
 
 at::Tensor zeros(const ParameterLayout& layout, at::ScalarType dtype, at::Device device) {
   return runtime::zeros_large({layout.total}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+DecoderParameters parameters(const ModelConfig& config, const ParameterLayout& layout, at::ScalarType dtype,
+                             at::Device device) {
+  DecoderParameters all(config, layout, zeros(layout, dtype, device));
+  all.add_blocks(config);
+  return all;
 }
 
 /// The device with its index: "cuda" is the current one.
@@ -34,13 +42,15 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
     : peers_(std::move(peers)),
       layout_(config),
       trainable_(trainable),
-      decoder_(config, DecoderParameters(config, layout_, zeros(layout_, dtype, checked(device, dtype))), peers_.get()),
+      decoder_(config, parameters(config, layout_, dtype, checked(device, dtype)), peers_.get()),
       workspace_(decoder_.device()),
       kept_(kept_activations_of(decoder_)) {
   NRL_CHECK_ARG(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble,
                 "a model computes in float32, bfloat16 or float64, not ", c10::toString(dtype));
   NRL_CHECK_ARG(peers_ == nullptr || decoder_.device().is_cpu(), "tensor parallelism works on the CPU only, not on ",
                 decoder_.device().str());
+  NRL_CHECK_ARG(!config.quantization || (!trainable && device.is_cpu() && dtype != at::kDouble),
+                "a quantised model is frozen, on the CPU and in float32 or bfloat16; train adapters of it");
   if (dtype != at::kBFloat16) {
     masters_ = decoder_.parameters().flat;
   } else if (trainable) {
@@ -58,6 +68,7 @@ DecoderModel::DecoderModel(const DecoderModel& adapted, DecoderParameters base)
 
 void DecoderModel::adapt(const LoraConfig& lora) {
   NRL_CHECK_ARG(!trainable_ && adapters_ == nullptr, "adapters are for a model that was built as a frozen one, once");
+  NRL_CHECK_ARG(!lora.merge || layout_.blocks.empty(), "adapters of a quantised model are not merged");
   adapters_ = std::make_unique<Adapters>(config(), lora, decoder_.parameters());
   decoder_.add_adapters(adapters_->added());
   trainable_ = true;
@@ -69,6 +80,7 @@ std::shared_ptr<DecoderModel> DecoderModel::base() const {
 }
 
 at::Tensor DecoderModel::merged() const {
+  NRL_CHECK_ARG(layout_.blocks.empty(), "a quantised model has no room for merged weights");
   if (adds_adapters() == nullptr) return compute();
   const auto flat = runtime::empty_large({layout_.total}, compute().options());
   flat.copy_(compute());
@@ -96,6 +108,11 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
   return &packed_;
 }
 
+at::Tensor DecoderModel::blocks(const BlockSpec& spec) const {
+  return (decoder_.parameters().layers[static_cast<std::size_t>(spec.layer)].*spec.matrix)
+      .narrow(0, spec.begin, spec.shape[0]);
+}
+
 void DecoderModel::weights_changed() {
   kept_.clear();
   packed_.clear();
@@ -120,6 +137,7 @@ void DecoderModel::keep_master_shard(std::int64_t begin, std::int64_t end) {
 
 std::uint64_t DecoderModel::digest() const {
   std::uint64_t own = ops::weight_digest(compute());
+  for (const auto& spec : layout_.blocks) own = kernels::digest_add(own, ops::weight_digest(blocks(spec)));
   if (adds_adapters() != nullptr) {
     const auto both = at::empty({2}, at::kLong);
     both.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(own);

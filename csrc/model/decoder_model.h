@@ -14,7 +14,8 @@ namespace nemo_rl::model {
 class DecoderModel {
  public:
   /// `dtype`: float32, bfloat16 or float64. A bfloat16 model that is trained keeps float32 master weights beside the
-  /// rounded copy it computes with; a frozen one only the copy.
+  /// rounded copy it computes with; a frozen one only the copy. A quantised one is frozen, on the CPU, in float32 or
+  /// bfloat16.
   /// Weights, workspace and what is computed with them lie on `device`: the CPU or a CUDA device (float32 and
   /// bfloat16).
   /// `peers`: the processes that hold this model in slices, each a part of the heads, of the MLP and of the vocabulary
@@ -60,7 +61,9 @@ class DecoderModel {
   void keep_master_shard(std::int64_t begin, std::int64_t end);
   /// Where masters() begins in compute(): 0 unless a shard is kept.
   std::int64_t masters_begin() const { return masters_begin_; }
-  /// What products read.
+  /// The matrix in blocks, or the part of it, that `spec` of layout().blocks names: uint8 [rows, bytes of a row].
+  at::Tensor blocks(const BlockSpec& spec) const;
+  /// What products read, but for matrices in blocks.
   const at::Tensor& compute() const { return decoder_.parameters().flat; }
   bool has_separate_masters() const { return !adapters_ && masters_.defined() && !masters_.is_same(compute()); }
   /// What generation computed with these very weights, for the first update after it (on the CPU; nothing until it is
@@ -77,9 +80,8 @@ class DecoderModel {
   /// effective weights of adapters.
   void masters_changed();
 
-  /// FNV-1a over the bytes of the compute weights (and of adapters apart), in blocks that are combined in order: equal
-  /// digests, equal weights.
-  /// With peers of all slices, by all of them at once.
+  /// FNV-1a over the bytes of the compute weights (and of matrices in blocks and of adapters apart), in blocks that are
+  /// combined in order: equal digests, equal weights. With peers of all slices, by all of them at once.
   std::uint64_t digest() const;
 
  private:

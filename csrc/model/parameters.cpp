@@ -1,11 +1,14 @@
 #include "model/parameters.h"
 
 #include <algorithm>
+#include <array>
 #include <set>
 #include <stdexcept>
 
 #include "common/check.h"
 #include "model/mlp.h"
+#include "runtime/large_tensor.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 namespace {
@@ -83,11 +86,30 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c, std::int64_t l) {
   return all;
 }
 
+bool lies_in_blocks(const ModelConfig& c, const LayerTensor& tensor) {
+  using P = LayerParameters;
+  constexpr std::array kFields{&P::qkv_weight,      &P::o_weight,     &P::gate_up_weight, &P::down_weight,
+                               &P::experts_gate_up, &P::experts_down, &P::shared_gate_up, &P::shared_down};
+  return c.quantization && std::ranges::find(kFields, tensor.field) != kFields.end();
+}
+
 ParameterLayout::ParameterLayout(const ModelConfig& c) {
+  NRL_CHECK_ARG(!c.quantization || c.slice.size == 1, "a quantised model is not split into slices");
   LayoutBuilder b(*this);
   b.add_vocabulary(kEmbedding, c.vocab_rows(), c.vocab_size, c.hidden_size);
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : layer_tensors(c, l)) {
+      if (lies_in_blocks(c, tensor)) {
+        NRL_CHECK_ARG(tensor.columns % kernels::kBlockTerms == 0, "a quantised matrix has a multiple of ",
+                      kernels::kBlockTerms, " columns, and ", tensor.parts.front().name, " has ", tensor.columns);
+        std::int64_t begin = 0;
+        for (const auto& part : tensor.parts) {
+          blocks.push_back(
+              {layer_prefix(l) + part.name, {part.rows, tensor.columns}, l, tensor.field, begin, specs.size()});
+          begin += part.rows;
+        }
+        continue;
+      }
       b.align();
       for (const auto& part : tensor.parts) {
         auto shape = shape_of(part.rows, tensor.columns), whole = shape;
@@ -180,6 +202,7 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   layers.resize(static_cast<std::size_t>(c.num_layers()));
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : layer_tensors(c, l)) {
+      if (lies_in_blocks(c, tensor)) continue;
       std::int64_t rows = 0;
       for (const auto& part : tensor.parts) rows += part.rows;
       layers[static_cast<std::size_t>(l)].*tensor.field =
@@ -189,6 +212,18 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   lm_head = c.value_head            ? view(kValueHead, {1, c.hidden_size})
             : c.tie_word_embeddings ? embedding
                                     : view(kLmHead, {vocab, c.hidden_size});
+}
+
+void DecoderParameters::add_blocks(const ModelConfig& c) {
+  if (!c.quantization) return;
+  for (std::int64_t l = 0; l < c.num_layers(); ++l)
+    for (const auto& tensor : layer_tensors(c, l)) {
+      if (!lies_in_blocks(c, tensor)) continue;
+      std::int64_t rows = 0;
+      for (const auto& part : tensor.parts) rows += part.rows;
+      layers[static_cast<std::size_t>(l)].*tensor.field = runtime::zeros_large(
+          {rows, kernels::block_row_bytes(*c.quantization, tensor.columns)}, at::TensorOptions().dtype(at::kByte));
+    }
 }
 
 }  // namespace nemo_rl::model

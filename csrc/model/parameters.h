@@ -24,7 +24,8 @@ struct ParameterSpec {
   static constexpr int kWhole = -1;
 };
 
-/// The tensors of one layer as views of a flat buffer; undefined where the model has none.
+/// The tensors of one layer as views of a flat buffer, or matrices in blocks (ops/weight_blocks.h); undefined where the
+/// model has none.
 struct LayerParameters {
   at::Tensor norm_before_attention;  ///< [D]
   at::Tensor qkv_weight;             ///< [(N+2K)·H, D]
@@ -60,6 +61,8 @@ struct LayerTensor {
   int split = ParameterSpec::kWhole;  ///< as in ParameterSpec
   bool takes_adapters = true;
 };
+/// Whether the matrix lies in blocks (ModelConfig::quantization), outside the flat buffer.
+bool lies_in_blocks(const ModelConfig& config, const LayerTensor& tensor);
 /// All tensors of layer `l`, in the order in which they lie in memory. Names are written here, those of the MLP in its
 /// class, and nowhere else.
 std::vector<LayerTensor> layer_tensors(const ModelConfig& config, std::int64_t l);
@@ -72,6 +75,16 @@ struct AdapterSpec {
   std::size_t a = 0, b = 0;  ///< which of ParameterLayout::specs
 };
 
+/// One matrix of the checkpoint that lies in blocks: rows [begin, begin + shape[0]) of a matrix of a layer.
+struct BlockSpec {
+  std::string name;
+  std::vector<std::int64_t> shape;  ///< [rows, columns]
+  std::int64_t layer = 0;
+  at::Tensor LayerParameters::* matrix = nullptr;
+  std::int64_t begin = 0;
+  std::size_t before = 0;  ///< which of ParameterLayout::specs it would come before
+};
+
 /// Names, shapes and offsets; parameters that are not fused start at multiples of 64 elements.
 struct ParameterLayout {
   explicit ParameterLayout(const ModelConfig& config);
@@ -80,6 +93,7 @@ struct ParameterLayout {
   /// Throws ArgumentError for a target that the model does not have, and for none at all.
   ParameterLayout(const ModelConfig& config, const LoraConfig& lora);
   std::vector<ParameterSpec> specs;
+  std::vector<BlockSpec> blocks;      ///< what lies outside the flat buffer, in the order of layers and matrices
   std::vector<AdapterSpec> adapters;  ///< in the order of layers and matrices
   std::int64_t total = 0;             ///< length of the flat buffer, gaps included (they stay zero)
   const ParameterSpec& find(const std::string& name) const;
@@ -94,7 +108,10 @@ struct ParameterLayout {
 /// A flat buffer seen as a decoder's parameters (weights, a rounded copy of them, or their gradients).
 struct DecoderParameters {
   DecoderParameters() = default;
+  /// Matrices in blocks are undefined.
   DecoderParameters(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat);
+  /// Gives the matrices of layout.blocks memory, zero.
+  void add_blocks(const ModelConfig& config);
   at::Tensor flat;       ///< [layout.total]
   at::Tensor embedding;  ///< [V, D]
   std::vector<LayerParameters> layers;

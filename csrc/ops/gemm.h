@@ -72,9 +72,17 @@ void multiply_block(const kernels::GemmArgs<T, O>& args, std::int64_t k0) {
                   });
 }
 
-/// c (+)= a · b; `packed_b` and `sums` are set here.
-template <class T, class O>
-void run_gemm(kernels::GemmArgs<T, O> args) {
+/// Packs units [begin, end) of the block of terms that begins at k0 from b as it lies.
+struct PackRowsOfB {
+  template <class T>
+  void operator()(const kernels::GemmInput<T>& input, std::int64_t k0, std::int64_t begin, std::int64_t end) const {
+    gemm_pack_of(input)(input, k0, begin, end);
+  }
+};
+
+/// c (+)= a · b; `packed_b` and `sums` are set here. `pack`: as PackRowsOfB.
+template <class T, class O, class Pack = PackRowsOfB>
+void run_gemm(kernels::GemmArgs<T, O> args, const Pack& pack = {}) {
   auto& input = args.input;
   const std::int64_t packed = kernels::gemm_packed_bytes(input.N, input.K, sizeof(T));
   const bool keeps_sums = sizeof(O) < sizeof(accumulate_t<T>) && input.K > kernels::kGemmTerms;
@@ -85,9 +93,8 @@ void run_gemm(kernels::GemmArgs<T, O> args) {
   for (std::int64_t k0 = 0; k0 < input.K; k0 += kernels::kGemmTerms) {
     const std::int64_t units =
         (std::min(kernels::kGemmTerms, input.K - k0) + kernels::kGemmPackTerms - 1) / kernels::kGemmPackTerms;
-    runtime::parallel_tiles(
-        units, runtime::tiles_at_least(8 * kernels::kGemmPackTerms * input.N),
-        [&](std::int64_t begin, std::int64_t end, bool) { gemm_pack_of(input)(input, k0, begin, end); });
+    runtime::parallel_tiles(units, runtime::tiles_at_least(8 * kernels::kGemmPackTerms * input.N),
+                            [&](std::int64_t begin, std::int64_t end, bool) { pack(input, k0, begin, end); });
     multiply_block(args, k0);
   }
 }

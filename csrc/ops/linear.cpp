@@ -7,6 +7,7 @@
 #include "ops/kernel_types.h"
 #include "ops/packed_weights.h"
 #include "ops/swiglu.h"
+#include "ops/weight_blocks.h"
 #include "runtime/parallel_items.h"
 #include "runtime/tensor.h"
 
@@ -28,8 +29,64 @@ const PackedWeights::Matrix* packed_copy(const PackedWeights* packed, const at::
   return packed == nullptr ? nullptr : packed->for_rows(w, rows, gated);
 }
 
-bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
-  return !bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type());
+void check_blocks(const at::Tensor& x, const char* op) {
+  NRL_CHECK_ARG(x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16), op,
+                ": weights in blocks are multiplied in float32 or bfloat16 on the CPU, not in ",
+                c10::toString(x.scalar_type()), " on ", x.device().str());
+}
+
+/// From one unpacked row of K weights to the next: not a multiple of 4 KiB, which would put rows into the same sets of
+/// the caches.
+std::int64_t room_stride(std::int64_t K) { return K + (K % 1024 == 992 ? 64 : 32); }
+
+void unpack_rows(const BlockMatrix& w, std::int64_t n, std::int64_t count, float* out, std::int64_t stride) {
+  kernels::unpack_blocks_f32(w.format(), w.row(n), count, w.columns(), out, stride);
+}
+void unpack_rows(const BlockMatrix& w, std::int64_t n, std::int64_t count, bfloat16* out, std::int64_t stride) {
+  kernels::unpack_blocks_bf16(w.format(), w.row(n), count, w.columns(), out, stride);
+}
+/// Never called: check_blocks.
+void unpack_rows(const BlockMatrix&, std::int64_t, std::int64_t, double*, std::int64_t) {}
+
+bool fits(const std::optional<at::Tensor>& bias, std::int64_t N, const at::Tensor& x) {
+  return !bias || (bias->numel() == N && bias->scalar_type() == x.scalar_type());
+}
+
+/// w [N, K] as the kernels of type T read it: rows that lie in memory, or blocks whose rows a thread unpacks into its
+/// own room before it reads them.
+template <class T>
+class Weights {
+ public:
+  explicit Weights(const at::Tensor& w) : at_(ptr<T>(w)), stride_(w.stride(0)) {}
+  explicit Weights(const BlockMatrix& w) : stride_(room_stride(w.columns())), blocks_(&w) {}
+
+  bool in_blocks() const { return blocks_ != nullptr; }
+  std::int64_t stride() const { return stride_; }
+  /// Rows [n, n + count), stride() apart; of blocks valid until the thread's next call with this `slot`, 0 or 1, and at
+  /// most kernels::kLinearTileN.
+  const T* rows(std::int64_t n, std::int64_t count, std::int64_t slot = 0) const {
+    if (!in_blocks()) return at_ + n * stride_;
+    const std::int64_t each = kernels::kLinearTileN * stride_;
+    thread_local runtime::ScratchMemory memory;
+    auto* const room = reinterpret_cast<T*>(memory.get(static_cast<std::size_t>(2 * each) * sizeof(T))) + slot * each;
+    unpack_rows(*blocks_, n, count, room, stride_);
+    return room;
+  }
+
+ private:
+  const T* at_ = nullptr;
+  std::int64_t stride_;
+  const BlockMatrix* blocks_ = nullptr;
+};
+
+/// Calls f(strip, begin, end) for the tiles [begin, end) of each strip in turn.
+template <class F>
+void for_strips(const kernels::LinearTiles& tiles, std::int64_t begin, std::int64_t end, const F& f) {
+  while (begin < end) {
+    const std::int64_t last = std::min(end, (begin / tiles.steps + 1) * tiles.steps);
+    f(tiles.strip(begin), begin, last);
+    begin = last;
+  }
 }
 
 /// Room for a strip of so many columns, widened; 0 where w is multiplied as it lies.
@@ -45,27 +102,27 @@ float* thread_strip(std::int64_t floats) {
   return floats == 0 ? nullptr : reinterpret_cast<float*>(memory.get(static_cast<std::size_t>(floats) * sizeof(float)));
 }
 
-/// Computes tiles by kernel(args(input, 0)) from x of up to kernels::kLinearOwnRows rows.
-template <class T, class ArgsOf, class Kernel>
+/// Computes tiles by multiply(input, 0, begin, end, more) from x of up to kernels::kLinearOwnRows rows.
+template <class T, class Multiply>
 void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
-                     const ArgsOf& args_of, Kernel* kernel) {
+                     const Multiply& multiply) {
   const std::int64_t M = x.size(0), K = x.size(1), floats = strip_floats<T>(M, K, tile_n);
   const auto bytes = static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(T)));
   const std::int64_t tiles = kernels::LinearTiles(M, N, K, tile_n).count();
   parallel_chunks(1, tiles, runtime::tiles_at_least(K * tile_n * M), bytes, [&](const ChunkTile& t) {
     const kernels::LinearInput<T> input{ptr<T>(x), x.stride(0), M, K, t.packed_rows, thread_strip(floats)};
     if (!t.is_packed) pack(input, 0, 1);
-    kernel(args_of(input, 0), t.strip_begin, t.strip_end, t.more);
+    multiply(input, 0, t.strip_begin, t.strip_end, t.more);
   });
 }
 
-/// Packs x, then computes tiles by kernel(args(input, first row)), for so many rows at a time as are still in a nearby
-/// cache once packed.
-template <class T, class ArgsOf, class Kernel>
+/// Packs x, then computes tiles by multiply(input, first row, begin, end, more), for so many rows at a time as are
+/// still in a nearby cache once packed.
+template <class T, class Multiply>
 void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
-                const ArgsOf& args_of, Kernel* kernel) {
+                const Multiply& multiply) {
   const std::int64_t M = x.size(0), K = x.size(1), block = kernels::LinearTiles(M, N, K, tile_n).block_rows;
-  if (M <= kernels::kLinearOwnRows) return run_packed_each(pack, x, N, tile_n, args_of, kernel);
+  if (M <= kernels::kLinearOwnRows) return run_packed_each(pack, x, N, tile_n, multiply);
   const std::int64_t tile = kernels::linear_packed_bytes(kernels::kLinearTileM, K, sizeof(T));
   const std::int64_t at_once =
       std::max<std::int64_t>(1, kernels::kLinearPackedBytes / kernels::linear_packed_bytes(block, K, sizeof(T))) *
@@ -84,7 +141,7 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
                             [&](std::int64_t begin, std::int64_t end, bool more) {
                               auto of_thread = input;
                               of_thread.strip_room = thread_strip(floats);
-                              kernel(args_of(of_thread, m), begin, end, more);
+                              multiply(of_thread, m, begin, end, more);
                             });
   }
 }
@@ -129,57 +186,129 @@ using LinearKernels = ForwardKernels<T, kernels::LinearForward<T, O>, kernels::L
 template <class T>
 using SwigluKernels = ForwardKernels<T, kernels::LinearSwiglu<T>, kernels::LinearSwigluWide<T>>;
 
-/// The product of N columns in strips of `width`, or of wide.columns; args_of(input, first row) as for run_packed,
-/// pack(strip, out) as for run_wide.
-template <class T, class Kernels, class ArgsOf, class Pack>
-void run_forward(const Kernels& with, const kernels::LinearWide& wide, const at::Tensor& x, std::int64_t N,
-                 std::int64_t width, const ArgsOf& args_of, const Pack& pack) {
+/// The product of N columns in strips of `width`, or of wide.columns. args_of(input, first row): the kernels'
+/// arguments; unpack(args, strip) sets where the rows of a strip lie, if w lies in blocks; pack(strip, out) as for
+/// run_wide.
+template <class T, class Kernels, class ArgsOf, class Unpack, class Pack>
+void run_forward(const Kernels& with, const kernels::LinearWide& wide, const at::Tensor& x, const Weights<T>& w,
+                 std::int64_t N, std::int64_t width, const ArgsOf& args_of, const Unpack& unpack, const Pack& pack) {
   const std::int64_t M = x.size(0), K = x.size(1);
-  if (M < wide.from_rows) return run_packed<T>(with.pack, x, N, width, args_of, with.tiles);
+  if (M < wide.from_rows)
+    return run_packed<T>(
+        with.pack, x, N, width,
+        [&](const kernels::LinearInput<T>& input, std::int64_t m, std::int64_t begin, std::int64_t end, bool more) {
+          auto args = args_of(input, m);
+          if (!w.in_blocks()) return with.tiles(args, begin, end, more);
+          for_strips(kernels::LinearTiles(input.M, N, K, width), begin, end,
+                     [&](std::int64_t strip, std::int64_t first, std::int64_t last) {
+                       unpack(args, strip);
+                       with.tiles(args, first, last, /*more=*/false);
+                     });
+        });
   const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
   run_wide(M, N, wide, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
 }
 
 template <class T, class O>
-void run(const LinearKernels<T, O>& with, const at::Tensor& x, const at::Tensor& w,
+void run(const LinearKernels<T, O>& with, const at::Tensor& x, const Weights<T>& w,
          const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
   constexpr std::int64_t kWidth = kernels::kLinearTileN;
-  const std::int64_t K = x.size(1), N = w.size(0), ldw = w.stride(0);
+  const std::int64_t K = x.size(1), N = y.size(1), ldw = w.stride();
+  const T* const whole = w.in_blocks() ? nullptr : w.rows(0, N);
   const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
     return kernels::LinearForwardArgs<T, O>{
-        input,       ptr<T>(w), ldw,       bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
-        y.stride(0), N,         accumulate};
+        input,       whole, ldw,       bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
+        y.stride(0), N,     accumulate};
+  };
+  const auto unpack = [&](kernels::LinearForwardArgs<T, O>& args, std::int64_t strip) {
+    args.first_strip = strip;
+    args.w = w.rows(strip * kWidth, std::min(kWidth, N - strip * kWidth));
   };
   const auto wide = with.wide_for(K);
   const auto pack = [&](std::int64_t strip, float* out) {
-    for (std::int64_t n = strip * wide.columns; n < (strip + 1) * wide.columns; n += kWidth, out += kWidth * wide.words)
-      with.pack_weights(ptr<T>(w) + std::min(n, N - 1) * ldw, ldw, std::max<std::int64_t>(0, N - n), K, out);
+    for (std::int64_t n = strip * wide.columns; n < (strip + 1) * wide.columns;
+         n += kWidth, out += kWidth * wide.words) {
+      const std::int64_t first = std::min(n, N - 1);
+      with.pack_weights(w.rows(first, std::min(kWidth, N - first)), ldw, std::max<std::int64_t>(0, N - n), K, out);
+    }
   };
-  run_forward<T>(with, wide, x, N, kWidth, args_of, pack);
+  run_forward<T>(with, wide, x, w, N, kWidth, args_of, unpack, pack);
 }
 
 template <class T>
-void run_swiglu(const SwigluKernels<T>& with, const at::Tensor& x, const at::Tensor& w,
+void run_swiglu(const SwigluKernels<T>& with, const at::Tensor& x, const Weights<T>& w,
                 const std::optional<at::Tensor>& bias, const at::Tensor& gate_up, const at::Tensor& act) {
   constexpr std::int64_t kHalf = kernels::kSwigluTileN / 2;
-  const std::int64_t K = x.size(1), I = act.size(1), ldw = w.stride(0);
+  const std::int64_t K = x.size(1), I = act.size(1), ldw = w.stride();
+  const T *const gates = w.in_blocks() ? nullptr : w.rows(0, I), *const ups = w.in_blocks() ? nullptr : w.rows(I, I);
   const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
     return kernels::LinearSwigluArgs<T>{input,
-                                        ptr<T>(w),
+                                        gates,
                                         ldw,
                                         bias ? ptr<T>(*bias) : nullptr,
                                         gate_up.defined() ? mutable_ptr<T>(gate_up) + m * 2 * I : nullptr,
                                         mutable_ptr<T>(act) + m * I,
-                                        I};
+                                        I,
+                                        ups};
+  };
+  const auto unpack = [&](kernels::LinearSwigluArgs<T>& args, std::int64_t strip) {
+    const std::int64_t i = strip * kHalf, count = std::min(kHalf, I - i);
+    args.first_strip = strip;
+    args.w = w.rows(i, count, 0);
+    args.up = w.rows(I + i, count, 1);
   };
   auto wide = with.wide_for(K);
   wide.columns = kernels::kSwigluTileN;  // as many gates and their ups
   const auto pack = [&](std::int64_t strip, float* out) {
-    const std::int64_t i = strip * kHalf;
-    with.pack_weights(ptr<T>(w) + i * ldw, ldw, I - i, K, out);
-    with.pack_weights(ptr<T>(w) + (I + i) * ldw, ldw, I - i, K, out + wide.words * kHalf);
+    const std::int64_t i = strip * kHalf, count = std::min(kHalf, I - i);
+    with.pack_weights(w.rows(i, count), ldw, I - i, K, out);
+    with.pack_weights(w.rows(I + i, count), ldw, I - i, K, out + wide.words * kHalf);
   };
-  run_forward<T>(with, wide, x, 2 * I, kernels::kSwigluTileN, args_of, pack);
+  run_forward<T>(with, wide, x, w, 2 * I, kernels::kSwigluTileN, args_of, unpack, pack);
+}
+
+/// W: at::Tensor or BlockMatrix.
+template <class W>
+void forward_on_cpu(const at::Tensor& x, const W& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
+                    bool accumulate) {
+  using namespace kernels;
+  const auto type = x.scalar_type(), out = y.scalar_type();
+  if (type == at::kFloat && out == at::kFloat)
+    return run<float, float>(
+        {linear_pack_f32, linear_forward_f32, linear_wide_f32, linear_pack_weights_f32, linear_forward_wide_f32}, x,
+        Weights<float>(w), bias, y, accumulate);
+  if (type == at::kDouble && out == at::kDouble)
+    return run<double, double>({linear_pack_f64, linear_forward_f64}, x, Weights<double>(w), bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kBFloat16)
+    return run<bfloat16, bfloat16>(
+        {linear_pack_bf16, linear_forward_bf16, linear_wide_bf16, linear_pack_weights_bf16, linear_forward_wide_bf16},
+        x, Weights<bfloat16>(w), bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kFloat)
+    return run<bfloat16, float>({linear_pack_bf16, linear_forward_bf16_f32, linear_wide_bf16, linear_pack_weights_bf16,
+                                 linear_forward_wide_bf16_f32},
+                                x, Weights<bfloat16>(w), bias, y, accumulate);
+  throw ArgumentError(
+      detail::concat("linear_forward: no product of ", c10::toString(type), " into ", c10::toString(out)));
+}
+
+template <class W>
+void swiglu_on_cpu(const at::Tensor& x, const W& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
+                   const at::Tensor& act) {
+  using namespace kernels;
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return run_swiglu<float>(
+          {linear_pack_f32, linear_swiglu_f32, linear_wide_f32, linear_pack_weights_f32, linear_swiglu_wide_f32}, x,
+          Weights<float>(w), bias, gate_up, act);
+    case at::kDouble:
+      return run_swiglu<double>({linear_pack_f64, linear_swiglu_f64}, x, Weights<double>(w), bias, gate_up, act);
+    case at::kBFloat16:
+      return run_swiglu<bfloat16>(
+          {linear_pack_bf16, linear_swiglu_bf16, linear_wide_bf16, linear_pack_weights_bf16, linear_swiglu_wide_bf16},
+          x, Weights<bfloat16>(w), bias, gate_up, act);
+    default:
+      throw ArgumentError(detail::concat("linear_swiglu: no product of ", c10::toString(x.scalar_type())));
+  }
 }
 
 template <class T, class O>
@@ -193,6 +322,26 @@ void backward_product(const at::Tensor& a, bool transposed, const at::Tensor& b,
                                     c.size(1),
                                     b.size(0)};
   run_gemm<T, O>({input, mutable_ptr<O>(c), c.stride(0), accumulate});
+}
+
+/// dx (+)= dy · w, w in blocks: rows of w are unpacked by the thread that packs them.
+template <class T, class O>
+void backward_blocks(const at::Tensor& dy, const BlockMatrix& w, const at::Tensor& dx, bool accumulate) {
+  using namespace kernels;
+  const std::int64_t N = w.rows(), stride = room_stride(w.columns());
+  const GemmInput<T> whole{ptr<T>(dy), dy.stride(0), 1, nullptr, stride, dx.size(0), dx.size(1), N};
+  run_gemm<T, O>({whole, mutable_ptr<O>(dx), dx.stride(0), accumulate}, [&](GemmInput<T> input, std::int64_t k0,
+                                                                            std::int64_t begin, std::int64_t end) {
+    thread_local runtime::ScratchMemory memory;
+    auto* const room = reinterpret_cast<T*>(memory.get(static_cast<std::size_t>(kGemmPackTerms * stride) * sizeof(T)));
+    input.b = room;
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      input.first_term = k0 + unit * kGemmPackTerms;
+      const std::int64_t count = std::min(kGemmPackTerms, N - input.first_term);
+      unpack_rows(w, input.first_term, count, room, stride);
+      gemm_pack_of(input)(input, k0, unit, unit + 1);
+    }
+  });
 }
 
 void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate,
@@ -220,50 +369,76 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
   throw ArgumentError(detail::concat(op, ": no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 
+void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
+                    const at::Tensor& y, bool accumulate) {
+  check_matrix(x, x, "x", "linear_forward");
+  check_blocks(x, "linear_forward");
+  check_matrix(y, x, "y", "linear_forward");
+  NRL_CHECK_ARG(x.size(1) == w.columns() && y.size(0) == x.size(0) && y.size(1) == w.rows() && fits(bias, w.rows(), x),
+                "linear_forward: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], y ", y.sizes(),
+                " or their dtypes do not match");
+  if (y.numel() > 0) forward_on_cpu(x, w, bias, y, accumulate);
+}
+
+void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
+                   const at::Tensor& gate_up, const at::Tensor& act) {
+  check_matrix(x, x, "x", "linear_swiglu");
+  check_blocks(x, "linear_swiglu");
+  const std::int64_t M = x.size(0), I = w.rows() / 2;
+  const auto is = [&](const at::Tensor& t, std::int64_t columns) {
+    return t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.sizes() == at::IntArrayRef({M, columns});
+  };
+  NRL_CHECK_ARG(w.rows() % 2 == 0 && x.size(1) == w.columns() && is(act, I) &&
+                    (!gate_up.defined() || is(gate_up, 2 * I)) && fits(bias, 2 * I, x),
+                "linear_swiglu: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], act ", act.sizes(),
+                " or their dtypes do not match");
+  if (act.numel() > 0) swiglu_on_cpu(x, w, bias, gate_up, act);
+}
+
+void backward_input_blocks(const at::Tensor& dy, const BlockMatrix& w, const at::Tensor& dx, bool accumulate) {
+  check_matrix(dy, dy, "dy", "linear_backward_input");
+  check_blocks(dy, "linear_backward_input");
+  check_matrix(dx, dy, "dx", "linear_backward_input");
+  const auto type = dy.scalar_type(), out = dx.scalar_type();
+  NRL_CHECK_ARG(dy.size(1) == w.rows() && dx.size(0) == dy.size(0) && dx.size(1) == w.columns() &&
+                    (out == type || out == at::kFloat),
+                "linear_backward_input: dy ", dy.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], dx ",
+                dx.sizes(), " or their dtypes do not match");
+  if (dx.numel() == 0) return;
+  if (type == at::kFloat) return backward_blocks<float, float>(dy, w, dx, accumulate);
+  if (out == at::kBFloat16) return backward_blocks<bfloat16, bfloat16>(dy, w, dx, accumulate);
+  backward_blocks<bfloat16, float>(dy, w, dx, accumulate);
+}
+
 }  // namespace
 
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                     const at::Tensor& y, bool accumulate, const PackedWeights* packed) {
   check_matrix(x, x, "x", "linear_forward");
+  if (in_blocks(w)) return forward_blocks(x, BlockMatrix(w, x.size(1)), bias, y, accumulate);
   check_matrix(w, x, "w", "linear_forward");
   check_matrix(y, x, "y", "linear_forward");
   NRL_CHECK_ARG(x.size(1) == w.size(1) && y.size(0) == x.size(0) && y.size(1) == w.size(0) &&
-                    x.scalar_type() == w.scalar_type() && fits(bias, w),
+                    x.scalar_type() == w.scalar_type() && fits(bias, w.size(0), x),
                 "linear_forward: x ", x.sizes(), ", w ", w.sizes(), ", y ", y.sizes(), " or their dtypes do not match");
   if (y.numel() == 0) return;
   if (x.is_cuda()) return linear_forward_cuda.get(x)(x, w, bias, y, accumulate);
   if (const auto* copy = packed_copy(packed, w, x.size(0), /*gated=*/false))
     return packed_weights_forward(x, *copy, bias, y, accumulate);
-  using namespace kernels;
-  const auto type = x.scalar_type(), out = y.scalar_type();
-  if (type == at::kFloat && out == at::kFloat)
-    return run<float, float>(
-        {linear_pack_f32, linear_forward_f32, linear_wide_f32, linear_pack_weights_f32, linear_forward_wide_f32}, x, w,
-        bias, y, accumulate);
-  if (type == at::kDouble && out == at::kDouble)
-    return run<double, double>({linear_pack_f64, linear_forward_f64}, x, w, bias, y, accumulate);
-  if (type == at::kBFloat16 && out == at::kBFloat16)
-    return run<bfloat16, bfloat16>(
-        {linear_pack_bf16, linear_forward_bf16, linear_wide_bf16, linear_pack_weights_bf16, linear_forward_wide_bf16},
-        x, w, bias, y, accumulate);
-  if (type == at::kBFloat16 && out == at::kFloat)
-    return run<bfloat16, float>({linear_pack_bf16, linear_forward_bf16_f32, linear_wide_bf16, linear_pack_weights_bf16,
-                                 linear_forward_wide_bf16_f32},
-                                x, w, bias, y, accumulate);
-  throw ArgumentError(
-      detail::concat("linear_forward: no product of ", c10::toString(type), " into ", c10::toString(out)));
+  forward_on_cpu(x, w, bias, y, accumulate);
 }
 
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                    const at::Tensor& gate_up, const at::Tensor& act, const PackedWeights* packed) {
   check_matrix(x, x, "x", "linear_swiglu");
+  if (in_blocks(w)) return swiglu_blocks(x, BlockMatrix(w, x.size(1)), bias, gate_up, act);
   check_matrix(w, x, "w", "linear_swiglu");
   const std::int64_t M = x.size(0), I = w.size(0) / 2;
   const auto is = [&](const at::Tensor& t, std::int64_t columns) {
     return t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.sizes() == at::IntArrayRef({M, columns});
   };
   NRL_CHECK_ARG(w.size(0) % 2 == 0 && x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type() && is(act, I) &&
-                    (!gate_up.defined() || is(gate_up, 2 * I)) && fits(bias, w),
+                    (!gate_up.defined() || is(gate_up, 2 * I)) && fits(bias, 2 * I, x),
                 "linear_swiglu: x ", x.sizes(), ", w ", w.sizes(), ", act ", act.sizes(),
                 " or their dtypes do not match");
   if (act.numel() == 0) return;
@@ -274,21 +449,7 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
   }
   if (const auto* copy = packed_copy(packed, w, M, /*gated=*/true))
     return packed_weights_swiglu(x, *copy, bias, gate_up, act);
-  using namespace kernels;
-  switch (x.scalar_type()) {
-    case at::kFloat:
-      return run_swiglu<float>(
-          {linear_pack_f32, linear_swiglu_f32, linear_wide_f32, linear_pack_weights_f32, linear_swiglu_wide_f32}, x, w,
-          bias, gate_up, act);
-    case at::kDouble:
-      return run_swiglu<double>({linear_pack_f64, linear_swiglu_f64}, x, w, bias, gate_up, act);
-    case at::kBFloat16:
-      return run_swiglu<bfloat16>(
-          {linear_pack_bf16, linear_swiglu_bf16, linear_wide_bf16, linear_pack_weights_bf16, linear_swiglu_wide_bf16},
-          x, w, bias, gate_up, act);
-    default:
-      throw ArgumentError(detail::concat("linear_swiglu: no product of ", c10::toString(x.scalar_type())));
-  }
+  swiglu_on_cpu(x, w, bias, gate_up, act);
 }
 
 void linear_ask_ahead(const at::Tensor& w, bool gated, const PackedWeights* packed) {
@@ -303,6 +464,7 @@ void linear_ask_ahead(const at::Tensor& w, bool gated, const PackedWeights* pack
 }
 
 void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate) {
+  if (in_blocks(w)) return backward_input_blocks(dy, BlockMatrix(w, dx.size(1)), dx, accumulate);
   gemm(dy, false, w, dx, accumulate, "linear_backward_input");
 }
 

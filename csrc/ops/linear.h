@@ -12,6 +12,9 @@ class PackedWeights;  // ops/packed_weights.h
 /// Each row of y depends on its row of x alone, bit for bit: not on M, not on the number of threads.
 /// x, w (and bias) share a dtype: float32, float64, or bfloat16 with y in bfloat16 or float32 (sums are always
 /// float32 at least). Rows may be strided; the last dimension is contiguous. `accumulate` adds to y.
+/// w may lie in blocks instead: uint8 [N, bytes of a row] (ops/weight_blocks.h), on the CPU, with x in float32 or
+/// bfloat16. The bits are those of w as unpack_blocks gives it in x's dtype; strips of w are unpacked where they are
+/// read.
 /// `packed`: copies of weights that few rows read in their place, w's if it is among them; the same bits. nullptr:
 /// none.
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
@@ -19,7 +22,7 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
 
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I], in one pass: the same bits as
 /// linear_forward into gate_up and swiglu_forward of it. gate_up [M, 2I] is written when it is defined. All in one
-/// dtype.
+/// dtype, but w where it lies in blocks.
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                    const at::Tensor& gate_up, const at::Tensor& act, const PackedWeights* packed = nullptr);
 
@@ -27,7 +30,7 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
 /// part into their caches.
 void linear_ask_ahead(const at::Tensor& w, bool gated = false, const PackedWeights* packed = nullptr);
 
-/// dx[M, K] (+)= dy[M, N] · w[N, K].
+/// dx[M, K] (+)= dy[M, N] · w[N, K]; w may lie in blocks.
 void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate = false);
 
 /// dw[N, K] += dy[M, N]^T · x[M, K]; dw is float32 (float64 for float64 operands).

@@ -138,14 +138,14 @@ void pack_b(const GemmInput<T>& p, std::int64_t k0, std::int64_t t0) {
   constexpr int kLanes = V::kLanes, kSteps = static_cast<int>(kGemmPackTerms) / X::kPerWord;
   const Block<T> block(p.K, k0);
   const std::int64_t first = t0 / X::kPerWord, last = smaller(block.steps, first + kSteps);
-  const char* ahead = reinterpret_cast<const char*>(p.b + (k0 + t0 + kGemmPackTerms) * p.ldb);
+  const char* ahead = reinterpret_cast<const char*>(p.b + (k0 + t0 - p.first_term + kGemmPackTerms) * p.ldb);
   for (std::int64_t n = 0; n < p.N; n += kTileN<T>) {
     auto* out = static_cast<typename X::Word*>(p.packed_b) + n * block.steps + first * kTileN<T>;
     for (std::int64_t s = first; s < last; ++s) {
       for (int i = 0; i < kBytesOfStep<T>; i += 64, ahead += 64) __builtin_prefetch(ahead);
       for (int j = 0; j < kVectorsN<T>; ++j, out += kLanes) {
         __builtin_prefetch(out + 8 * kTileN<T>, 1, 2);
-        const std::int64_t k = k0 + s * X::kPerWord, left = p.N - n - j * kLanes;
+        const std::int64_t k = k0 + s * X::kPerWord - p.first_term, left = p.N - n - j * kLanes;
         if (left > 0) {
           store(out, X::across(p.b + k * p.ldb + n + j * kLanes, p.ldb, block.terms_of(s),
                                static_cast<int>(smaller<std::int64_t>(kLanes, left))));

@@ -12,7 +12,7 @@ void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, s
   const auto columns_of = [&](std::int64_t strip) {
     Columns<T, kLinearTileN> columns;
     columns.count = store_strip(p, strip).count;
-    columns.set(0, kLinearTileN, p.w + strip * kLinearTileN * p.ldw, p.ldw, columns.count);
+    columns.set(0, kLinearTileN, p.w + (strip - p.first_strip) * kLinearTileN * p.ldw, p.ldw, columns.count);
     return columns;
   };
   const auto store_of = [&](std::int64_t strip) { return store_strip(p, strip); };

@@ -13,8 +13,9 @@ void linear_swiglu(const LinearSwigluArgs<T>& p, std::int64_t tile_begin, std::i
     Columns<T, kSwigluTileN> columns;
     const int count = store_strip(p, strip).count;
     columns.count = kSwigluTileN;
-    columns.set(0, kHalf, p.w + strip * kHalf * p.ldw, p.ldw, count);
-    columns.set(kHalf, kHalf, p.w + (p.I + strip * kHalf) * p.ldw, p.ldw, count);
+    const std::int64_t offset = (strip - p.first_strip) * kHalf * p.ldw;
+    columns.set(0, kHalf, p.w + offset, p.ldw, count);
+    columns.set(kHalf, kHalf, p.up + offset, p.ldw, count);
     return columns;
   };
   const auto store_of = [&](std::int64_t strip) { return store_strip(p, strip); };

@@ -35,7 +35,7 @@ std::int64_t terms_of_block(std::int64_t K, std::int64_t k0) { return smaller(kG
 void pack_b(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t step) {
   const std::int64_t terms = terms_of_block(p.K, k0), have = smaller(kTileTerms, terms - step * kTileTerms),
                      group = packed_group_words(terms);
-  const bfloat16* const b = p.b + (k0 + step * kTileTerms) * p.ldb;
+  const bfloat16* const b = p.b + (k0 + step * kTileTerms - p.first_term) * p.ldb;
   auto* out = static_cast<std::uint32_t*>(p.packed_b) + step * kTilePairs * kTileRows;
   for (std::int64_t n = 0; n < p.N; n += kTileRows, out += group) {
     const int columns = static_cast<int>(smaller<std::int64_t>(kTileRows, p.N - n));

@@ -17,7 +17,8 @@ void linear_forward(const LinearForwardArgs<bfloat16, O>& p, std::int64_t tile_b
       p.input, p.ldw, LinearTiles(p.input.M, p.N, p.input.K), tile_begin, tile_end,
       [&](std::int64_t strip, int i) {
         const std::int64_t n = strip * kLinearTileN + i * kTileRows;
-        return RowsOfW{p.w + smaller(n, p.N - 1) * p.ldw, larger<std::int64_t>(0, p.N - n)};
+        const std::int64_t row = smaller(n, p.N - 1) - p.first_strip * kLinearTileN;
+        return RowsOfW{p.w + row * p.ldw, larger<std::int64_t>(0, p.N - n)};
       },
       [&](std::int64_t strip) { return store_strip(p, strip); });
 }
@@ -94,8 +95,9 @@ void linear_swiglu_bf16(const LinearSwigluArgs<bfloat16>& p, std::int64_t tile_b
   run_tile_products<kSwigluTileN>(
       p.input, p.ldw, LinearTiles(p.input.M, 2 * p.I, p.input.K, kSwigluTileN), tile_begin, tile_end,
       [&](std::int64_t strip, int i) {
-        const std::int64_t n = strip * kHalf + i % kGates * kTileRows, up = i < kGates ? 0 : p.I;
-        return RowsOfW{p.w + (up + smaller(n, p.I - 1)) * p.ldw, larger<std::int64_t>(0, p.I - n)};
+        const std::int64_t n = strip * kHalf + i % kGates * kTileRows,
+                           row = smaller(n, p.I - 1) - p.first_strip * kHalf;
+        return RowsOfW{(i < kGates ? p.w : p.up) + row * p.ldw, larger<std::int64_t>(0, p.I - n)};
       },
       [&](std::int64_t strip) { return store_strip(p, strip); });
 }

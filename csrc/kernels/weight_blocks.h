@@ -1,0 +1,42 @@
+// Weights in ggml's blocks: 32 neighbouring weights of a row share one scale, a float16 in front of them.
+//
+//   q8_0   34 bytes   32 int8 q;                                           weight = scale · q
+//   q4_0   18 bytes   16 bytes: weight i in the low, i + 16 in the high half;  weight = scale · (q - 8), q in [0, 15]
+//
+// A block is made as ggml's reference makes it: for q8_0 scale = max|w| / 127 and q = round(w / scale), halves away
+// from zero; for q4_0 scale = m / -8, m the weight of largest magnitude with its sign, and q = trunc(w / scale + 8.5),
+// at most 15. w / scale is w times the float32 reciprocal of the scale before that is rounded to float16.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "common/bfloat16.h"
+#include "common/cpu_capability.h"
+
+namespace nemo_rl::kernels {
+
+enum class BlockFormat : std::uint8_t { q8_0, q4_0 };
+
+inline constexpr std::int64_t kBlockTerms = 32;  ///< weights of a block
+constexpr std::int64_t block_bytes(BlockFormat format) { return format == BlockFormat::q8_0 ? 34 : 18; }
+/// Bytes of a row of K weights, a multiple of kBlockTerms.
+constexpr std::int64_t block_row_bytes(BlockFormat format, std::int64_t K) {
+  return K / kBlockTerms * block_bytes(format);
+}
+
+/// out[rows, K] = the weights of rows that follow one another at `blocks`. scale · q is exact in float32; it is rounded
+/// once where T is bfloat16.
+template <class T>
+using UnpackBlocks = void(BlockFormat format, const std::byte* blocks, std::int64_t rows, std::int64_t K, T* out,
+                          std::int64_t ldo);
+NRL_DECLARE_PAIR_KERNEL(unpack_blocks_f32, UnpackBlocks<float>);
+NRL_DECLARE_PAIR_KERNEL(unpack_blocks_bf16, UnpackBlocks<bfloat16>);
+
+/// Makes the blocks of w[rows, K].
+template <class T>
+using PackBlocks = void(BlockFormat format, const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K,
+                        std::byte* blocks);
+NRL_DECLARE_PAIR_KERNEL(pack_blocks_f32, PackBlocks<float>);
+NRL_DECLARE_PAIR_KERNEL(pack_blocks_bf16, PackBlocks<bfloat16>);
+
+}  // namespace nemo_rl::kernels

@@ -1,0 +1,189 @@
+"""Weights in ggml's blocks: made and read as ggml does, and multiplied with the bits of the dequantised matrix."""
+
+import os
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from nemo_rl_cpp._native import CPU_CAPABILITIES, C
+
+from tests.reference import weight_blocks
+
+FORMATS = ("q8_0", "q4_0")
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def blocks_of(w, kind):
+    made = torch.empty(len(w), w.shape[1] // 32 * C.block_bytes(kind), dtype=torch.uint8)
+    C.pack_blocks(w, made)
+    return made
+
+
+def dense(blocks, columns, dtype=torch.float32):
+    w = torch.empty(len(blocks), columns, dtype=dtype)
+    C.unpack_blocks(blocks, w)
+    return w
+
+
+def weights_of_every_kind():
+    """Return rows with ordinary weights, all zero, ties, both signs of the largest, and scales that float16 rounds."""
+    w = normal(12, 96, seed=1, scale=0.05)
+    w[1] = 0.0
+    w[2], w[3] = torch.arange(96) % 16 - 8.0, -(torch.arange(96) % 16 - 8.0)
+    w[4, 5], w[4, 6] = 1.0, -1.0
+    w[5] *= 1e-5  # scales are subnormal in float16
+    w[6] *= 1e-8  # and 0
+    w[7] *= 1e5
+    w[8] = (torch.arange(96) % 33 - 16) * 0.5
+    w[9, ::2] = -0.0
+    return w
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_blocks_are_those_of_ggml(kind):
+    w = weights_of_every_kind()
+    ours = blocks_of(w, kind)
+    theirs = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+    assert np.array_equal(ours.numpy(), theirs)
+    slow = b"".join(weight_blocks.encoded(row[k : k + 32].tolist(), kind) for row in w for k in range(0, 96, 32))
+    assert ours.numpy().tobytes() == slow
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_bfloat16_weights_give_the_blocks_of_the_same_numbers_in_float32(kind):
+    w = normal(64, 128, seed=2, scale=0.1).bfloat16()
+    assert torch.equal(blocks_of(w, kind), blocks_of(w.float(), kind))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_unpacked_weights_are_those_of_the_reference_decoders(kind):
+    """Every scale that float16 has but infinity, with every code."""
+    size, scales = weight_blocks.BYTES[kind], np.arange(1 << 16, dtype=np.uint16)
+    scales = scales[(scales & 0x7C00) != 0x7C00]
+    raw = np.zeros((len(scales), size), dtype=np.uint8)
+    raw[:, :2] = scales.view(np.uint8).reshape(-1, 2)
+    raw[:, 2:] = np.random.default_rng(0).integers(0, 256, (len(scales), size - 2), dtype=np.uint8)
+    ours = dense(torch.from_numpy(raw), 32)
+    assert np.array_equal(ours.numpy(), gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()]))
+    assert torch.equal(dense(torch.from_numpy(raw), 32, torch.bfloat16), ours.bfloat16())
+    for row in range(0, len(raw), 997):
+        assert ours[row].tolist() == weight_blocks.decoded(raw[row].tobytes(), kind)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_quantised_matrix_is_near_the_given_one(kind):
+    w = normal(64, 256, seed=3)
+    error = (dense(blocks_of(w, kind), 256) - w).norm() / w.norm()
+    assert error < {"q8_0": 0.006, "q4_0": 0.1}[kind]
+
+
+PRODUCTS = """
+import torch
+from nemo_rl_cpp._native import C
+
+def blocks_of(w, kind):
+    made = torch.empty(len(w), w.shape[1] // 32 * C.block_bytes(kind), dtype=torch.uint8)
+    C.pack_blocks(w, made)
+    return made
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+def bits(t):
+    return t.view(torch.int16 if t.dtype == torch.bfloat16 else torch.int32)
+
+def same(a, b, *where):
+    assert torch.equal(bits(a), bits(b)), where
+
+def forward(x, w, n, bias, dtype, add_to):
+    y = torch.full((len(x), n), float("nan"), dtype=dtype) if add_to is None else add_to.clone()
+    C.linear_forward(x, w, bias, y, add_to is not None)
+    return y
+
+def gated(x, w, i, bias, keep):
+    gate_up, act = torch.empty(len(x), 2 * i, dtype=x.dtype), torch.empty(len(x), i, dtype=x.dtype)
+    C.linear_swiglu(x, w, bias, gate_up if keep else None, act)
+    return torch.cat([gate_up, act], 1) if keep else act
+
+def backward(dy, w, k, dtype, add_to):
+    dx = torch.full((len(dy), k), float("nan"), dtype=dtype) if add_to is None else add_to.clone()
+    C.linear_backward_input(dy, w, dx, add_to is not None)
+    return dx
+
+for kind in ("q8_0", "q4_0"):
+    for dtype in (torch.bfloat16, torch.float32):
+        for N, K in SHAPES:
+            x, dy = normal(MOST, K, seed=0).to(dtype), normal(MOST, N, seed=4).to(dtype)
+            blocks = blocks_of(normal(N, K, seed=1) * 0.1, kind)
+            w, bias, h = torch.empty(N, K, dtype=dtype), normal(N, seed=2).to(dtype), normal(MOST, max(N, K), seed=3)
+            C.unpack_blocks(blocks, w)
+            whole = None
+            for rows in ROWS:
+                for threads in THREADS:
+                    torch.set_num_threads(threads)
+                    where = kind, dtype, N, K, rows, threads
+                    a = x[:rows]
+                    y = forward(a, blocks, N, None, dtype, None)
+                    same(y, forward(a, w, N, None, dtype, None), *where)
+                    if whole is not None:
+                        same(y, whole[:rows], "rows", *where)
+                    same(forward(a, blocks, N, bias, torch.float32, h[:rows, :N]), forward(a, w, N, bias, torch.float32, h[:rows, :N]), *where)
+                    for keep in (True, False):
+                        same(gated(a, blocks, N // 2, bias, keep), gated(a, w, N // 2, bias, keep), "gated", *where)
+                    for out in (dtype, torch.float32):
+                        same(backward(dy[:rows], blocks, K, out, None), backward(dy[:rows], w, K, out, None), "backward", *where)
+                    same(backward(dy[:rows], blocks, K, torch.float32, h[:rows, :K]), backward(dy[:rows], w, K, torch.float32, h[:rows, :K]), *where)
+                whole = y if rows == MOST else whole
+print(C.cpu_capability())
+"""
+FEW = "MOST, ROWS, THREADS, SHAPES = 140, (140, 1, 2, 7, 9, 16, 65), (1, 2), ((146, 96), (96, 2048), (1100, 64))\n"
+ALL = "MOST, ROWS, THREADS, SHAPES = 300, (300, *range(1, 300)), (2,), ((146, 224),)\n"
+
+
+def under(capability, program):
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"NEMO_RL_CPU_CAPABILITY": capability}, capture_output=True, text=True, timeout=600
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CPU_CAPABILITIES)
+@pytest.mark.parametrize("sizes", [FEW, ALL], ids=["shapes", "rows"])
+def test_products_have_the_bits_of_the_dequantised_matrix(capability, sizes):
+    used = under(capability, "from nemo_rl_cpp._native import C; print(C.cpu_capability())")
+    if used != capability:
+        pytest.skip(f"this machine has no {capability}, {used} would be used")
+    assert under(capability, sizes + PRODUCTS) == capability
+
+
+def test_products_of_blocks_on_this_processor():
+    exec(compile(FEW.replace("140", "70") + PRODUCTS, "products", "exec"), {})  # noqa: S102
+
+
+def test_the_input_gradient_is_that_of_autograd():
+    w = blocks_of(normal(96, 64, seed=5), "q4_0")
+    x = normal(7, 64, seed=6).requires_grad_()
+    dy, dx = normal(7, 96, seed=7), torch.empty(7, 64)
+    (x.double() @ dense(w, 64).double().T).backward(dy.double())
+    C.linear_backward_input(dy, w, dx)
+    assert ((dx - x.grad).norm() / x.grad.norm()).item() < 1e-6
+
+
+def test_what_blocks_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="q8_0 or q4_0, not q5_1"):
+        C.block_bytes("q5_1")
+    with pytest.raises(ValueError, match="a matrix of 32 columns in blocks"):
+        dense(torch.zeros(2, 35, dtype=torch.uint8), 32)
+    with pytest.raises(ValueError, match="a matrix of 16 columns in blocks"):
+        dense(torch.zeros(2, 17, dtype=torch.uint8), 16)
+    blocks = torch.zeros(2, 34, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="float32 or bfloat16 on the CPU"):
+        C.linear_forward(torch.zeros(1, 32).double(), blocks, None, torch.zeros(1, 2).double())

@@ -22,8 +22,8 @@ from nemo_rl_cpp.data.texts import TextStream, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.models.hf_config import max_positions
-from nemo_rl_cpp.models.model_folder import read_model_folder
-from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
+from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder
+from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tensors, weight_files
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,25 @@ class TextGenerator:
         if num_threads is not None:
             native.set_num_threads(whole_number("num_threads", num_threads, 1, 4096))
         self._model = native.TextModel(opened.native(), precision, self.max_length)
-        fill_parameters(
-            folder,
-            dict(self._model.shapes),
-            raw_tensors(weight_files(folder)),
-            lambda name, tensor: self._model.put(name, tensor.dtype, tensor.data),
-        )
+        self._fill(opened)
         self._knows_bytes = False
         self._vocab_size = int(opened.config["vocab_size"])
+
+    def _fill(self, opened: ModelFolder) -> None:
+        def put(name: str, tensor: RawTensor) -> None:
+            self._model.put(name, tensor.dtype, tensor.data)
+
+        if opened.path is None:
+            raise ValueError(
+                f"{self._folder} holds an adapter of random weights ({TINY_RANDOM}): evaluate or serve it, generate needs a base in a folder"
+            )
+        fill_parameters(opened.path, dict(self._model.shapes), raw_tensors(weight_files(opened.path)), put)
+        if opened.adapter is not None:
+            saved = opened.adapter
+            self._model.adapt(saved.dim, saved.alpha, list(saved.targets), saved.use_rslora)
+            for name, tensor in saved.tensors():
+                put(name, tensor)
+            self._model.masters_changed()
 
     def generate(
         self,

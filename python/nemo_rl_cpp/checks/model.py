@@ -5,6 +5,7 @@ machine. The run itself checks models that must be downloaded first.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class _Use(NamedTuple):
     slices: int = 1
     slices_key: str = ""
     device: str = "cpu"
+    quantization: str | None = None
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
@@ -104,6 +106,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
             f"{section}.model_name", model.model_name, tokenizer, f"{section}.tokenizer.name", model.backend,
             model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
             section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section), config.cluster.device,
+            model.quantization,
         )  # fmt: skip
         yield use
         if section == "policy":
@@ -124,6 +127,9 @@ def _check_model(use: _Use) -> Iterator[Finding]:
             folder = read_model_folder(path, use.overrides, **fields)
         if use.length is not None:
             check_length(folder.config, use.length, use.length_key, use.name)
+        if use.quantization is not None:
+            key = f"{use.key.rpartition('.')[0]}.quantization"
+            replace(folder, quantization=use.quantization).check_quantization(key)
         folder.check_slices(use.slices, use.slices_key)
         folder.check_device(use.device)
         folder.check_weights()

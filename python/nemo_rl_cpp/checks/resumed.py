@@ -130,6 +130,7 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
     }
     for section in ("policy", "value"):
         fixed[f"{section}.precision"] = "weights and optimizer state are kept in it"
+        fixed[f"{section}.quantization"] = "adapters are those of weights in this format"
         fixed[f"{section}.backend"] = "the optimizer's state lies in its order"
         model = getattr(config, section, None)
         adapters = ["enabled"]

@@ -298,7 +298,7 @@ class LoraConfig(Section):
     merge: bool = key(
         True,
         "form the weights W + s B A after each step; false: products add s B (A x) to W x, so W is kept once and no update is too small "
-        "for policy.precision to act",
+        "for policy.precision to act. With `quantization` it is false",
     )
     use_rslora: bool = key(False, "multiply an adapter by alpha / sqrt(dim) instead of alpha / dim (rsLoRA)")
 

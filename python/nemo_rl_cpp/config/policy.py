@@ -55,6 +55,7 @@ def _packing(value: object) -> object:
 
 PackingAlgorithm = Annotated[str, OneOf(lambda: list(PACKERS)), BeforeValidator(_packing)]
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
+Quantization = Literal["q8_0", "q4_0"]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value] if isinstance(value, dict) else value)]
 
 
@@ -147,6 +148,11 @@ class TrainedModelConfig(Section):
     )
     max_total_sequence_length: Positive | None = key(None, "longest sequence, prompt and response")
     precision: Precision = key("bfloat16", "float32, or bfloat16 (bf16 compute, fp32 master weights and optimizer)")
+    quantization: Quantization | None = key(
+        None,
+        "format of the frozen matrices of the layers, of which dtensor_cfg.lora_cfg trains adapters: q8_0 (8.5 bits a weight) or q4_0 (4.5 bits), "
+        "llama.cpp's blocks; null: they are in `precision` (docs/lora.md)",
+    )
     make_sequence_length_divisible_by: Positive = key(1, "padded batches get a length divisible by this")
     max_grad_norm: NonNegative | None = key(
         1.0, "largest global norm of the gradient; null or 0: no limit (read with dtensor_cfg.enabled)"
@@ -252,6 +258,9 @@ class TrainedModelConfig(Section):
         """Fill in sizes that depend on other sizes."""
         fill(self, logprob_batch_size=self.train_micro_batch_size)
         fill(self.tokenizer, name=self.model_name)
+        adapters = self.dtensor_cfg.lora_cfg
+        if self.quantization is not None and "merge" not in adapters.model_fields_set:
+            adapters.__dict__["merge"] = False
         for budget in (self.dynamic_batching, self.sequence_packing):
             fill(
                 budget,
@@ -375,6 +384,7 @@ def check_trained_model(model: TrainedModelConfig, name: str, report: Report) ->
     megatron = f"{name}.megatron_cfg"
     _not_both(name, "megatron_cfg", "dtensor_cfg", model, report)
     check_lora(model, name, report)
+    _check_quantization(model, name, report)
     _not_both(name, "dynamic_batching", "sequence_packing", model, report)
     longest, key = model.max_total_sequence_length, "max_total_sequence_length"
     for batching in ("sequence_packing", "dynamic_batching"):
@@ -389,6 +399,22 @@ def check_trained_model(model: TrainedModelConfig, name: str, report: Report) ->
     elif (optimizer := model.megatron_cfg.optimizer).min_lr > optimizer.lr:
         text = f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; lower it"
         report.add(f"{megatron}.optimizer.min_lr", text, f"{megatron}.optimizer.lr")
+
+
+def _check_quantization(model: TrainedModelConfig, name: str, report: Report) -> None:
+    key, adapters = f"{name}.quantization", f"{name}.dtensor_cfg.lora_cfg.enabled"
+    if model.quantization is None:
+        return
+    if model.backend == "hf":
+        text = f"is {model.quantization}, which the native core alone reads: set {name}.backend=native, or null here"
+        report.add(key, text, f"{name}.backend")
+    elif model.lora is None:
+        text = f"is {model.quantization}, and quantised weights are frozen: set {adapters}=true, or null here"
+        report.add(key, text, adapters)
+    elif model.lora.merge:
+        merge = f"{name}.dtensor_cfg.lora_cfg.merge"
+        text = f"is true, but {key} {model.quantization} has no room for merged weights: set it to false, or {key}=null"
+        report.add(merge, text, key)
 
 
 def _not_both(name: str, one: str, other: str, model: TrainedModelConfig, report: Report) -> None:

@@ -264,6 +264,7 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
         rules_model.check_blocks(section, model, count // section.tensor_parallel(count), report)
         rules_model.check_model(section, model, report)
     rules_model.check_engines(config, report)
+    rules_model.check_quantized_run(config, report)
     rules_model.check_vllm_run(config, report)
     rules_model.check_sizes(config, report)
     rules_model.check_offload(config, report)

@@ -119,6 +119,29 @@ def check_offload(config: TrainMasterConfig, report: Report) -> None:
                 report.add(f"{name}.{key}", text)
 
 
+def check_quantized_run(config: TrainMasterConfig, report: Report) -> None:
+    """Refuse a quantised base where weights lie on a GPU, in slices, or in engines of their own."""
+    policy = config.policy
+    for name, model in config.trained_models().items():
+        if model.quantization is None:
+            continue
+        key, count = f"{name}.quantization", trainers_of(config)
+        if config.cluster.device != "cpu":
+            text = f"is {model.quantization}, which is read on the CPU only: set cluster.device=cpu, or null here"
+            report.add(key, text, "cluster.device")
+        if (slices := model.tensor_parallel(max(count, 1))) > 1:
+            parallel = model.tensor_parallel_key(name)
+            text = f"is {model.quantization}, but {parallel} {slices} splits the model: set {parallel}=1, or null here"
+            report.add(key, text, parallel)
+    if policy.quantization is not None and policy.generation.runs_vllm:
+        text = f"is {policy.quantization}, which vLLM is not sent: set {_GENERATION}.backend=native, or null here"
+        report.add("policy.quantization", text, f"{_GENERATION}.backend")
+    elif policy.quantization is not None and engines_of(config) > 0:
+        apart = f"{_COLOCATED}.enabled"
+        text = f"is {policy.quantization}, but engines with weights of their own are not sent blocks: set {apart}=true, or null here"
+        report.add("policy.quantization", text, apart)
+
+
 def check_resources(config: TrainMasterConfig, report: Report) -> None:
     """Require workers for engines with separate weights, and leave some workers for training."""
     generation, cluster = config.policy.generation, config.cluster

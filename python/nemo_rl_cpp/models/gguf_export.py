@@ -105,7 +105,7 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
         def write(name: str, tensor: RawTensor) -> None:
             numbers = decoded(tensor.dtype, tensor.data).astype(np.float32, copy=False)
             values = to_gguf(config, name, numbers.reshape(tensor.shape))
-            writer.write_tensor_data(gguf.quants.quantize(values, formats[name]))
+            writer.write_tensor_data(_encoded(values, formats[name]))
 
         fill_parameters(folder, shapes, raw_tensors(files), write)
         writer.close()
@@ -113,6 +113,22 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     finally:
         part.unlink(missing_ok=True)
     return file.stat().st_size
+
+
+def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Return a tensor in the given format, blocks as the core packs them for `policy.quantization`."""
+    import gguf
+
+    name = kind.name.lower()
+    if name not in ("q8_0", "q4_0"):
+        return gguf.quants.quantize(values, kind)
+    import torch
+
+    from nemo_rl_cpp._native import C
+
+    blocks = torch.empty(len(values), values.shape[1] // 32 * C.block_bytes(name), dtype=torch.uint8)
+    C.pack_blocks(torch.from_numpy(np.ascontiguousarray(values)), blocks)
+    return blocks.numpy()
 
 
 def read_gguf(file: Path, config: Mapping[str, Plain]) -> Iterator[tuple[str, np.ndarray]]:

@@ -23,14 +23,9 @@ from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
+from nemo_rl_cpp.models.saved_adapter import ADAPTER, BASE_FILE, CONFIG_FILE, LORA_A, LORA_B, PREFIX, WEIGHTS_FILE
 from nemo_rl_cpp.models.weights import Slices, named_whole, own_part
 
-ADAPTER = "adapter"
-"""The adapter's folder inside the folder of the merged weights."""
-CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
-"""The first two are PEFT's files; the last identifies the base weights of the adapter."""
-_A, _B = ".lora_A.weight", ".lora_B.weight"
-_PREFIX = "base_model.model."
 _STREAM = 2**32  # above every seed, so that draws differ from those of a randomly initialised model
 
 
@@ -56,6 +51,8 @@ class Lora:
         base: the base model's name in PEFT's adapter_config.json.
         value_head: the model is a critic, whose whole head is trained with the adapters.
         base_digest: digest of the base weights; empty if this process holds a slice of them.
+        quantization: format of the base's matrices; None: not quantised.
+        base_seed: of the base's weights, if they are random.
     """
 
     section: str
@@ -69,6 +66,8 @@ class Lora:
     base_digest: str = ""
     merge: bool = True
     use_rslora: bool = False
+    quantization: str | None = None
+    base_seed: int = 0
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
@@ -96,6 +95,8 @@ class Lora:
             folder.value_head,
             merge=wanted.merge,
             use_rslora=wanted.use_rslora,
+            quantization=folder.quantization,
+            base_seed=folder.seed,
         )
 
     @property
@@ -125,9 +126,9 @@ class Lora:
         layout = model.trained_layout
         views = named_whole(layout, model.masters)
         for spec in layout.specs:
-            if spec.name.endswith(_A):
+            if spec.name.endswith(LORA_A):
                 views[spec.name].copy_(own_part(spec, self._drawn(spec.whole, generator)))
-            elif spec.name.endswith(_B):
+            elif spec.name.endswith(LORA_B):
                 views[spec.name].zero_()
         model.masters_changed()
 
@@ -145,12 +146,15 @@ class Lora:
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            f"{_PREFIX}{name}": (view.t() if name.endswith(_B) else view).contiguous().cpu()
+            f"{PREFIX}{name}": (view.t() if name.endswith(LORA_B) else view).contiguous().cpu()
             for name, view in named_whole(layout, masters).items()
         }
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
-        (folder / BASE_FILE).write_text(json.dumps({"digest": self.base_digest}) + "\n")
+        base = {"digest": self.base_digest}
+        if self.quantization is not None:  # the base is not saved, so a reader must find it
+            base |= {"model_name": self.base, "seed": self.base_seed, "quantization": self.quantization}
+        (folder / BASE_FILE).write_text(json.dumps(base) + "\n")
 
     def peft_config(self) -> dict[str, Plain]:
         """Return the contents of adapter_config.json."""
@@ -188,8 +192,8 @@ class Lora:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as saved:
             self._check_saved(folder, saved.keys())
             for spec in layout.specs:
-                tensor = saved.get_tensor(f"{_PREFIX}{spec.name}")
-                views[spec.name].copy_(own_part(spec, tensor.t() if spec.name.endswith(_B) else tensor))
+                tensor = saved.get_tensor(f"{PREFIX}{spec.name}")
+                views[spec.name].copy_(own_part(spec, tensor.t() if spec.name.endswith(LORA_B) else tensor))
         model.masters_changed()
 
     def _check_saved(self, folder: Path, names: list[str]) -> None:
@@ -202,7 +206,7 @@ class Lora:
                 raise ValueError(
                     f"{key}.{name} is {now[name]}, but the adapter in {folder} has {before[name]}: set it back"
                 )
-        modules = {name.removeprefix(_PREFIX).removesuffix(_A) for name in names if name.endswith(_A)}
+        modules = {name.removeprefix(PREFIX).removesuffix(LORA_A) for name in names if name.endswith(LORA_A)}
         if modules != set(self.modules):
             raise ValueError(
                 f"{key}.target_modules means {len(self.modules)} matrices, the adapter in {folder} has {len(modules)}, and they are not the same: "

@@ -349,7 +349,7 @@ def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
     """Return the bytes of one checkpoint; None if a model's sizes are not known on this machine.
 
-    Counts each trained model's weights, plus master weights and AdamW's moments if save_optimizer is set.
+    Counts each trained model's weights unless they are quantised, and adapters, plus master weights and AdamW's moments if save_optimizer is set.
     """
     total = 0.0
     for name, model in config.trained_models().items():
@@ -358,7 +358,9 @@ def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
             return None
         parameters = sizes.parameters if name == "policy" else sizes.backbone_parameters
         trained = _trained(model, parameters, sizes)
-        total += parameters * _width(model) + (trained * 4.0 if model.lora is not None else 0.0)
+        total += (0.0 if model.quantization else parameters * _width(model)) + (
+            trained * 4.0 if model.lora is not None else 0.0
+        )
         if config.checkpointing.save_optimizer:
             masters = 0.0 if model.lora is not None or model.precision != "bfloat16" else 4.0
             total += trained * (masters + model.effective_optimizer().moment_bytes)
@@ -367,6 +369,12 @@ def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
 
 def _width(model: TrainedModelConfig) -> int:
     return 2 if model.precision == "bfloat16" else 4
+
+
+def _weight_bytes(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> float:
+    """Return the bytes of `parameters` weights, of which the layers' matrices may be quantised."""
+    quantised = sizes.num_hidden_layers * (sizes.layer_parameters - 2 * sizes.hidden_size) if model.quantization else 0
+    return quantised * _BLOCK_BYTES.get(model.quantization, 0) / 32 + (parameters - quantised) * _width(model)
 
 
 def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> int:
@@ -394,7 +402,8 @@ def _resting(
     elif model.precision == "bfloat16":
         masters = ((f"{name} master weights", parameters * 4.0),)
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
-    return ((f"{name} weights", float(parameters * width)), *masters, (f"{name} optimizer", moments))
+    weights = float(parameters * width) if model.backend == "hf" else _weight_bytes(model, parameters, sizes)
+    return ((f"{name} weights", weights), *masters, (f"{name} optimizer", moments))
 
 
 def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
@@ -410,7 +419,8 @@ def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str,
     """Return the packed copy for small-batch decoding: 12 bits per weight, patches (csrc/kernels/packed_weights.h)."""
     if policy.backend == "hf" or policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
         return ()
-    return (("packed weights", sizes.parameters * (1.5 + 1 / 16)),)
+    packed = sizes.vocab_size * sizes.hidden_size if policy.quantization else sizes.parameters
+    return (("packed weights", packed * (1.5 + 1 / 16)),)
 
 
 def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
@@ -486,7 +496,8 @@ def forecast_summary(config: WholeConfig) -> str | None:
         return f"not known, the sizes of {config.policy.model_name} are not on this machine"
     if config.policy.lora is not None:
         copies = 2 if config.policy.lora.merge else 1
-        least = size_text(billions * 1e9 * copies * _width(config.policy))
+        block = _BLOCK_BYTES.get(config.policy.quantization)
+        least = size_text(billions * 1e9 * (copies * _width(config.policy) if block is None else block / 32))
         return f"about {least} for {billions:g} billion parameters (by the model's name) alone, of which adapters are trained{has}"
     least = size_text(billions * 1e9 * _BYTES_OF_TRAINING)
     return f"about {least} for weights, gradients and AdamW of {billions:g} billion parameters (by the model's name) alone{has}"
@@ -531,6 +542,8 @@ def fits(config: TrainMasterConfig) -> bool | None:
     return max(phase.total for phase in phases) <= amount
 
 
+_BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
+"""format -> bytes of a block of 32 weights (csrc/kernels/weight_blocks.h)"""
 _BYTES_OF_TRAINING = 18  # per weight: bfloat16, float32 master, gradient and two moments
 
 

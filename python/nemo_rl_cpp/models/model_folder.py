@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models import hf_config
+from nemo_rl_cpp.models.saved_adapter import SavedAdapter, saved_adapter
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
 
 if TYPE_CHECKING:
     from nemo_rl_cpp._native import C
 
+BLOCK_WEIGHTS = 32
+"""Weights of a row that share one scale in a quantised matrix (csrc/kernels/weight_blocks.h)."""
 _SAID: set[str] = set()
 
 
@@ -44,7 +47,8 @@ class ModelFolder:
 
     `config` is config.json in the canonical form of `models.hf_config`; `path` the folder with the weights, None for
     random weights; `value_head`: build a critic; `max_length`: tokens of the longest sequence (None: all positions of
-    the model); `remarks`: sentences for the user.
+    the model); `remarks`: sentences for the user; `quantization`: the format of the layers' matrices (None: not
+    quantised); `adapter`: added to the weights of `path`.
     """
 
     config: dict[str, Plain]
@@ -53,6 +57,8 @@ class ModelFolder:
     value_head: bool = False
     max_length: int | None = None
     remarks: tuple[str, ...] = ()
+    quantization: str | None = None
+    adapter: SavedAdapter | None = None
 
     @property
     def raw(self) -> dict[str, Plain]:
@@ -60,13 +66,30 @@ class ModelFolder:
 
     def native(self) -> dict[str, Plain]:
         """Return the keyword dictionary of the native `DecoderModel`."""
-        return hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
+        native = hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
+        return native if self.quantization is None else {**native, "quantization": self.quantization}
 
     def check_weights(self) -> None:
         """Raise the errors that building and filling the model would raise, by reading only the files' headers."""
         native = self.native()
         if self.path is not None:
             check_parameters(self.path, hf_config.parameter_shapes(native))
+
+    def check_quantization(self, key: str) -> None:
+        """Raise ModelFolderError if a matrix does not consist of whole blocks; `key` sets the format."""
+        native = self.native()
+        widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
+                  "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
+        experts = native.get("experts", {})
+        widths |= {
+            f"experts' {name}": experts[name] for name in ("intermediate_size", "shared_size") if name in experts
+        }
+        for name, width in widths.items() if self.quantization else ():
+            if width % BLOCK_WEIGHTS:
+                raise ModelFolderError(
+                    f"{key} is {self.quantization}, whose blocks hold {BLOCK_WEIGHTS} weights of a row, but the model has "
+                    f"{name} {width}, which is no multiple of it: set {key}=null"
+                )
 
     def check_slices(self, count: int, key: str) -> None:
         """Raise ModelFolderError if the model cannot be split into `count` slices; `key` sets `count`."""
@@ -112,12 +135,14 @@ class ModelFolder:
 
     def fill(self, model: C.DecoderModel) -> None:
         """Load or initialise the weights of a native `DecoderModel`."""
-        from nemo_rl_cpp.models.weights import initialize_weights, load_weights
+        from nemo_rl_cpp.models.weights import add_saved_adapter, initialize_weights, load_weights
 
         if self.path is None:
             initialize_weights(model, self.seed, std=float(self.config.get("initializer_range", 0.02)))
         else:
             load_weights(model, self.path)
+        if self.adapter is not None:
+            add_saved_adapter(model, self.adapter)
 
     def print_remarks(self) -> None:
         """Print each remark to stderr, once per process."""
@@ -166,9 +191,15 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
     """Read the model of a local folder, and print nothing. `fields` are fields of `ModelFolder`.
 
     If config.json ties the weights, but a head exists that differs from the embedding, both are used untied, as in vLLM
-    (transformers 5 keeps both, too). This does not apply to a critic.
+    (transformers 5 keeps both, too). This does not apply to a critic. A checkpoint that holds an adapter over a
+    quantised base names that base, from which the weights are read.
     """
     config = hf_config.read_config(path, overrides)
+    if (adapter := saved_adapter(path)) is not None:
+        base = None if adapter.base == TINY_RANDOM else resolve_model(adapter.base, key="the adapter's base")
+        return ModelFolder(
+            config, base, **{"seed": adapter.seed} | fields, quantization=adapter.quantization, adapter=adapter
+        )
     remarks = [
         f"{path / 'config.json'}: {remark}" for remark in hf_config.config_remarks(hf_config.read_config_file(path))
     ]

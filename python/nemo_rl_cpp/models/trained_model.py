@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +36,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     without_removed_tokens,
 )
 from nemo_rl_cpp.models.policy.updates import Updates
-from nemo_rl_cpp.models.weights import Slices, load_weights, named_whole, save_weights
+from nemo_rl_cpp.models.weights import Slices, load_weights, named_whole, save_config, save_weights
 
 if TYPE_CHECKING:
     from safetensors import PySafeSlice
@@ -116,6 +117,8 @@ class TrainedModel(NoOffload):
             config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
             length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
         )  # fmt: skip
+        folder = replace(folder, quantization=config.quantization)
+        folder.check_quantization(f"{self.section}.quantization")
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
         folder.check_device(str(self.device))
         if config.megatron_cfg.enabled and config.megatron_cfg.freeze_moe_router:
@@ -308,8 +311,8 @@ class TrainedModel(NoOffload):
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
     ) -> None:
-        """Save the model in Hugging Face format (weights, config, generation config, tokenizer) to `weights_path`, and
-        the other state that a bit-identical resume needs (moments, master weights, schedule) to `optimizer_path`. Raise
+        """Save the model in Hugging Face format (weights, config, generation config, tokenizer) to `weights_path`, a
+        quantised one without its weights but with the adapter, and the other state that a bit-identical resume needs (moments, master weights, schedule) to `optimizer_path`. Raise
         NonFiniteError and write nothing if a parameter is infinite or NaN."""
         error, bad = None, self.non_finite_parameters()
         if bad:
@@ -318,7 +321,7 @@ class TrainedModel(NoOffload):
                 f"{weights_path}: go back to an earlier checkpoint, with a lower learning rate"
             )
         self.ranks.fail_together(error)
-        whole = self.first_state_dict()
+        whole = {} if self.config.quantization else self.first_state_dict()
         adapters = (
             self.trained.gather(self.model.masters, "the adapters") if self.lora and self.ranks.rank == 0 else None
         )
@@ -336,7 +339,10 @@ class TrainedModel(NoOffload):
             self._save_optimizer(Path(optimizer_path))
 
     def _save_model(self, whole: dict[str, Tensor], weights_path: Path) -> None:
-        save_weights(self.model, weights_path, self.saved_config(), tensors=whole)
+        if self.config.quantization is None:
+            save_weights(self.model, weights_path, self.saved_config(), tensors=whole)
+        else:
+            save_config(weights_path, self.saved_config(), self.model.compute.dtype)
 
     def _save_weights(self, whole: dict[str, Tensor], weights_path: Path) -> None:
         self._save_model(whole, weights_path)
@@ -352,7 +358,8 @@ class TrainedModel(NoOffload):
             sum(trained * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
         )
         adapters = 0 if self.lora is None else trained * self.model.masters.element_size()
-        return size * self.model.compute.element_size() + adapters + moments
+        weights = 0 if self.config.quantization else size * self.model.compute.element_size()
+        return weights + adapters + moments
 
     def non_finite_parameters(self) -> list[str]:
         """Return the names of the parameters that contain an infinity or NaN, in the weights or the master weights."""

@@ -165,6 +165,8 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
                 for name, (dtype, shape, begin, end) in entries:
                     with data[begin:end] as tensor:
                         yield name, RawTensor(dtype, shape, tensor)
+                    if hasattr(mmap, "MADV_DONTNEED"):  # pages of a tensor that was read count as this process's memory
+                        content.madvise(mmap.MADV_DONTNEED)
         except OSError as error:
             raise _damaged(file, error) from None
 

@@ -4,7 +4,8 @@ folder (safetensors, one file or sharded)."""
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Self
@@ -16,6 +17,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models.saved_adapter import LORA_B, SavedAdapter
 from nemo_rl_cpp.models.weight_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -27,6 +29,8 @@ from nemo_rl_cpp.models.weight_files import (
 from nemo_rl_cpp.stages import work
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
+_DRAWN_AT_ONCE = 1 << 24
+"""Numbers of a random matrix that exist in float32 at a time."""
 FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -106,7 +110,8 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     """Fill a native `DecoderModel`, or its slice, from the folder's safetensors files.
 
     A causal checkpoint may be read into a value model: its head is skipped and the scalar head starts at zero (so that
-    the first values are 0). Weights in a different dtype are converted.
+    the first values are 0). Weights in a different dtype are converted; the matrices of a quantised model are packed
+    one by one, from the dtype of the file.
 
     Raises:
         ModelFolderError: no weights, a damaged file, or a missing, unexpected or misshapen tensor; all are named.
@@ -116,20 +121,30 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     specs = {spec.name: spec for spec in model.specs}
     if "score.weight" in target:
         target["score.weight"].zero_()
-    shapes = {name: spec.whole for name, spec in specs.items()}
+    blocks = {spec.name: spec for spec in model.blocks}
+    shapes = {name: spec.whole for name, spec in specs.items()} | {name: spec.shape for name, spec in blocks.items()}
     files = weight_files(folder)
     with warnings.catch_warnings(), work(f"reading {folder}", sum(file.stat().st_size for file in files)) as advance:
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # the buffer is only read
 
         def put(name: str, raw: RawTensor) -> None:
-            target[name].copy_(own_part(specs[name], _tensor(raw)))
+            if name in blocks:
+                pack_blocks(model, blocks[name], tensor_of(raw))
+            else:
+                target[name].copy_(own_part(specs[name], tensor_of(raw)))
             advance(raw.data.nbytes)
 
         fill_parameters(folder, shapes, raw_tensors(files), put)
     model.masters_changed()
 
 
-def _tensor(raw: RawTensor) -> torch.Tensor:
+def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> None:
+    """Quantise one matrix of a model, [rows, columns] of any floating dtype."""
+    is_read = weights.dtype in (torch.float32, torch.bfloat16)
+    C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec))
+
+
+def tensor_of(raw: RawTensor) -> torch.Tensor:
     """Return a view of the mapped bytes."""
     return torch.frombuffer(raw.data, dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
 
@@ -140,6 +155,15 @@ def remove_weights(folder: Path) -> None:
         old.unlink(missing_ok=True)
 
 
+def save_config(folder: Path, config: Mapping[str, Plain], dtype: torch.dtype) -> None:
+    """Write config.json to a folder, from which weights of an earlier save are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_weights(folder)
+    name = str(dtype).removeprefix("torch.")
+    saved = {**config, "dtype": name, "torch_dtype": name}
+    (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+
+
 def save_weights(
     model: C.DecoderModel, folder: str | Path, config: Mapping[str, Plain], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tensors: Mapping[str, torch.Tensor] | None = None,
@@ -147,12 +171,8 @@ def save_weights(
     """Write config.json and the compute weights (float32 or bfloat16) in transformers' format, sharded if large.
     `tensors`: the whole weights by name, for a model that holds a slice."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_weights(folder)
+    save_config(folder, config, model.compute.dtype)
     tensors = named_views(model.layout, model.compute) if tensors is None else tensors
-    dtype = str(model.compute.dtype).removeprefix("torch.")
-    saved = {**config, "dtype": dtype, "torch_dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -179,19 +199,48 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> N
     """Initialise a random model: normal matrices, unit norms, zero biases; equal seeds give equal weights.
 
     An untied language-model head gets a tenth of the other matrices' spread, so that the first policy is nearly
-    uniform: reinforcement learning from scratch needs to explore.
+    uniform: reinforcement learning from scratch needs to explore. A quantised model's matrices are drawn as those of the
+    same model without quantisation, and packed from its dtype.
     """
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
     views = named_views(model.layout, flat)
-    for spec in model.specs:
-        name, view = spec.name, views[spec.name]
-        if name.endswith("norm.weight"):
-            view.fill_(1.0)
+
+    def draw(whole: list[int], spread: float) -> Tensor:
+        """Return normal numbers of the model's dtype; a few rows at a time are float32."""
+        out = torch.empty(whole, dtype=flat.dtype)
+        for rows in out.split(max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)):  # torch draws sixteen numbers together
+            rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float32).mul_(spread))
+        return out
+
+    for spec in _in_order(model):
+        name = spec.name
+        if isinstance(spec, C.BlockSpec):
+            pack_blocks(model, spec, draw(spec.shape, std))
+        elif name.endswith("norm.weight"):
+            views[name].fill_(1.0)
         elif name.endswith(".bias") or name == "score.weight":
-            view.zero_()
+            views[name].zero_()
         else:
             spread = 0.1 * std if name == "lm_head.weight" else std
-            drawn = torch.randn(spec.whole, generator=generator, dtype=torch.float32) * spread
-            view.copy_(own_part(spec, drawn))
+            views[name].copy_(own_part(spec, draw(spec.whole, spread)))
+    model.masters_changed()
+
+
+def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
+    """Yield all parameters in the order in which they lie in memory where no matrix is quantised."""
+    blocks = deque(model.blocks)
+    for i, spec in enumerate(model.specs):
+        while blocks and blocks[0].before == i:
+            yield blocks.popleft()
+        yield spec
+
+
+def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:
+    """Add an adapter of a checkpoint to a frozen model with loaded weights, apart from them."""
+    model.adapt(saved.dim, saved.alpha, list(saved.targets), False, saved.use_rslora)
+    views = named_whole(model.trained_layout, model.masters)
+    for name, raw in saved.tensors():
+        tensor = tensor_of(raw)
+        views[name].copy_(tensor.t() if name.endswith(LORA_B) else tensor)
     model.masters_changed()

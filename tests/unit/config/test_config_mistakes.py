@@ -85,6 +85,10 @@ BAD_FILES = {
     "lora on transformers": ("policy:\n  model_name: m\n  backend: hf\n  dtensor_cfg:\n    lora_cfg: {enabled: true}", "policy.dtensor_cfg.lora_cfg.enabled", 5, ["native core alone", "policy.backend=native"]),
     "lora's rank alone": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {dim: 16}", "policy.dtensor_cfg.lora_cfg.dim", 4, ["is 16", "all weights are trained", "policy.dtensor_cfg.lora_cfg.enabled=true, or leave"]),
     "lora's matrices alone": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {target_modules: [q_proj]}", "policy.dtensor_cfg.lora_cfg.target_modules", 4, ["all weights are trained", "enabled=true and policy.dtensor_cfg.lora_cfg.match_all_linear=false"]),
+    "a quantised model trained whole": ("policy:\n  model_name: m\n  quantization: q4_0", "policy.quantization", 3, ["quantised weights are frozen", "policy.dtensor_cfg.lora_cfg.enabled=true"]),
+    "a quantised model of transformers": ("policy:\n  model_name: m\n  backend: hf\n  quantization: q8_0", "policy.quantization", 4, ["native core alone", "policy.backend=native"]),
+    "an unknown format of blocks": ("policy:\n  model_name: m\n  quantization: q5_1", "policy.quantization", 3, ["q8_0", "q4_0"]),
+    "a quantised model on a GPU": ("policy:\n  model_name: m\n  quantization: q8_0\n  dtensor_cfg:\n    lora_cfg: {enabled: true}\ncluster: {device: cuda}", "policy.quantization", 3, ["on the CPU only", "cluster.device=cpu"]),
     "megatron's lora": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    peft: {enabled: true}", "policy.megatron_cfg.peft.enabled", 5, ["dtensor_cfg.lora_cfg.enabled=true"]),
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
     "hf backend": (

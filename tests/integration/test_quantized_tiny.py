@@ -1,0 +1,100 @@
+"""Runs over a quantised base: generation equals training, checkpoints hold the adapter alone, and are resumed, evaluated and continued."""
+
+import pytest
+import tiny
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.generate import TextGenerator
+from nemo_rl_cpp.models.model_folder import read_model_folder
+from test_lora_tiny import BF16, KL, LORA, ON, SOME
+from test_several_processes import BLOCKS, trained, workers
+from test_tensor_parallel import is_exact
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("more", [(), (*BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some"])
+def test_generation_equals_training_over_a_quantised_base(tmp_path, more, kind):
+    with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, f"policy.quantization={kind}", "grpo.max_num_steps=4") as run:
+        model = run.policy.model
+        before = [model.blocks_of(spec).clone() for spec in model.blocks]
+        run.train()
+        assert is_exact(run.history) and run.history[-1]["grad_norm"] > 0
+        assert all(torch.equal(model.blocks_of(spec), old) for spec, old in zip(model.blocks, before, strict=True))
+    if more:  # the reference is the base, so the first step's divergence is 0 and later ones' is not
+        kl = [row["kl_penalty"] for row in run.history if "kl_penalty" in row]
+        assert kl and kl[0] == 0 and kl[-1] > 0
+
+
+def test_a_resumed_run_ends_at_the_same_bits_without_the_bases_weights_in_its_checkpoint(tmp_path):
+    more = (*ON, *BF16, *KL, *SOME, "policy.quantization=q4_0")
+    straight, folder = trained(tmp_path / "straight", 4, *more)
+    for steps in (2, 4):
+        resumed, _ = trained(tmp_path / "resumed", steps, *more)
+    assert {k: v for k, v in resumed.items() if k != "metrics"} == {k: v for k, v in straight.items() if k != "metrics"}
+    weights = folder / "policy" / "weights"
+    assert (weights / "adapter" / "adapter_model.safetensors").is_file() and (weights / "config.json").is_file()
+    assert not list(weights.glob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"policy.quantization: 'q4_0' -> 'q8_0'"):
+        trained(tmp_path / "resumed", 5, *more, "policy.quantization=q8_0")
+
+
+def test_a_quantised_critic_learns_beside_a_quantised_policy(tmp_path):
+    more = (
+        *ON, *BF16, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
+        "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1", "policy.quantization=q4_0", "++value.quantization=q8_0",
+    )  # fmt: skip
+    straight, folder = trained(tmp_path / "straight", 4, *more, config="ppo_tiny.yaml")
+    for steps in (2, 4):
+        resumed, _ = trained(tmp_path / "resumed", steps, *more, config="ppo_tiny.yaml")
+    assert {k: v for k, v in resumed.items() if k != "metrics"} == {k: v for k, v in straight.items() if k != "metrics"}
+    assert not list((folder / "value" / "weights").glob("*.safetensors"))
+
+
+def test_two_processes_train_the_same_bits(tmp_path):
+    more = (*ON, *BF16, *BLOCKS, "policy.quantization=q4_0")
+    one, _ = trained(tmp_path / "one", 2, *more)
+    two, _ = trained(tmp_path / "two", 2, *more, *workers(2))
+    assert one == two
+
+
+def frozen(folder, dtype):
+    """Return the native model of a checkpoint, as evaluations and the server load it."""
+    opened = read_model_folder(folder)
+    opened.check_weights()
+    model = C.DecoderModel(opened.native(), dtype, False)
+    opened.fill(model)
+    return model
+
+
+def test_a_checkpoint_is_read_with_its_base(tmp_path):
+    ids = torch.arange(12)
+    with tiny.make(tmp_path, *tiny.SMALL, *ON, *BF16, "policy.quantization=q8_0", "grpo.max_num_steps=2") as run:
+        run.train()
+        run.policy.save_checkpoint(tmp_path / "weights")
+        expected = C.Trainer(run.policy.model).logits(ids)
+    assert torch.equal(C.Trainer(frozen(tmp_path / "weights", torch.bfloat16)).logits(ids), expected)
+
+
+def test_generate_reads_a_checkpoint_over_a_quantised_folder(tmp_path):
+    """The text engine without torch, and the trainer's: the same tokens, which differ from those of the base."""
+    with tiny.make(tmp_path, *tiny.SMALL, *BF16, "grpo.max_num_steps=1") as run:
+        run.policy.save_checkpoint(tmp_path / "base")
+    more = (
+        f"policy.model_name={tmp_path / 'base'}",
+        "policy.hf_config_overrides={}",
+        f"policy.tokenizer.name={tmp_path / 'base'}",
+    )
+    with tiny.make(tmp_path / "run", *tiny.SMALL, *ON, *BF16, *more, "policy.quantization=q4_0", "grpo.max_num_steps=2") as run:  # fmt: skip
+        run.train()
+        run.policy.save_checkpoint(tmp_path / "weights")
+    generator = TextGenerator(str(tmp_path / "weights"))
+    done = generator.generate("12 + 30 =", greedy=True, max_new_tokens=12)
+    model, prompt = frozen(tmp_path / "weights", torch.bfloat16), generator._encode("12 + 30 =")
+    for token in done.token_ids:
+        assert int(C.Trainer(model).logits(torch.tensor(prompt))[-1].argmax()) == token
+        prompt = [*prompt, token]
+
+
+def test_merged_adapters_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="lora_cfg.merge is true, but policy.quantization q4_0 has no room"):
+        tiny.make(tmp_path, *ON, "policy.quantization=q4_0", f"{LORA}.merge=true")

@@ -1,0 +1,102 @@
+"""A model with quantised matrices computes the bits of the same model with the dequantised weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.models.memory import forecast
+from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
+from nemo_rl_cpp.models.weights import initialize_weights, load_weights, named_views, save_weights
+
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=40)  # fmt: skip
+QWEN = {**SIZES, "model_type": "qwen2"}
+GEMMA = {**SIZES, "model_type": "gemma2", "query_pre_attn_scalar": 16, "sliding_window": 8}
+EXPERTS = {**SIZES, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def model_of(sizes, kind, dtype, seed=0):
+    folder = replace(tiny_random(sizes), quantization=kind)
+    model = C.DecoderModel(folder.native(), dtype, False)
+    initialize_weights(model, seed, std=0.1)
+    return model
+
+
+def dequantised(sizes, kind, dtype):
+    """Return the model without quantisation whose layers' matrices went through the blocks."""
+    quantised, plain = model_of(sizes, kind, dtype), model_of(sizes, None, dtype)
+    views = named_views(plain.layout, plain.compute)
+    for spec in quantised.blocks:
+        blocks = torch.empty(spec.shape[0], spec.shape[1] // 32 * C.block_bytes(kind), dtype=torch.uint8)
+        C.pack_blocks(views[spec.name].clone(), blocks)
+        assert torch.equal(blocks, quantised.blocks_of(spec)), spec.name
+        C.unpack_blocks(blocks, views[spec.name])
+    plain.masters_changed()
+    return quantised, plain
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [SIZES, QWEN, GEMMA, EXPERTS], ids=["llama", "qwen2", "gemma2", "experts"])
+def test_logits_have_the_bits_of_the_dequantised_model(sizes, dtype, kind):
+    quantised, plain = dequantised(sizes, kind, dtype)
+    for count in (1, 3, 20):
+        ids = torch.arange(count) * 7 % 40
+        ours, theirs = C.Trainer(quantised).logits(ids), C.Trainer(plain).logits(ids)
+        assert torch.equal(ours, theirs) and ours.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_quantised_weights_take_the_bits_that_the_format_says(kind):
+    quantised, plain = model_of(SIZES, kind, torch.bfloat16), model_of(SIZES, None, torch.bfloat16)
+    weights = sum(rows * columns for rows, columns in (spec.shape for spec in quantised.blocks))
+    stored = sum(quantised.blocks_of(spec).nbytes for spec in quantised.blocks)
+    assert stored * 8 / weights == {"q8_0": 8.5, "q4_0": 4.5}[kind]
+    assert len(quantised.blocks) == 7 * 3 and quantised.compute.numel() + weights <= plain.compute.numel()
+    assert quantised.digest() != plain.digest()
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_the_forecast_counts_blocks_once_and_no_merged_weights(kind):
+    config = load_grpo_config(
+        "grpo_tiny.yaml", [f"policy.quantization={kind}", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.precision=bfloat16"]
+    )  # fmt: skip
+    model = model_of(config.policy.hf_config_overrides, kind, torch.bfloat16)
+    stored = model.compute.nbytes + sum(model.blocks_of(spec).nbytes for spec in model.blocks)
+    parts = dict(forecast(config)[0].parts)
+    assert parts["policy weights"] == pytest.approx(stored, rel=0.02) and "policy frozen weights" not in parts
+
+
+def test_a_folder_is_quantised_from_the_dtype_of_its_files(tmp_path):
+    plain = model_of(SIZES, None, torch.float32)
+    save_weights(plain, tmp_path, tiny_random(SIZES).config)
+    folder = replace(read_model_folder(tmp_path), quantization="q4_0")
+    folder.check_weights()
+    loaded = C.DecoderModel(folder.native(), torch.bfloat16, False)
+    load_weights(loaded, tmp_path)
+    views = named_views(plain.layout, plain.compute)
+    for spec in loaded.blocks:
+        blocks = torch.empty_like(loaded.blocks_of(spec))
+        C.pack_blocks(views[spec.name].clone(), blocks)
+        assert torch.equal(blocks, loaded.blocks_of(spec))
+
+
+def test_the_digest_covers_the_blocks():
+    one, other = (model_of(SIZES, "q8_0", torch.float32) for _ in range(2))
+    assert one.digest() == other.digest()
+    other.blocks_of(other.blocks[-1])[0, 7] += 1
+    assert one.digest() != other.digest()
+
+
+def test_what_cannot_be_quantised_is_refused():
+    with pytest.raises(ModelFolderError, match="policy.quantization is q4_0, .* has intermediate_size 80, .*=null"):
+        replace(tiny_random({**SIZES, "intermediate_size": 80}), quantization="q4_0").check_quantization(
+            "policy.quantization"
+        )
+    native = replace(tiny_random(SIZES), quantization="q4_0").native()
+    with pytest.raises(ValueError, match="frozen"):
+        C.DecoderModel(native, torch.bfloat16, True)
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        C.DecoderModel(native, torch.float64, False)

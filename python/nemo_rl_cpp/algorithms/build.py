@@ -44,7 +44,6 @@ from nemo_rl_cpp.algorithms.parts import (
     planned_steps,
     set_seed,
 )  # fmt: skip
-from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers
@@ -320,8 +319,6 @@ def connect_hooks(run: TrainingRun) -> None:
         run.checkpoints, config, run.policy, run.critic, run.collector, validation and validation.validator,
         run.environments.train, log.logger, run.timer, terminal, run.card,
     )  # fmt: skip
-    if warning := shaping_warning(config.loop.reward_shaping):
-        print(warning, flush=True)
     for model in run.models.values():
         model.keep_bad_batches(run.log_dir / "replay")
     run.checkpoints.facts["run"] = log.logger.run_id

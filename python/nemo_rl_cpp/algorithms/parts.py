@@ -19,7 +19,7 @@ from nemo_rl_cpp.algorithms.collector import AsyncCollector, RolloutCollector, S
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.hooks import StepLog, Validation
 from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
-from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty
+from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, shaping_warning
 from nemo_rl_cpp.algorithms.reward_penalties import apply_reward_penalties
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
 from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers, check_vocabulary
@@ -312,16 +312,19 @@ def make_collector(
     state: TrainState,
 ) -> RolloutCollector:
     """Return the collector of rollouts: in their step, or while earlier steps train (`async_grpo` or `async_ppo`)."""
+    prompts = PromptSource(loader, config.loop.num_generations_per_prompt, state)
+    if isinstance(config, SFTMasterConfig):
+        sampler = GroupSampler(config.sft.num_prompts_per_step, group_size=1)
+        return SyncCollector(generation, NoRefit(), prompts, given_answers, sampler, state)
     loop, settings = config.loop, config.loop.beside_training
+    if warning := shaping_warning(loop.reward_shaping):
+        print(warning, flush=True)
     penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
+    colocated = engines_of(config) == 0
     parts = {
         "generation": generation,
-        "refit": NoRefit()
-        if config.algorithm == "sft"
-        else create_weight_synchronizer(
-            policy, generation, "native", colocated=engines_of(config) == 0, version=lambda: state.step
-        ),
-        "prompts": PromptSource(loader, loop.num_generations_per_prompt, state),
+        "refit": create_weight_synchronizer(policy, generation, "native", colocated, version=lambda: state.step),
+        "prompts": prompts,
         "roll_out": partial(
             run_multi_turn_rollout, generation, tokenizer=tokenizer, task_to_env=environments.train,
             max_seq_len=config.policy.max_total_sequence_length, max_rollout_turns=loop.max_rollout_turns,
@@ -333,8 +336,6 @@ def make_collector(
     parts["change_rewards"] = partial(
         _change_rewards, penalties=config.reward_penalties, length_penalty=penalty, tokenizer=tokenizer
     )
-    if config.algorithm == "sft":
-        parts["roll_out"] = given_answers
     if not settings.enabled:
         return SyncCollector(**parts)
     return AsyncCollector(

@@ -129,7 +129,46 @@ class AsyncConfig(Section):
         return 0
 
 
-class LoopConfig(Section):
+class OnePassLoop(Section):
+    """What a step reads of every training loop. The values are those of one pass of the policy over each batch."""
+
+    @property
+    def beside_training(self) -> AsyncConfig:
+        """The section `async_grpo` or `async_ppo`."""
+        return AsyncConfig()
+
+    @property
+    def trajectory_age(self) -> int:
+        """How many weight versions old a batch may be when it is trained; 0: each step generates its own rollouts."""
+        return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
+
+    @property
+    def policy_epochs(self) -> int:
+        """Passes of the policy over each batch of rollouts."""
+        return 1
+
+    @property
+    def critic_epochs(self) -> int:
+        """Passes of the critic over each batch of rollouts."""
+        return 0
+
+    @property
+    def first_policy_step(self) -> int:
+        """The first step (from 0) that trains the policy; earlier steps train only the critic."""
+        return 0
+
+    @property
+    def masked_rewards_are_out(self) -> bool:
+        """Whether samples without a gradient are excluded from their group's statistics."""
+        return False
+
+    @property
+    def leave_one_out(self) -> bool:
+        """Whether the logged baselines exclude the sample itself."""
+        return True
+
+
+class LoopConfig(OnePassLoop):
     """The training loop: how many prompts, how long, when to validate, which samples get a gradient."""
 
     spellings = {"dapo_batch_multiplier": "batch_multiplier", "max_num_gen_batches": "dynamic_sampling_max_gen_batches"}
@@ -168,41 +207,6 @@ class LoopConfig(Section):
     )
     reward_scaling: RewardScalingConfig = section(RewardScalingConfig, "map rewards to another range")
     reward_shaping: RewardShapingConfig = section(RewardShapingConfig, "penalties on length")
-
-    @property
-    def beside_training(self) -> AsyncConfig:
-        """The section `async_grpo` or `async_ppo`."""
-        return AsyncConfig()
-
-    @property
-    def trajectory_age(self) -> int:
-        """How many weight versions old a batch may be when it is trained; 0: each step generates its own rollouts."""
-        return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
-
-    @property
-    def policy_epochs(self) -> int:
-        """Passes of the policy over each batch of rollouts."""
-        return 1
-
-    @property
-    def critic_epochs(self) -> int:
-        """Passes of the critic over each batch of rollouts."""
-        return 0
-
-    @property
-    def first_policy_step(self) -> int:
-        """The first step (from 0) that trains the policy; earlier steps train only the critic."""
-        return 0
-
-    @property
-    def masked_rewards_are_out(self) -> bool:
-        """Whether samples without a gradient are excluded from their group's statistics."""
-        return False
-
-    @property
-    def leave_one_out(self) -> bool:
-        """Whether the logged baselines exclude the sample itself."""
-        return True
 
     @property
     def prompts_per_round(self) -> int:

@@ -52,7 +52,10 @@ def sound_environments(env: EnvConfigs, report: Report) -> bool:
 
 def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
     loop, name = config.loop, config.algorithm
-    check_loop(loop, name, report)
+    if name == "sft":
+        check_sft(config, report)
+    else:
+        check_loop(loop, name, report)
     _check_async(config, report)
     check_policy_loss(config.loss_fn, report)
     _check_kl(config, report)
@@ -65,8 +68,6 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
         _check_advantages(config, report)
     if name in ("grpo", "distillation"):
         check_teachers(config, report)
-    if name == "sft":
-        check_sft(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(config, "policy", report)
     if name == "ppo":

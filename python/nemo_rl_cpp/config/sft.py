@@ -8,10 +8,10 @@ from pydantic import PrivateAttr
 
 from nemo_rl_cpp.dotted_names import is_user_defined
 
-from .base import Count, Int, NonNegative, Positive, Section, Seed, key
+from .base import Count, Int, NonNegative, Positive, Seed, key
 from .cluster import engines_of
 from .errors import Report
-from .loop import AdvEstimatorConfig, AsyncConfig, RewardScalingConfig, RewardShapingConfig
+from .loop import AdvEstimatorConfig, OnePassLoop
 from .loss import ClippedPGLossConfig, LossName
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class SFTLossConfig(ClippedPGLossConfig):
     reference_policy_kl_penalty: NonNegative = key(0.0, "weight of the KL from the model that the run began with")
 
 
-class SFTConfig(Section):
+class SFTConfig(OnePassLoop):
     """The loop of supervised fine-tuning: each step trains on policy.train_global_batch_size rows of a file."""
 
     section_name: ClassVar[str] = "sft"
@@ -45,25 +45,11 @@ class SFTConfig(Section):
     num_generations_per_prompt: ClassVar[int] = 1
     max_rollout_turns: ClassVar[int] = 1
     val_start_at: ClassVar[int] = -1
-    val_num_generations_per_prompt: ClassVar[int] = 1
     stop_at_validation_metric: ClassVar[None] = None
     stop_at_validation_threshold: ClassVar[None] = None
     overlong_filtering: ClassVar[bool] = False
-    use_dynamic_sampling: ClassVar[bool] = False
-    dynamic_sampling_max_gen_batches: ClassVar[int] = 1
-    dynamic_sampling_keep_surplus: ClassVar[bool] = False
-    batch_multiplier: ClassVar[float] = 1.0
     skip_reference_policy_logprobs_calculation: ClassVar[bool] = False
     seq_logprob_error_threshold: ClassVar[None] = None
-    trajectory_age: ClassVar[int] = 0
-    policy_epochs: ClassVar[int] = 1
-    critic_epochs: ClassVar[int] = 0
-    first_policy_step: ClassVar[int] = 0
-    masked_rewards_are_out: ClassVar[bool] = False
-    leave_one_out: ClassVar[bool] = True
-    reward_scaling: ClassVar[RewardScalingConfig] = RewardScalingConfig.model_construct()
-    reward_shaping: ClassVar[RewardShapingConfig] = RewardShapingConfig.model_construct()
-    beside_training: ClassVar[AsyncConfig] = AsyncConfig.model_construct()
     adv_estimator: ClassVar[AdvEstimatorConfig] = AdvEstimatorConfig.model_construct(name="none")
     _rows: int = PrivateAttr(1)
 

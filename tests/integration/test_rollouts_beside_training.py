@@ -98,6 +98,15 @@ def test_importance_sampling_corrects_only_for_weight_staleness(tmp_path):
         assert row["sampling_importance_ratio"] != 1.0 and abs(row["sampling_importance_ratio"] - 1) < 0.1
 
 
+def test_forced_on_policy_ratio_changes_no_bit_of_a_run_with_one_update_a_batch(tmp_path):
+    """The correction is then of the weights that train over those that generated, as without it."""
+    runs = [trained(tmp_path / str(i), 3, f"loss_fn.force_on_policy_ratio={i == 1}".lower()) for i in range(2)]
+    assert runs[0][0] == runs[1][0]
+    assert [row["sampling_importance_ratio"] for row in runs[0][1]] == [
+        row["sampling_importance_ratio"] for row in runs[1][1]
+    ]
+
+
 def test_samples_kept_by_dynamic_sampling_are_counted_as_stale(tmp_path):
     with make(tmp_path, 2, "grpo.use_dynamic_sampling=true", "checkpointing.enabled=false") as run:
         run.train()

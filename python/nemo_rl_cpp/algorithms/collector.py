@@ -162,8 +162,8 @@ class RolloutCollector(ABC):
         return {}
 
     def _count_failure(self, error: Exception) -> None:
-        """Raise the error if no more rounds may fail, or if a worker is lost, because a retry would fail, too."""
-        if isinstance(error, WorkerLostError) or self.failures_left == 0:
+        """Raise the error if no more rounds may fail, or if a worker is lost or the run ends: a retry would fail, too."""
+        if isinstance(error, (WorkerLostError, GenerationEndedError)) or self.failures_left == 0:
             raise error
         self.failures_left -= 1
         print(

@@ -89,12 +89,9 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
             "to processes or ray, with resources"
         )
         report.add(name, text, colocated)
-    old = "trains on responses of older weights: set loss_fn."
     if not loss.use_importance_sampling_correction:
-        key = "use_importance_sampling_correction"
-        report.add(name, f"{old}{key}=true", f"loss_fn.{key}")
-    if loss.force_on_policy_ratio:
-        report.add(name, f"{old}force_on_policy_ratio=false", "loss_fn.force_on_policy_ratio")
+        key = "loss_fn.use_importance_sampling_correction"
+        report.add(name, f"trains on responses of older weights: set {key}=true", key)
 
 
 def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:

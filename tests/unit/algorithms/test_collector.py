@@ -322,9 +322,10 @@ def test_a_round_that_failed_is_done_again_from_the_same_prompts(capsys):
         maker.make(0, Timer())
 
 
-def test_generation_is_not_retried_after_a_lost_worker():
-    runner = Runner([WorkerLostError("engine worker 0 is gone")])
-    with pytest.raises(WorkerLostError):
+@pytest.mark.parametrize("error", [WorkerLostError("engine worker 0 is gone"), GenerationEndedError("the run ended")])
+def test_generation_is_not_retried_after_a_lost_worker_or_the_end_of_the_run(error):
+    runner = Runner([error])
+    with pytest.raises(type(error)):
         maker_of(runner, failures_left=5).make(0, Timer())
     assert len(runner.given) == 1
 

@@ -11,7 +11,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config, rules
+from nemo_rl_cpp.config import (
+    ConfigError,
+    load_distillation_config,
+    load_eval_config,
+    load_grpo_config,
+    load_ppo_config,
+    rules,
+)
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 
@@ -23,6 +30,12 @@ PARENTS = {
     "recipes/llm/dapo-qwen2.5-7b.yaml": "grpo_math_1B.yaml", "ppo_math_1B_megatron.yaml": "ppo_math_1B.yaml",
 }  # fmt: skip
 NAMES = sorted({*RECIPES, *VALUES})
+LOADS = {
+    "evals/": load_eval_config,
+    "ppo": load_ppo_config,
+    "distillation": load_distillation_config,
+    "": load_grpo_config,
+}
 
 REASONS = {
     "stale rollouts without importance sampling correction": ("async_grpo.enabled", "async_ppo.enabled"),
@@ -38,6 +51,7 @@ REASONS = {
     ),
     "LoRA": ("lora_cfg", "peft"),
     "speculative decoding trained along": ("draft",),
+    "distillation on the teacher's top k": ("topk_logits_k", "zero_outside_topk"),
     "a truncation of weights without its type": ("truncated_importance_sampling_ratio",),
     "an environment or server that is not there": (
         "sliding_puzzle",
@@ -96,7 +110,7 @@ def walk(folder):
         lambda name, *rest: object() if name in ("wandb", "mlflow", "swanlab") else spec(name, *rest),
     )
     for name in NAMES:
-        load = load_eval_config if name.startswith("evals/") else load_ppo_config if "ppo" in name else load_grpo_config
+        load = next(load for word, load in LOADS.items() if word in name)
         try:
             found[name] = load(folder / name)
         except ConfigError as error:
@@ -134,7 +148,7 @@ def test_most_nemo_rl_recipes_load_unchanged(walk, capsys):
         )
         for reason, count in refused.most_common():
             print(f"  {count:3} {reason}")
-    assert len(loaded(walk)) >= 124 and len(native) >= 90
+    assert len(loaded(walk)) >= 130 and len(native) >= 94
 
 
 @pytest.mark.slow

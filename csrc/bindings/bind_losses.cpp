@@ -14,8 +14,8 @@ at::Tensor or_undefined(const OptTensor& t) { return t ? *t : at::Tensor(); }
 ops::ClippedPGInputs clipped_pg_inputs(const at::Tensor& advantages, const OptTensor& prev,
                                        const at::Tensor& generation, const OptTensor& reference,
                                        const at::Tensor& token_mask, const at::Tensor& sample_mask,
-                                       const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
-                                       const OptTensor& positive_toks) {
+                                       const OptTensor& penalty, const OptTensor& rewards, const OptTensor& toks,
+                                       const OptTensor& seqs, const OptTensor& positive_toks) {
   ops::ClippedPGInputs in;
   in.advantages = advantages;
   in.prev_logprobs = or_undefined(prev);
@@ -23,6 +23,7 @@ ops::ClippedPGInputs clipped_pg_inputs(const at::Tensor& advantages, const OptTe
   in.reference_policy_logprobs = or_undefined(reference);
   in.token_mask = token_mask;
   in.sample_mask = sample_mask;
+  in.kl_cov_penalty = or_undefined(penalty);
   in.rewards = or_undefined(rewards);
   in.global_valid_toks = or_undefined(toks);
   in.global_valid_seqs = or_undefined(seqs);
@@ -35,16 +36,16 @@ void bind_token_loss(py::module_& m) {
   py::class_<TokenLoss>(m, "TokenLoss", "See csrc/trainer/token_loss.h")
       .def(py::init([](const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation,
                        const OptTensor& reference, const at::Tensor& token_mask, const at::Tensor& sample_mask,
-                       const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
+                       const OptTensor& penalty, const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
                        const OptTensor& positive_toks, const ops::ClippedPGConfig& config) {
              return TokenLoss{clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask,
-                                                rewards, toks, seqs, positive_toks),
+                                                penalty, rewards, toks, seqs, positive_toks),
                               config};
            }),
            py::arg("advantages"), py::arg("prev_logprobs"), py::arg("generation_logprobs"),
-           py::arg("reference_policy_logprobs"), py::arg("token_mask"), py::arg("sample_mask"), py::arg("rewards"),
-           py::arg("global_valid_toks"), py::arg("global_valid_seqs"), py::arg("global_valid_positive_toks"),
-           py::arg("config"))
+           py::arg("reference_policy_logprobs"), py::arg("token_mask"), py::arg("sample_mask"),
+           py::arg("kl_cov_penalty"), py::arg("rewards"), py::arg("global_valid_toks"), py::arg("global_valid_seqs"),
+           py::arg("global_valid_positive_toks"), py::arg("config"))
       .def_static("separable", &TokenLoss::separable, py::arg("config"));
 }
 
@@ -58,6 +59,9 @@ void bind_clipped_pg_loss(py::module_& m) {
       .def_property(
           "importance_sampling", [](const C& c) { return static_cast<int>(c.importance_sampling); },
           [](C& c, const std::string& v) { c.importance_sampling = ops::parse_importance_sampling(v); })
+      .def_property(
+          "importance_level", [](const C& c) { return static_cast<int>(c.importance_level); },
+          [](C& c, const std::string& v) { c.importance_level = ops::parse_importance_level(v); })
       .def_property(
           "kl_type", [](const C& c) { return static_cast<int>(c.kl_type); },
           [](C& c, const std::string& v) { c.kl_type = ops::parse_kl_estimator(v); })
@@ -87,10 +91,10 @@ void bind_clipped_pg_loss(py::module_& m) {
       "clipped_pg_loss",
       [](const at::Tensor& curr, const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation,
          const OptTensor& reference, const at::Tensor& token_mask, const at::Tensor& sample_mask,
-         const OptTensor& unfiltered, const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
-         const OptTensor& positive_toks, const C& config) {
-        auto in = clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask, rewards, toks,
-                                    seqs, positive_toks);
+         const OptTensor& penalty, const OptTensor& unfiltered, const OptTensor& rewards, const OptTensor& toks,
+         const OptTensor& seqs, const OptTensor& positive_toks, const C& config) {
+        auto in = clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask, penalty, rewards,
+                                    toks, seqs, positive_toks);
         in.curr_logprobs = curr;
         in.curr_logprobs_unfiltered = or_undefined(unfiltered);
         ops::ClippedPGResult r;
@@ -103,7 +107,7 @@ void bind_clipped_pg_loss(py::module_& m) {
         return std::make_tuple(r.loss, r.grad_logprobs, grad_unfiltered, r.metrics);
       },
       py::arg("curr_logprobs"), py::arg("advantages"), py::arg("prev_logprobs"), py::arg("generation_logprobs"),
-      py::arg("reference_policy_logprobs"), py::arg("token_mask"), py::arg("sample_mask"),
+      py::arg("reference_policy_logprobs"), py::arg("token_mask"), py::arg("sample_mask"), py::arg("kl_cov_penalty"),
       py::arg("curr_logprobs_unfiltered"), py::arg("rewards"), py::arg("global_valid_toks"),
       py::arg("global_valid_seqs"), py::arg("global_valid_positive_toks"), py::arg("config"));
   m.def("clipped_pg_metric_names", &ops::clipped_pg_metric_names);

@@ -109,13 +109,17 @@ void bind_trainer(py::module_& m) {
           "forward",
           [](Trainer& self, const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
              bool share_prefix, bool keep, bool checkpoint, const at::Tensor& out, float top_p, std::int64_t top_k,
-             const std::optional<at::Tensor>& unfiltered) {
-            self.forward(batch, samples, {temperature, top_p, top_k}, {share_prefix, keep, checkpoint}, out,
-                         unfiltered.value_or(at::Tensor()));
+             const std::optional<at::Tensor>& unfiltered, const std::optional<at::Tensor>& entropy,
+             const std::optional<at::Tensor>& candidate_ids, const std::optional<at::Tensor>& candidates) {
+            const auto or_undefined = [](const std::optional<at::Tensor>& t) { return t.value_or(at::Tensor()); };
+            self.forward(batch, samples, {temperature, top_p, top_k}, {share_prefix, keep, checkpoint},
+                         {out, or_undefined(unfiltered), or_undefined(entropy), or_undefined(candidates)},
+                         or_undefined(candidate_ids));
           },
           py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"),
           py::arg("checkpoint"), py::arg("out"), py::arg("top_p") = 1.0f, py::arg("top_k") = 0,
-          py::arg("unfiltered") = py::none(), release_gil())
+          py::arg("unfiltered") = py::none(), py::arg("entropy") = py::none(), py::arg("candidate_ids") = py::none(),
+          py::arg("candidates") = py::none(), release_gil())
       .def(
           "forward_with_loss",
           [](Trainer& self, const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
@@ -130,13 +134,23 @@ void bind_trainer(py::module_& m) {
             return self.takes_token_loss({temperature, top_p, top_k});
           },
           py::arg("temperature"), py::arg("top_p"), py::arg("top_k"))
+      .def(
+          "likeliest",
+          [](Trainer& self, const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
+             bool share_prefix, const at::Tensor& ids,
+             const at::Tensor& logprobs) { self.likeliest(batch, samples, temperature, share_prefix, ids, logprobs); },
+          py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("ids"),
+          py::arg("logprobs"), release_gil())
       .def("logits", &Trainer::logits, py::arg("token_ids"), release_gil())
       .def(
           "backward",
-          [](Trainer& self, const at::Tensor& d_out, const std::optional<at::Tensor>& d_unfiltered) {
-            self.backward(d_out, d_unfiltered.value_or(at::Tensor()));
+          [](Trainer& self, const at::Tensor& d_out, const std::optional<at::Tensor>& d_unfiltered,
+             const std::optional<at::Tensor>& d_entropy, const std::optional<at::Tensor>& d_candidates) {
+            self.backward({d_out, d_unfiltered.value_or(at::Tensor()), d_entropy.value_or(at::Tensor()),
+                           d_candidates.value_or(at::Tensor())});
           },
-          py::arg("d_out"), py::arg("d_unfiltered") = py::none(), release_gil())
+          py::arg("d_out"), py::arg("d_unfiltered") = py::none(), py::arg("d_entropy") = py::none(),
+          py::arg("d_candidates") = py::none(), release_gil())
       .def("finish_backward", py::overload_cast<>(&Trainer::backward), release_gil())
       .def(
           "move_kept",
@@ -237,9 +251,11 @@ class SingleTargets {
     head_.forward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, {logprobs, {}}, sums_.data(), entropy);
   }
   void backward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, const at::Tensor& d_logprobs,
-                double temperature, const at::Tensor& d_x, const at::Tensor& d_w) {
+                double temperature, const at::Tensor& d_x, const at::Tensor& d_w,
+                const std::optional<at::Tensor>& d_entropy) {
     NRL_CHECK_ARG(static_cast<std::int64_t>(sums_.size()) == x.size(0), "backward without a forward of these rows");
-    head_.backward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, {d_logprobs, {}}, sums_.data(), d_x, d_w);
+    head_.backward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, {d_logprobs, {}}, sums_.data(), d_x, d_w,
+                   d_entropy.value_or(at::Tensor()));
   }
   /// The loss here is one whose gradient is d_logprobs whatever the log-probabilities.
   void forward_backward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets,
@@ -249,6 +265,11 @@ class SingleTargets {
       std::copy_n(d_logprobs.const_data_ptr<float>() + begin, end - begin, g);
     };
     head_.forward_backward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, logprobs, loss, d_x, d_w);
+  }
+
+  void likeliest(const at::Tensor& x, const at::Tensor& w, double temperature, const at::Tensor& ids,
+                 const at::Tensor& logprobs) {
+    head_.likeliest(x, w, temperature, ids, logprobs);
   }
 
  private:
@@ -270,7 +291,9 @@ void bind_vocabulary_head(py::module_& m) {
       .def("forward", &SingleTargets::forward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("temperature"),
            py::arg("logprobs"), py::arg("entropy"), release_gil())
       .def("backward", &SingleTargets::backward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("d_logprobs"),
-           py::arg("temperature"), py::arg("d_x"), py::arg("d_w"), release_gil())
+           py::arg("temperature"), py::arg("d_x"), py::arg("d_w"), py::arg("d_entropy") = py::none(), release_gil())
+      .def("likeliest", &SingleTargets::likeliest, py::arg("x"), py::arg("w"), py::arg("temperature"), py::arg("ids"),
+           py::arg("logprobs"), release_gil())
       .def("forward_backward", &SingleTargets::forward_backward, py::arg("x"), py::arg("w"), py::arg("targets"),
            py::arg("d_logprobs"), py::arg("temperature"), py::arg("logprobs"), py::arg("d_x"), py::arg("d_w"),
            release_gil());

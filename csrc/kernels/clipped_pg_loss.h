@@ -27,6 +27,7 @@ enum class RatioMode {
   dro = 7,        ///< -(A x - dro_beta/2 (x - prev)^2)
   gmpo = 8,       ///< -A times the row's geometric mean of ratios, each clipped to e^-min .. e^max on A's side
   vespo = 9,      ///< -A sg(phi(R_row)) x, R_row the product of the row's ratios, phi = e^(lambda (1 - R)) R^k
+  kl_cov = 10,    ///< -A R, and + penalty |x - prev| where a token's penalty is not 0
 };
 
 enum class ImportanceSampling {
@@ -36,6 +37,10 @@ enum class ImportanceSampling {
   icepop = 3,        ///< W zeroed outside [min, max]
   seq_mask_tis = 4,  ///< whole rows zeroed whose geometric mean of W is outside [min, max]
 };
+
+/// Over what W is formed: a token's own; or one for the row, the product of its tokens' or their geometric mean, with
+/// the logarithm held in [-20, 20]. GSPO's and GMPO's is the product without that bound.
+enum class ImportanceLevel { token = 0, sequence = 1, geometric = 2 };
 
 struct ClippedPGConfig {
   RatioMode ratio_mode = RatioMode::ppo;
@@ -52,6 +57,7 @@ struct ClippedPGConfig {
   double kl_output_clamp = 10.0;  ///< infinite: none
   bool use_on_policy_kl_approximation = false;
   ImportanceSampling importance_sampling = ImportanceSampling::none;
+  ImportanceLevel importance_level = ImportanceLevel::token;
   double importance_min = 0.0;
   double importance_max = 0.0;
   double positive_nll_weight = 0.0;  ///< mu; acts when rewards are given
@@ -83,6 +89,7 @@ struct ClippedPGArgs {
   std::int64_t num_tokens = 0;                                                          ///< N
   MatrixView<T> curr, advantages, prev, generation, reference, unfiltered, token_mask;  ///< prev, reference, unfiltered
                                                                                         ///< may be null
+  MatrixView<T> penalty;                                                                ///< of kl_cov, else null
   const T* sample_mask = nullptr;
   const T* rewards = nullptr;      ///< [B] or null
   T* grad = nullptr;               ///< [B, N] contiguous, written everywhere
@@ -205,6 +212,16 @@ NRL_INLINE PolicyTerm<T> quadratic_term(const ClippedPGConfig& c, T x, T prev, T
   return {ratio, ratio, beta * gap * gap * T(0.5) - advantage * x, beta * gap - advantage};
 }
 
+/// KL-Cov (arXiv 2505.22617): the ratio without a clip, and the distance from the old policy at chosen tokens. The
+/// distance has no slope where it is 0.
+template <class T>
+NRL_INLINE PolicyTerm<T> penalised_term(T x, T prev, T advantage, T penalty) {
+  T gap = x - prev, ratio = exp_of(gap);
+  T slope = select(gap > T(0), penalty, select(gap < T(0), -penalty, T(0)));
+  T plain = select(advantage == T(0), T(0), -advantage * ratio);  // a ratio that overflowed counts nothing then
+  return {ratio, ratio, plain + select(penalty == T(0), T(0), penalty * abs_of(gap)), plain + slope};
+}
+
 /// GMPO: a token's share of the row's log ratio, clipped where the advantage gains from it, and whether it has a slope.
 template <class T>
 struct ClippedLogRatio {
@@ -265,14 +282,16 @@ NRL_INLINE PolicyTerm<T> policy_term(RatioMode mode, T x, T prev, T advantage, T
   return clipped_term(advantage, ratio, clamped, (ratio >= lo) & (ratio <= hi), ratio, dual, c);
 }
 
-/// The term of one token whose ratio is its own; `row`: VESPO's weights.
+/// The term of one token whose ratio is its own; `row`: VESPO's weights; `penalty`: KL-Cov's.
 template <class T>
-NRL_INLINE PolicyTerm<T> token_term(const ClippedPGConfig& c, T x, T prev, T advantage, T lo, T hi, RowWeights<T> row) {
+NRL_INLINE PolicyTerm<T> token_term(const ClippedPGConfig& c, T x, T prev, T advantage, T lo, T hi, RowWeights<T> row,
+                                    T penalty) {
   if (c.ratio_mode == RatioMode::sapo) return soft_gated_term(c, x, prev, advantage);
   if (c.ratio_mode == RatioMode::dppo_tv || c.ratio_mode == RatioMode::dppo_kl)
     return divergence_masked_term(c, x, prev, advantage);
   if (c.ratio_mode == RatioMode::dro) return quadratic_term(c, x, prev, advantage);
   if (c.ratio_mode == RatioMode::vespo) return row_weighted_term(x, prev, advantage, row);
+  if (c.ratio_mode == RatioMode::kl_cov) return penalised_term(x, prev, advantage, penalty);
   return policy_term(c.ratio_mode, x, prev, advantage, lo, hi, c.dual_clip, T(c.ratio_clip_c));
 }
 
@@ -362,13 +381,27 @@ NRL_INLINE bool grouped_ratio(const ClippedPGConfig& c) {
   return c.sequence_level_ratios && (c.ratio_mode == RatioMode::ppo || c.ratio_mode == RatioMode::gmpo);
 }
 
+/// One W a row.
+NRL_INLINE bool row_importance(const ClippedPGConfig& c) {
+  return c.sequence_level_ratios || c.importance_level != ImportanceLevel::token;
+}
+
+/// A row's W before truncation, from the sum of its tokens' logarithms and its number of tokens.
+template <class T>
+NRL_INLINE T importance_of_row(const ClippedPGConfig& c, double log_sum, double tokens, T sample_mask) {
+  if (c.importance_level == ImportanceLevel::token)
+    return finite_or_zero(exp_of(static_cast<T>(log_sum * sample_mask)));
+  const double log_w = c.importance_level == ImportanceLevel::geometric ? log_sum / tokens : log_sum;
+  return exp_of(static_cast<T>(clamp_to(log_w, -20.0, 20.0)));
+}
+
 /// A weight W multiplies the term; VESPO has it inside phi.
 NRL_INLINE bool corrected(const ClippedPGConfig& c) {
   return c.importance_sampling != ImportanceSampling::none && c.ratio_mode != RatioMode::vespo;
 }
 
 NRL_INLINE bool needs_row_pass(const ClippedPGConfig& c) {
-  return c.sequence_level_ratios || !c.token_level_loss || c.ratio_mode == RatioMode::vespo ||
+  return row_importance(c) || !c.token_level_loss || c.ratio_mode == RatioMode::vespo ||
          c.importance_sampling == ImportanceSampling::seq_mask_tis;
 }
 
@@ -411,8 +444,7 @@ NRL_INLINE void clipped_pg_finalize(const double* sum, std::int64_t num_tokens, 
   metrics[kGenKlError] = sum[kGenKl] * weights.token;
   metrics[kPolicyKlError] = sum[kPolicyKl] * weights.token;
   metrics[kJsDivergenceError] = sum[kJs] * weights.token;
-  metrics[kSamplingImportanceRatio] =
-      sum[kImportance] * (config.sequence_level_ratios ? weights.sequence : weights.token);
+  metrics[kSamplingImportanceRatio] = sum[kImportance] * (row_importance(config) ? weights.sequence : weights.token);
   metrics[kNumValidSamples] = sum[kValidSamples];
   metrics[kApproxEntropy] = -sum[kEntropy] * weights.token;
   metrics[kIsOobRatio] = sum[kOutOfBounds] * (seq_mask ? weights.sequence : weights.token);

@@ -11,13 +11,19 @@ class LmHead {
   explicit LmHead(VocabSlice slice = {}) : head_(std::move(slice)) {}
 
   /// Log-probabilities of the targets [R]; see VocabularyHead. Without a filter `unfiltered` is not filled.
+  /// entropy: undefined, or [U] in A on the device, filled for the rows of the query.
   PairValues forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring,
-                     bool with_unfiltered, Workspace& workspace);
+                     bool with_unfiltered, const at::Tensor& entropy, Workspace& workspace);
 
-  /// From the gradient of the last forward's values (same h, query and scoring): adds the gradients of head and final
-  /// norm to `grads` and returns dh [T, D], zero in rows nobody asked for.
+  /// From the gradient of the last forward's values (same h, query and scoring), and of its entropy (undefined, or
+  /// [U]): adds the gradients of head and final norm to `grads` and returns dh [T, D], zero in rows nobody asked for.
   at::Tensor backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const PairValues& d_values,
-                      const TokenScoring& scoring, const DecoderParameters& grads, Workspace& workspace);
+                      const at::Tensor& d_entropy, const TokenScoring& scoring, const DecoderParameters& grads,
+                      Workspace& workspace);
+
+  /// The likeliest tokens of the query's rows (VocabularyHead::likeliest).
+  void likeliest(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, double temperature,
+                 const at::Tensor& ids, const at::Tensor& logprobs, Workspace& workspace);
 
   /// Both at once for a loss of single tokens (VocabularyHead::forward_backward): log-probabilities of the targets [R],
   /// the head's gradient added to `grads`; `finish_backward` does the final norm.

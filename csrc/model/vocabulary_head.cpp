@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "common/check.h"
 #include "kernels/linear.h"
@@ -30,29 +31,53 @@ kernels::LogSumExpF64 log_sum_exp(const double* row, std::int64_t V, double temp
 
 template <class A>
 LogSumExpOf<A> lse_of(const RowSums& sums) {
-  return {static_cast<A>(sums.max), static_cast<A>(sums.log_sum), 0};
+  return {static_cast<A>(sums.max), static_cast<A>(sums.log_sum), static_cast<A>(sums.entropy)};
 }
 
-/// out[v - begin] = d sum_i g[i] logprob(targets[i]) / d logits[v] for v in [begin, begin + n); `logits` starts at
-/// begin.
+/// Pairs of one row and the gradient g of their log-probabilities, and h of the row's entropy.
+template <class A>
+struct RowGradient {
+  const std::int64_t* targets;
+  const A* g;
+  std::int64_t pairs;
+  A h = 0;
+};
+
+/// out[v] = -softmax[v] / temperature (total + h (log softmax[v] + H)), where H is the row's entropy.
+template <class A, class S>
+void share_of_all(const A* logits, std::int64_t n, A temperature, const LogSumExpOf<A>& lse, A total, A h, S* out) {
+  if constexpr (std::is_same_v<S, double>) {
+    for (std::int64_t v = 0; v < n; ++v) {
+      const A logprob = (logits[v] / temperature - lse.max) - lse.log_sum;
+      out[v] = -(total + (h == 0 ? A(0) : h * (logprob + lse.entropy))) / temperature * std::exp(logprob);
+    }
+  } else if constexpr (std::is_same_v<S, float>) {
+    if (h == 0) kernels::logprob_backward_row_f32(logits, n, temperature, lse, total, out);
+    else kernels::entropy_backward_row_f32(logits, n, temperature, lse, total, h, out);
+  } else {
+    if (h == 0) kernels::logprob_backward_row_bf16(logits, n, temperature, lse, total, out);
+    else kernels::entropy_backward_row_bf16(logits, n, temperature, lse, total, h, out);
+  }
+}
+
+/// out[v - begin] = d (sum_i g[i] logprob(targets[i]) + h H) / d logits[v] for v in [begin, begin + n); `logits` starts
+/// at begin.
 template <class A, class S>
 void row_gradient(const A* logits, std::int64_t begin, std::int64_t n, A temperature, const LogSumExpOf<A>& lse,
-                  const std::int64_t* targets, const A* g, std::int64_t pairs, S* out, double softcap = 0) {
+                  const RowGradient<A>& row, S* out, double softcap = 0) {
+  const auto& [targets, g, pairs, h] = row;
   A total = 0;
   for (std::int64_t i = 0; i < pairs; ++i) total += g[i];
-  const auto probability = [&](A logit) { return std::exp((logit / temperature - lse.max) - lse.log_sum); };
-  if constexpr (std::is_same_v<S, float>) kernels::logprob_backward_row_f32(logits, n, temperature, lse, total, out);
-  if constexpr (std::is_same_v<S, bfloat16>)
-    kernels::logprob_backward_row_bf16(logits, n, temperature, lse, total, out);
-  if constexpr (std::is_same_v<S, double>)
-    for (std::int64_t v = 0; v < n; ++v) out[v] = -total / temperature * probability(logits[v]);
+  share_of_all(logits, n, temperature, lse, total, h, out);
   for (std::int64_t i = 0; i < pairs; ++i) {
     const std::int64_t v = targets[i] - begin;
     if (v < 0 || v >= n) continue;
     A own = 0;  // all pairs with this target: the entry is rounded once
     for (std::int64_t j = 0; j < pairs; ++j)
       if (targets[j] == targets[i]) own += g[j];
-    out[v] = static_cast<S>((own - total * probability(logits[v])) / temperature);
+    const A logprob = (logits[v] / temperature - lse.max) - lse.log_sum;
+    const A all = total + (h == 0 ? A(0) : h * (logprob + lse.entropy));
+    out[v] = static_cast<S>((own - all * std::exp(logprob)) / temperature);
   }
   for (std::int64_t v = 0; softcap > 0 && v < n; ++v)
     out[v] = static_cast<S>(static_cast<A>(out[v]) * cap_slope(logits[v], softcap));
@@ -206,7 +231,7 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
     for (std::int64_t u = begin; u < end; ++u) {
       const auto lse =
           kernels::combine_block_sums(&blocks[static_cast<std::size_t>(u * count)], count, entropy.defined());
-      sums[start + u] = {lse.max, lse.log_sum};
+      sums[start + u] = {lse.max, lse.log_sum, lse.entropy};
       if (entropy.defined()) ops::mutable_ptr<float>(entropy)[start + u] = lse.entropy;
       for (std::int64_t i = first[u]; i < first[u + 1]; ++i)
         logprobs[i] = token_logprob(target_logits[static_cast<std::size_t>(i - first[0])], temperature, lse);
@@ -236,7 +261,8 @@ void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, 
     score_tiles(x, w, wanted, temperature, range, kept, values, fused_sums_.data(), {});
     const std::int64_t begin = wanted.first[start], end = wanted.first[start + range.count];
     loss(begin, end, values + begin, pair_gradients_.data() + begin);
-    backward_tiles(x, w, wanted, temperature, range, kept, pair_gradients_.data(), fused_sums_.data(), d_x, d_w);
+    backward_tiles(x, w, wanted, temperature, range, kept, pair_gradients_.data(), nullptr, fused_sums_.data(), d_x,
+                   d_w);
   }
   slice_.sum(d_x);
 }
@@ -261,7 +287,7 @@ void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, cons
           const A* const row = ops::ptr<A>(logits) + (u - start) * V;
           if (plain || entropy.defined()) {
             const auto lse = log_sum_exp_blocks(row, V, slice_.block(), temperature, entropy.defined());
-            sums[u] = {lse.max, lse.log_sum};
+            sums[u] = {lse.max, lse.log_sum, lse.entropy};
             if (entropy.defined()) ops::mutable_ptr<A>(entropy)[u] = lse.entropy;
             for (std::int64_t i = wanted.first[u]; plain && i < wanted.first[u + 1]; ++i)
               plain[i] = token_logprob(row[wanted.targets[i]], temperature, lse);
@@ -279,23 +305,25 @@ void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, cons
 
 void VocabularyHead::backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                               const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
-                              const at::Tensor& d_x, const at::Tensor& d_w) {
+                              const at::Tensor& d_x, const at::Tensor& d_w, const at::Tensor& d_entropy) {
   check(x, w, wanted);
-  if (x.is_cuda()) return backward_on_device(x, w, wanted, scoring, d_values, d_x, d_w);
+  if (x.is_cuda()) return backward_on_device(x, w, wanted, scoring, d_values, d_x, d_w, d_entropy);
   if (scoring.filters(slice_.vocab_size(w.size(0))) || x.scalar_type() == at::kDouble) {
-    backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
+    backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w, d_entropy);
     return slice_.sum(d_x);
   }
   for (std::int64_t start = 0, U = x.size(0); start < U; start += kernels::kHeadBackwardRows)
     backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature),
                    {start, std::min(kernels::kHeadBackwardRows, U - start)}, nullptr,
-                   ops::ptr<float>(d_values.logprobs), sums, d_x, d_w);
+                   ops::ptr<float>(d_values.logprobs), d_entropy.defined() ? ops::ptr<float>(d_entropy) : nullptr, sums,
+                   d_x, d_w);
   slice_.sum(d_x);
 }
 
 void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                     float temperature, RowRange range, const float* kept, const float* d_logprobs,
-                                    const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
+                                    const float* d_entropy, const RowSums* sums, const at::Tensor& d_x,
+                                    const at::Tensor& d_w) {
   const auto [start, rows] = range;
   const std::int64_t V = w.size(0), D = x.size(1), width = slice_.block();
   with_tile_type(x, [&, start = start, rows = rows](auto tag) {
@@ -311,9 +339,10 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
           for (std::int64_t i = 0; i < count; ++i) {
             const std::int64_t u = start + r + i, p = wanted.first[u];
             if (!kept) cap_row(thread_logits() + i * kTile, columns, slice_.softcap());
-            row_gradient(logits + i * kTile, slice_.begin() + v, columns, temperature, lse_of<float>(sums[u]),
-                         wanted.targets + p, d_logprobs + p, wanted.first[u + 1] - p, d + (r + i) * kTile,
-                         slice_.softcap());
+            const RowGradient<float> gradient{wanted.targets + p, d_logprobs + p, wanted.first[u + 1] - p,
+                                              d_entropy ? d_entropy[u] : 0.0f};
+            row_gradient(logits + i * kTile, slice_.begin() + v, columns, temperature, lse_of<float>(sums[u]), gradient,
+                         d + (r + i) * kTile, slice_.softcap());
           }
         }
       });
@@ -334,7 +363,7 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
 
 void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                    const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
-                                   const at::Tensor& d_x, const at::Tensor& d_w) {
+                                   const at::Tensor& d_x, const at::Tensor& d_w, const at::Tensor& d_entropy) {
   const std::int64_t U = x.size(0), V = slice_.vocab_size(w.size(0)),
                      C = std::max<std::int64_t>(1, kernels::kHeadRowLogits / V);
   const auto accumulate = d_values.logprobs.scalar_type();
@@ -342,7 +371,7 @@ void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, con
     const std::int64_t count = std::min(C, U - start);
     const auto logits = whole_logits(x.narrow(0, start, count), w, accumulate),
                d_logits = scratch(d_logits_, {count, V}, x.scalar_type());
-    chunk_gradient(start, wanted, scoring, d_values, sums, logits, d_logits);
+    chunk_gradient(start, wanted, scoring, d_values, sums, logits, d_logits, d_entropy);
     const auto own = d_logits.narrow(1, slice_.begin(), w.size(0));
     if (d_w.defined()) ops::linear_backward_weight(own, x.narrow(0, start, count), d_w);
     ops::linear_backward_input(own, w, d_x.narrow(0, start, count));
@@ -351,7 +380,7 @@ void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, con
 
 void VocabularyHead::chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring,
                                     const PairValues& d_values, const RowSums* sums, const at::Tensor& logits,
-                                    const at::Tensor& d_logits) const {
+                                    const at::Tensor& d_logits, const at::Tensor& d_entropy) const {
   const std::int64_t V = logits.size(1);
   const bool filters = scoring.filters(V);
   const auto& d_plain = filters ? d_values.unfiltered : d_values.logprobs;
@@ -361,19 +390,20 @@ void VocabularyHead::chunk_gradient(std::int64_t start, const RowTargets& wanted
     const A temperature = static_cast<A>(scoring.temperature);
     const A* const g_kept = filters ? ops::ptr<A>(d_values.logprobs) : nullptr;
     const A* const g_plain = d_plain.defined() ? ops::ptr<A>(d_plain) : nullptr;
+    const A* const h = d_entropy.defined() ? ops::ptr<A>(d_entropy) : nullptr;
     at::parallel_for(start, start + logits.size(0), 1, [&](std::int64_t begin, std::int64_t end) {
       std::vector<A> sum(static_cast<std::size_t>(V));
       for (std::int64_t u = begin; u < end; ++u) {
         const A* const row = ops::ptr<A>(logits) + (u - start) * V;
         S* const out = ops::mutable_ptr<S>(d_logits) + (u - start) * V;
         const std::int64_t p = wanted.first[u], n = wanted.first[u + 1] - p;
+        const RowGradient<A> plain{wanted.targets + p, g_plain + (g_plain ? p : 0), g_plain ? n : 0, h ? h[u] : A(0)};
         if (!filters) {
-          row_gradient(row, 0, V, temperature, lse_of<A>(sums[u]), wanted.targets + p, g_plain + p, n, out,
-                       slice_.softcap());
+          row_gradient(row, 0, V, temperature, lse_of<A>(sums[u]), plain, out, slice_.softcap());
           continue;
         }
-        if (g_plain) {
-          row_gradient(row, 0, V, temperature, lse_of<A>(sums[u]), wanted.targets + p, g_plain + p, n, sum.data());
+        if (g_plain || h) {
+          row_gradient(row, 0, V, temperature, lse_of<A>(sums[u]), plain, sum.data());
         } else {
           std::fill(sum.begin(), sum.end(), A(0));
         }
@@ -383,6 +413,37 @@ void VocabularyHead::chunk_gradient(std::int64_t start, const RowTargets& wanted
       }
     });
   });
+}
+
+void VocabularyHead::likeliest(const at::Tensor& x, const at::Tensor& w, double temperature, const at::Tensor& ids,
+                               const at::Tensor& logprobs) {
+  const std::int64_t U = x.size(0), V = slice_.vocab_size(w.size(0)), k = ids.size(1),
+                     C = std::max<std::int64_t>(1, kernels::kHeadRowLogits / V);
+  NRL_CHECK_ARG(k >= 1 && k <= V, "the ", k, " likeliest tokens of a vocabulary of ", V);
+  const auto run = [&](auto tag) {
+    using A = decltype(tag);
+    for (std::int64_t start = 0; start < U; start += C) {
+      const std::int64_t count = std::min(C, U - start);
+      const auto logits = whole_logits(x.narrow(0, start, count), w, logprobs.scalar_type());
+      at::parallel_for(start, start + count, 1, [&](std::int64_t begin, std::int64_t end) {
+        std::vector<std::int64_t> order(static_cast<std::size_t>(V));
+        for (std::int64_t u = begin; u < end; ++u) {
+          const A* const row = ops::ptr<A>(logits) + (u - start) * V;
+          const auto lse = log_sum_exp_blocks(row, V, slice_.block(), static_cast<A>(temperature), false);
+          std::iota(order.begin(), order.end(), 0);
+          std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](std::int64_t a, std::int64_t b) {
+            return row[a] > row[b] || (row[a] == row[b] && a < b);
+          });
+          for (std::int64_t i = 0; i < k; ++i) {
+            const std::int64_t v = order[static_cast<std::size_t>(i)];
+            ops::mutable_ptr<std::int64_t>(ids)[u * k + i] = v;
+            ops::mutable_ptr<A>(logprobs)[u * k + i] = token_logprob(row[v], static_cast<A>(temperature), lse);
+          }
+        }
+      });
+    }
+  };
+  logprobs.scalar_type() == at::kDouble ? run(double{}) : run(float{});
 }
 
 }  // namespace nemo_rl::model

@@ -24,9 +24,10 @@ struct PairValues {
   at::Tensor logprobs, unfiltered;
 };
 
-/// Log-sum-exp of each row without a filter: what a forward leaves for the backward.
+/// Log-sum-exp of each row without a filter, and its entropy where the forward was asked for it: what a forward leaves
+/// for the backward.
 struct RowSums {
-  double max = 0, log_sum = 0;
+  double max = 0, log_sum = 0, entropy = 0;
 };
 
 /// A loss whose gradient at a pair needs that pair's log-probability only: writes d_logprobs of pairs [begin, end),
@@ -48,10 +49,16 @@ class VocabularyHead {
   void forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                const PairValues& values, RowSums* sums, const at::Tensor& entropy);
 
-  /// From the gradient of those values: d_x [U, D] in A is overwritten, d_w [V, D] added to (undefined: the head is
-  /// frozen). Logits are computed again.
+  /// From the gradient of those values, and of the entropy (d_entropy [U] in A, or undefined): d_x [U, D] in A is
+  /// overwritten, d_w [V, D] added to (undefined: the head is frozen). Logits are computed again.
   void backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
+                const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w,
+                const at::Tensor& d_entropy = {});
+
+  /// The likeliest tokens of each row without a filter, likeliest first and equal ones by id: ids [U, k] int64 and
+  /// their log-probabilities [U, k] in A, on the CPU.
+  void likeliest(const at::Tensor& x, const at::Tensor& w, double temperature, const at::Tensor& ids,
+                 const at::Tensor& logprobs);
 
   /// Both at once, without a filter, in float32 or bfloat16: the log-probabilities of `forward`, bit for bit, and the
   /// gradients from what `loss` makes of them. The logits of some rows are kept until their loss is known, so that
@@ -71,10 +78,11 @@ class VocabularyHead {
   void forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                     const PairValues& values, RowSums* sums, const at::Tensor& entropy);
   void backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature,
-                      RowRange range, const float* kept, const float* d_logprobs, const RowSums* sums,
-                      const at::Tensor& d_x, const at::Tensor& d_w);
+                      RowRange range, const float* kept, const float* d_logprobs, const float* d_entropy,
+                      const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
   void backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                     const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
+                     const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w,
+                     const at::Tensor& d_entropy);
   // On a CUDA device: chunks of whole rows of logits, whatever the scoring (vocabulary_head_device.cpp).
   struct DevicePairs {
     at::Tensor first, targets;
@@ -85,14 +93,14 @@ class VocabularyHead {
                          const TokenScoring& scoring, const PairValues& values, const at::Tensor& entropy);
   void backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                           const TokenScoring& scoring, const PairValues& d_values, const at::Tensor& d_x,
-                          const at::Tensor& d_w);
+                          const at::Tensor& d_w, const at::Tensor& d_entropy);
   void forward_backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                   const TokenScoring& scoring, const at::Tensor& logprobs, const PairLoss& loss,
                                   const at::Tensor& d_x, const at::Tensor& d_w);
   at::Tensor device_scratch(at::Tensor& buffer, at::IntArrayRef shape, const at::TensorOptions& options);
   void chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring,
                       const PairValues& d_values, const RowSums* sums, const at::Tensor& logits,
-                      const at::Tensor& d_logits) const;
+                      const at::Tensor& d_logits, const at::Tensor& d_entropy) const;
   void check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) const;
   at::Tensor whole_logits(const at::Tensor& x, const at::Tensor& w, at::ScalarType dtype);
   VocabSlice slice_;

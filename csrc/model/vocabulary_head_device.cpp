@@ -1,5 +1,8 @@
 // The head on a CUDA device: whole rows of logits for as many rows at a time as fit a fixed budget. The product has the
 // engine's own shape (all of the vocabulary), so a row of logits has the engine's bits.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/log_softmax.h>
+
 #include <algorithm>
 
 #include "common/check.h"
@@ -13,6 +16,14 @@ namespace nemo_rl::model {
 namespace {
 
 constexpr std::int64_t kDeviceLogits = std::int64_t{1} << 27;  // 512 MiB of float32
+
+/// d_logits += h d H / d logits = -h softmax (log softmax + H) / temperature, row by row.
+void add_entropy_gradient(const at::Tensor& logits, double temperature, const at::Tensor& h,
+                          const at::Tensor& d_logits) {
+  auto share = at::log_softmax(logits.div(temperature), 1);
+  const auto probability = share.exp(), entropy = probability.mul(share).sum(1, /*keepdim=*/true).neg();
+  d_logits.sub_(share.add_(entropy).mul_(probability).mul_(h.unsqueeze(1).div(temperature)));
+}
 
 std::int64_t rows_at_once(std::int64_t V) { return std::max<std::int64_t>(1, kDeviceLogits / V); }
 
@@ -53,7 +64,7 @@ void VocabularyHead::forward_on_device(const at::Tensor& x, const at::Tensor& w,
 
 void VocabularyHead::backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                         const TokenScoring& scoring, const PairValues& d_values, const at::Tensor& d_x,
-                                        const at::Tensor& d_w) {
+                                        const at::Tensor& d_w, const at::Tensor& d_entropy) {
   const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
   if (U == 0) return;
   const at::Tensor d_unfiltered =
@@ -68,6 +79,8 @@ void VocabularyHead::backward_on_device(const at::Tensor& x, const at::Tensor& w
     slice_.cap(logits);
     ops::pairs_gradient(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, d_values.logprobs,
                         d_unfiltered, d_logits);
+    if (d_entropy.defined())
+      add_entropy_gradient(logits, scoring.temperature, d_entropy.narrow(0, start, count), d_logits);
     if (slice_.softcap() > 0) d_logits.mul_(logits.div(slice_.softcap()).square().neg().add(1));
     if (d_w.defined()) ops::linear_backward_weight(d_logits, rows, d_w);
     ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));

@@ -45,8 +45,8 @@ const std::vector<std::string>& clipped_pg_metric_names() {
 }
 
 RatioMode parse_ratio_mode(const std::string& name) {
-  static const std::vector<std::string> names = {"ppo",     "reinforce", "cispo", "on_policy", "sapo",
-                                                 "dppo_tv", "dppo_kl",   "dro",   "gmpo",      "vespo"};
+  static const std::vector<std::string> names = {"ppo",     "reinforce", "cispo", "on_policy", "sapo",  "dppo_tv",
+                                                 "dppo_kl", "dro",       "gmpo",  "vespo",     "kl_cov"};
   const auto found = std::find(names.begin(), names.end(), name);
   NRL_CHECK_ARG(found != names.end(), "ratio mode '", name, "' is unknown; expected one of ", c10::Join(", ", names));
   return static_cast<RatioMode>(found - names.begin());
@@ -60,6 +60,13 @@ ImportanceSampling parse_importance_sampling(const std::string& name) {
   if (name == "seq-mask-tis") return ImportanceSampling::seq_mask_tis;
   NRL_CHECK_ARG(false, "loss_fn.truncated_importance_sampling_type '", name,
                 "' is unknown; expected tis, icepop or seq-mask-tis");
+}
+
+ImportanceLevel parse_importance_level(const std::string& name) {
+  if (name == "token") return ImportanceLevel::token;
+  if (name == "sequence") return ImportanceLevel::sequence;
+  if (name == "geometric") return ImportanceLevel::geometric;
+  NRL_CHECK_ARG(false, "importance level '", name, "' is unknown; expected token, sequence or geometric");
 }
 
 KlEstimator parse_kl_estimator(const std::string& name) {
@@ -92,16 +99,20 @@ void check_config(const ClippedPGConfig& c) {
   NRL_CHECK_ARG(!bounded || (c.importance_max > 0 && c.importance_min <= c.importance_max),
                 "loss_fn.truncated_importance_sampling_ratio is ", c.importance_max, " with ..._ratio_min ",
                 c.importance_min, "; expected a positive upper bound not below the lower one");
+  NRL_CHECK_ARG(!(c.importance_sampling == ImportanceSampling::seq_mask_tis && row_importance(c)),
+                "loss_fn.truncated_importance_sampling_type seq-mask-tis needs a weight for each token");
   NRL_CHECK_ARG(
-      !(c.importance_sampling == ImportanceSampling::seq_mask_tis && c.sequence_level_ratios),
-      "loss_fn.truncated_importance_sampling_type seq-mask-tis does not go with sequence_level_importance_ratios");
+      !(c.importance_level != ImportanceLevel::token && (c.sequence_level_ratios || c.ratio_mode == RatioMode::vespo)),
+      "an importance weight for each sequence does not go with sequence_level_importance_ratios and vespo, "
+      "which have their own");
 }
 
 namespace {
 
 /// The converted tensors, kept alive while the kernel reads them.
 struct Prepared {
-  at::Tensor curr, advantages, prev, generation, reference, unfiltered, token_mask, sample_mask, rewards, counts;
+  at::Tensor curr, advantages, prev, generation, reference, unfiltered, token_mask, penalty, sample_mask, rewards,
+      counts;
 };
 
 at::Tensor count_or(const at::Tensor& given, const at::Tensor& own, const at::Tensor& like, const char* name) {
@@ -138,6 +149,7 @@ Prepared prepare(const ClippedPGInputs& in, const ClippedPGConfig& config) {
   p.token_mask = as_matrix(in.token_mask, p.curr, B, S, "token_mask");
   p.sample_mask = as_vector(in.sample_mask, p.curr, B, "sample_mask");
   if (config.ratio_mode != RatioMode::on_policy) p.prev = as_matrix(in.prev_logprobs, p.curr, B, S, "prev_logprobs");
+  if (config.ratio_mode == RatioMode::kl_cov) p.penalty = as_matrix(in.kl_cov_penalty, p.curr, B, S, "kl_cov_penalty");
   if (config.kl_penalty != 0) {
     p.reference = as_matrix(in.reference_policy_logprobs, p.curr, B, S, "reference_policy_logprobs");
     if (in.curr_logprobs_unfiltered.defined())
@@ -166,6 +178,7 @@ ClippedPGArgs<T> kernel_args(const Prepared& p, ClippedPGResult& out) {
   a.generation = view<T>(p.generation, 1);
   a.reference = view<T>(p.reference, 1);
   a.token_mask = view<T>(p.token_mask, 1);
+  a.penalty = view<T>(p.penalty, 1);
   a.sample_mask = p.sample_mask.const_data_ptr<T>();
   a.rewards = p.rewards.defined() ? p.rewards.const_data_ptr<T>() : nullptr;
   a.grad = out.grad_logprobs.mutable_data_ptr<T>();

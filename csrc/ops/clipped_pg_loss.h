@@ -11,6 +11,7 @@
 namespace nemo_rl::ops {
 
 using kernels::ClippedPGConfig;
+using kernels::ImportanceLevel;
 using kernels::ImportanceSampling;
 using kernels::KlEstimator;
 using kernels::RatioMode;
@@ -25,6 +26,7 @@ struct ClippedPGInputs {
   at::Tensor reference_policy_logprobs;   ///< [B, S]; read only if kl_penalty != 0
   at::Tensor token_mask;                  ///< [B, S]
   at::Tensor sample_mask;                 ///< [B]
+  at::Tensor kl_cov_penalty;              ///< [B, S]; read with RatioMode::kl_cov
   at::Tensor curr_logprobs_unfiltered;    ///< [B, S-1], optional: what the KL term uses under top-k/top-p
   at::Tensor rewards;                     ///< [B], optional: for the positive-example NLL
   at::Tensor global_valid_toks;           ///< scalar; undefined: this batch's own count
@@ -49,6 +51,7 @@ void check_config(const ClippedPGConfig& config);
 
 RatioMode parse_ratio_mode(const std::string& name);
 ImportanceSampling parse_importance_sampling(const std::string& name);
+ImportanceLevel parse_importance_level(const std::string& name);
 KlEstimator parse_kl_estimator(const std::string& name);
 
 template <class T>

@@ -37,6 +37,7 @@ struct PackedBatch {
   at::Tensor positions;  ///< [T]
   std::vector<ops::AttentionSequence> sequences;
   model::TokenQuery query;
+  std::int64_t rows() const { return static_cast<std::int64_t>(query.rows.size()); }
   std::vector<std::int64_t> places;   ///< [R] pair i belongs at this element of the results
   std::vector<std::int64_t> samples;  ///< [R] the row that pair i belongs to
 };

@@ -29,7 +29,7 @@ at::Tensor index_of(const std::vector<std::int64_t>& values, std::int64_t begin,
 
 bool TokenLoss::separable(const ops::ClippedPGConfig& config) {
   return (config.token_level_loss || (config.fixed_length > 0 && !config.sequence_level_ratios)) &&
-         config.ratio_mode != kernels::RatioMode::vespo &&
+         config.ratio_mode != kernels::RatioMode::vespo && config.importance_level == kernels::ImportanceLevel::token &&
          config.importance_sampling != kernels::ImportanceSampling::seq_mask_tis;
 }
 
@@ -50,6 +50,7 @@ model::PairLoss TokenLoss::at(const std::vector<std::int64_t>& places, const std
     tokens.generation_logprobs = token_rows(inputs.generation_logprobs, index);
     tokens.reference_policy_logprobs = token_rows(inputs.reference_policy_logprobs, index);
     tokens.token_mask = token_rows(inputs.token_mask, index);
+    tokens.kl_cov_penalty = token_rows(inputs.kl_cov_penalty, index);
     tokens.sample_mask = sample_rows(inputs.sample_mask, rows);
     tokens.rewards = sample_rows(inputs.rewards, rows);
     const auto result = ops::clipped_pg_loss(tokens, config);

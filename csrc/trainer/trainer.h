@@ -25,6 +25,15 @@ struct ForwardOptions {
   bool checkpoint = false;  ///< keep only layer inputs and compute the rest again
 };
 
+/// What a forward computes of the wanted tokens, or the gradient with respect to it: CPU tensors in the accumulation
+/// dtype, shaped like the batch's token_ids, whose other entries are untouched. All but the first are optional.
+struct TokenOutputs {
+  at::Tensor out;         ///< log-probability (-inf where the filter removes the token); with a value head the value
+  at::Tensor unfiltered;  ///< the same without top-k and top-p
+  at::Tensor entropy;     ///< in nats, of the unfiltered distribution that the token was drawn from
+  at::Tensor candidates;  ///< [T, K]: log-probabilities of other tokens at the same place, without a filter
+};
+
 /// The types of AdamW's moments: undefined is that of the master weights; or bfloat16, rounded as kernels/adamw.h says.
 struct MomentTypes {
   std::optional<at::ScalarType> exp_avg, exp_avg_sq;
@@ -40,11 +49,15 @@ class Trainer {
 
   model::DecoderModel& model() { return *model_; }
 
-  /// Log-probabilities of the wanted tokens scattered into `out`, shaped like the batch's token_ids (other entries
-  /// untouched); -inf where the filter of `scoring` removes the token. `unfiltered` (optional, like out): the same
-  /// without the filter. With a value head their values, and `scoring` is the default.
+  /// Fills `outputs`. candidate_ids: int64 [T, K], the tokens of `candidates`, which a filter excludes. With a value
+  /// head `scoring` is the default and `out` alone is there.
   void forward(const RowBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
-               const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered = {});
+               const ForwardOptions& options, const TokenOutputs& outputs, const at::Tensor& candidate_ids = {});
+
+  /// The likeliest tokens at the wanted tokens' places: ids int64 [T, k] and logprobs [T, k] in the accumulation dtype,
+  /// other entries untouched.
+  void likeliest(const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix,
+                 const at::Tensor& ids, const at::Tensor& logprobs);
 
   /// The same log-probabilities with the head's backward done at once, for a loss whose gradient needs single tokens
   /// (no filter, no float64, no value head; `options.keep`). `backward` without arguments does the rest.
@@ -57,9 +70,8 @@ class Trainer {
   /// for training.
   at::Tensor logits(const at::Tensor& token_ids);
 
-  /// Adds to the gradients from d_out, shaped like `out`, read at the wanted tokens of the last forward with keep;
-  /// d_unfiltered: the same for its `unfiltered`.
-  void backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered = {});
+  /// Adds to the gradients from those of the last forward's outputs (with keep), read at its wanted tokens.
+  void backward(const TokenOutputs& d_outputs);
   /// After a forward with a loss.
   void backward();
 
@@ -102,6 +114,10 @@ class Trainer {
   at::Tensor zero_moments(std::optional<at::ScalarType> type) const;
   void forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
   std::vector<model::KeptActivations::Node> kept_nodes() const;
+  void add_candidates(const RowBatch& batch, const at::Tensor& ids, const at::Tensor& out);
+  void check_candidates(const at::Tensor& t, std::int64_t tokens, std::int64_t K) const;
+  at::Tensor pair_rows() const;
+  at::Tensor place_index() const;
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
   Gradients gradients_;
@@ -115,7 +131,8 @@ class Trainer {
   at::Tensor h_;
   std::unique_ptr<model::ActivationSource> activations_;
   model::TokenScoring scoring_;
-  bool has_unfiltered_ = false;
+  bool has_unfiltered_ = false, has_entropy_ = false;
+  std::int64_t candidates_ = 0;  // K
   bool pending_ = false;
   bool head_done_ = false;  // its backward, by a forward with a loss
   bool last_backward_ = false;

@@ -32,6 +32,11 @@ def workers(count: int, executor: str = "processes") -> tuple[str, ...]:
 KL = ("loss_fn.reference_policy_kl_penalty=0.01", "grpo.skip_reference_policy_logprobs_calculation=false")
 
 
+ENTROPIES = (
+    "loss_fn.entropy_coef=0.1", "loss_fn.top_entropy_quantile=0.5", "grpo.adv_estimator.name=optimal_token_baseline",
+)  # fmt: skip
+
+
 def tensor_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -71,8 +76,9 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
         ("ppo_tiny.yaml", (), 3, (workers(2) + SHARDED, workers(4) + BESIDE)),
         ("grpo_guess_number.yaml", (), 2, (workers(2),)),
         ("grpo_tiny.yaml", ("policy.precision=bfloat16", *KL), 3, (workers(2) + SHARDED,)),
+        ("grpo_tiny.yaml", ENTROPIES, 2, (workers(2),)),
     ],
-    ids=["grpo", "dapo", "ppo", "multi_turn", "bfloat16_kl"],
+    ids=["grpo", "dapo", "ppo", "multi_turn", "bfloat16_kl", "entropies"],
 )
 def test_every_number_of_processes_trains_the_same_bits(tmp_path, config, overrides, steps, others):
     """However the gradients are added."""

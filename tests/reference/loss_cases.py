@@ -3,7 +3,8 @@ their differences exactly and the comparison measures the loss, not the inputs' 
 
 import numpy as np
 
-NAMED = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo", "nll")
+NAMED = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo", "kl_cov", "nll")
+OF_TOKENS = ["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "geo-tis", "geo-icepop"]
 DEFAULTS = {
     "name": "clipped_pg",
     "loss_agg_mode": None,
@@ -69,14 +70,18 @@ def config(rng):
         kinds = (
             [None]
             if c["name"] == "vespo"
-            else [None, "tis", "icepop"] + ([] if c["sequence_level_importance_ratios"] else ["seq-mask-tis"])
+            else [None, "tis", "icepop"]
+            if c["sequence_level_importance_ratios"]
+            else [None, *OF_TOKENS]
         )
         kind = kinds[rng.integers(len(kinds))]
         c["truncated_importance_sampling_type"] = kind
         if kind is not None:
             c["truncated_importance_sampling_ratio"] = float(rng.choice([1.05, 2.0, 5.0]))
             low = float(rng.choice([0.5, 0.97]))
-            c["truncated_importance_sampling_ratio_min"] = None if kind == "tis" and rng.random() < 0.5 else low
+            c["truncated_importance_sampling_ratio_min"] = (
+                None if kind.endswith("tis") and kind != "seq-mask-tis" and rng.random() < 0.5 else low
+            )
     return c
 
 
@@ -124,13 +129,20 @@ def batch(rng, max_rows=5, max_len=40):
         "token_mask": mask.astype(np.float64),
         "sample_mask": sample,
         "rewards": rng.choice([-1.0, 0.0, 1.0], B),
+        "kl_cov_penalty": 0.5 * (rng.random((B, S)) < 0.2),
     }
     x = curr[:, 1:].copy()
     if rng.random() < 0.3:
         data["curr_logprobs_unfiltered"] = near(x, 0.2)
     if rng.random() < 0.3:  # whatever lies at masked positions must not matter
         hide = ~(mask * (sample[:, None] != 0)).astype(bool)
-        for key in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+        for key in (
+            "advantages",
+            "prev_logprobs",
+            "generation_logprobs",
+            "reference_policy_logprobs",
+            "kl_cov_penalty",
+        ):
             data[key][hide] = rng.choice([1e6, -1e6, np.nan, -np.inf])
         x[hide[:, 1:]] = rng.choice([1e6, np.nan, -np.inf])
     return x, data

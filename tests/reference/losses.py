@@ -88,14 +88,16 @@ def vespo_weight(c, log_w, a):
     return math.exp(c[f"vespo_lambda_{side}"] * (1 - math.exp(log_w)) + c[f"vespo_k_{side}"] * log_w)
 
 
-def named_term(c, x, p, a, row):
-    """(R, C) of one token of the losses that `name` chooses. `row`: GMPO's ratio, VESPO's log weight."""
+def named_term(c, x, p, a, row, penalty):
+    """(R, C) of one token of the losses that `name` chooses. `row`: GMPO's ratio, VESPO's log weight; `penalty`: KL-Cov's."""
     ratio = safe_exp(x - p)
     if c["name"] == "sapo":  # arXiv 2511.20347, eq. 5
         tau = c["sapo_temperature_pos"] if a > 0 else c["sapo_temperature_neg"]
         return ratio, -a * 4 / tau / (1 + safe_exp(-tau * (ratio - 1)))
     if c["name"] == "dro":
         return ratio, -(a * x - c["dro_beta"] / 2 * (x - p) ** 2)
+    if c["name"] == "kl_cov":  # arXiv 2505.22617, eq. 12; KL at the chosen tokens, as verl's kl_cov
+        return ratio, (-a * ratio if a else 0.0) + (penalty * abs(x - p) if penalty else 0.0)
     if c["name"] == "gmpo":
         return row, (-a * row if a else 0.0)
     if c["name"] == "vespo":
@@ -111,12 +113,12 @@ def named_term(c, x, p, a, row):
     return ratio, (-a * capped * x if kept else 0.0)
 
 
-def policy_term(c, x, p, a, seq_ratio):
+def policy_term(c, x, p, a, seq_ratio, penalty=0.0):
     """(R, clamped R, C) of one token."""
     if c["name"] == "nll":
         return x, x, -x
-    if c["name"] != "clipped_pg":
-        r, loss = named_term(c, x, p, a, seq_ratio)
+    if c["name"] not in ("clipped_pg", "clip_cov"):
+        r, loss = named_term(c, x, p, a, seq_ratio, penalty)
         return r, r, loss
     lo, hi = 1 - c["ratio_clip_min"], 1 + c["ratio_clip_max"]
     if c["force_on_policy_ratio"]:
@@ -138,10 +140,10 @@ def truncate(c, w):
     """(weight, out of bounds) under tis and icepop."""
     hi, lo, kind = (c["truncated_importance_sampling_ratio"], c["truncated_importance_sampling_ratio_min"],
                     c["truncated_importance_sampling_type"])  # fmt: skip
-    if kind == "tis":
+    if kind in ("tis", "seq-tis", "geo-tis"):
         lo = 0.0 if lo is None else lo
         return clamp(w, lo, hi), float(w > hi or w < lo)
-    if kind == "icepop":
+    if kind in ("icepop", "seq-icepop", "geo-icepop"):
         kept = lo <= w <= hi
         return (w if kept else 0.0), float(not kept)
     return w, 0.0
@@ -163,6 +165,9 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
     beta = 0.0 if c["use_kl_in_reward"] else c["reference_policy_kl_penalty"]
     kind, gspo, seq_mask = c["reference_policy_kl_type"], c["sequence_level_importance_ratios"], False
     seq_mask = c["truncated_importance_sampling_type"] == "seq-mask-tis"
+    level = {"seq": "sequence", "geo": "geometric"}.get((c["truncated_importance_sampling_type"] or "")[:3], "token")
+    level = "token" if seq_mask else level
+    penalties = shift.get("kl_cov_penalty", np.zeros_like(x))
     S = Sums()
     ratios, clamped = [], []
     positive = 0.0
@@ -175,6 +180,9 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
             if gspo
             else 1.0
         )
+        if level != "token":  # verl's rollout correction: the logarithm is held in [-20, 20]
+            log_w = sum((p[b, t] - g[b, t]) * T[b, t] for t in range(N) if T[b, t] * s[b])
+            row_w = math.exp(clamp(log_w / length if level == "geometric" else log_w, -20, 20))
         kept = 1.0
         if seq_mask and s[b]:
             mean = math.exp(sum((p[b, t] - g[b, t]) * T[b, t] for t in range(N) if T[b, t]) / length)
@@ -187,8 +195,8 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
             m = T[b, t] * s[b]
             if m == 0:
                 continue
-            r, rc, loss = policy_term(c, x[b, t], p[b, t], A[b, t], seq_ratio)
-            w, oob = truncate(c, row_w if gspo else finite_exp(p[b, t] - g[b, t], largest))
+            r, rc, loss = policy_term(c, x[b, t], p[b, t], A[b, t], seq_ratio, penalties[b, t])
+            w, oob = truncate(c, row_w if gspo or level != "token" else finite_exp(p[b, t] - g[b, t], largest))
             w *= kept
             actor += T[b, t] * loss * (w if c["use_importance_sampling_correction"] and c["name"] != "vespo" else 1.0)
             if beta:
@@ -210,7 +218,7 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
             if c["positive_example_nll_weight"] > 0 and data.get("rewards") is not None and data["rewards"][b] > 0:
                 S.add("nll", -x[b, t] * m)
                 positive += m
-        if gspo:
+        if gspo or level != "token":
             S.add("row_weights", truncate(c, row_w)[0] * s[b])
         outer = 1.0 if c["token_level_loss"] else 1.0 / row_divisor(c, length)
         S.add("actor", actor * s[b] * outer)
@@ -225,7 +233,8 @@ def finish(c, S, beta, ratios, clamped, s, num_toks, num_seqs, num_positive):
     outer = toks if c["token_level_loss"] else seqs
     nll = S.get("nll", 0.0) / (num_positive + EPS)
     loss = S.get("actor", 0.0) / outer + beta * S.get("kl", 0.0) / outer + c["positive_example_nll_weight"] * nll
-    gspo = c["sequence_level_importance_ratios"]
+    kind = c["truncated_importance_sampling_type"] or ""
+    by_row = c["sequence_level_importance_ratios"] or (kind[:4] in ("seq-", "geo-") and kind != "seq-mask-tis")
     metrics = {
         "loss": loss,
         "probs_ratio_min": min(ratios, default=math.inf),
@@ -233,7 +242,7 @@ def finish(c, S, beta, ratios, clamped, s, num_toks, num_seqs, num_positive):
         "probs_ratio_clamped_min": min(clamped, default=math.inf),
         "probs_ratio_clamped_max": max(clamped, default=-math.inf),
         "kl_penalty": S.get("kl", 0.0) / outer if beta else 0.0,
-        "sampling_importance_ratio": S.get("row_weights", 0.0) / seqs if gspo else S.get("weights", 0.0) / toks,
+        "sampling_importance_ratio": S.get("row_weights", 0.0) / seqs if by_row else S.get("weights", 0.0) / toks,
         "num_valid_samples": float(s.sum()),
         "positive_nll_loss": nll,
     }

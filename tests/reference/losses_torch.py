@@ -59,7 +59,8 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
         return masked(rows, s, num_seqs)
 
     if c["name"] != "clipped_pg":
-        C = named_term(c, x, p, g, A, T, length)
+        penalty = fill(data["kl_cov_penalty"][:, 1:]) if c["name"] == "kl_cov" else None
+        C = named_term(c, x, p, g, A, T, length, penalty)
     elif c["force_on_policy_ratio"]:
         R = Rc = torch.exp(x - x.detach())
     elif c["disable_ppo_ratio"]:
@@ -95,11 +96,13 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
     return loss
 
 
-def named_term(c, x, p, g, A, T, length):
+def named_term(c, x, p, g, A, T, length, penalty):
     """C of the losses that `name` chooses, [B, N]."""
     gap, ratio = x - p, torch.exp(x - p)
     if c["name"] == "nll":
         return -x
+    if c["name"] == "kl_cov":
+        return -A * ratio + penalty * gap.abs()
     if c["name"] == "sapo":
         tau = torch.where(A > 0, torch.full_like(A, c["sapo_temperature_pos"]), c["sapo_temperature_neg"])
         return -A * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -132,14 +135,18 @@ def named_term(c, x, p, g, A, T, length):
 def importance_weights(c, p, g, T, M, length, largest):
     kind, hi = c["truncated_importance_sampling_type"], c["truncated_importance_sampling_ratio"]
     lo = c["truncated_importance_sampling_ratio_min"]
-    if c["sequence_level_importance_ratios"]:
+    if (kind or "")[:4] in ("seq-", "geo-") and kind != "seq-mask-tis":
+        log_w = ((p - g) * T).sum(1)
+        log_w = log_w / (length + EPS) if kind.startswith("geo") else log_w
+        W = log_w.clamp(-20, 20).exp()[:, None].expand_as(p)
+    elif c["sequence_level_importance_ratios"]:
         W = torch.exp(((p - g) * M).sum(1))[:, None].expand_as(p)
     else:
         W = torch.exp(p - g)
     W = torch.where(W < largest, W, torch.zeros_like(W)).detach()
-    if kind == "tis":
+    if kind in ("tis", "seq-tis", "geo-tis"):
         W = W.clamp(0.0 if lo is None else lo, hi)
-    elif kind == "icepop":
+    elif kind in ("icepop", "seq-icepop", "geo-icepop"):
         W = torch.where((W >= lo) & (W <= hi), W, torch.zeros_like(W))
     elif kind == "seq-mask-tis":
         mean = masked(p - g, T, length, dim=1).exp()

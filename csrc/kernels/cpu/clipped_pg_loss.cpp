@@ -85,7 +85,7 @@ constexpr bool kHasVariants = false;
 
 template <class T>
 Variant variant_of(const ClippedPGArgs<T>& a, const ClippedPGConfig& c) {
-  const bool common = sizeof(T) == 4 && !c.sequence_level_ratios && !c.dual_clip && !corrected(c) &&
+  const bool common = sizeof(T) == 4 && !row_importance(c) && !c.dual_clip && !corrected(c) &&
                       !c.use_on_policy_kl_approximation && c.kl_type == KlEstimator::k3 && !a.unfiltered.data &&
                       !(a.rewards && c.positive_nll_weight > 0);
   if (common && c.ratio_mode == RatioMode::ppo) return c.kl_penalty != 0 ? Variant::ppo_kl : Variant::ppo;
@@ -101,6 +101,7 @@ NRL_INLINE void fix_settings(ClippedPGConfig& c, Row<T>& row) {
   c.ratio_mode = variant == Variant::ppo || variant == Variant::ppo_kl ? RatioMode::ppo : RatioMode::on_policy;
   c.sequence_level_ratios = c.dual_clip = c.use_on_policy_kl_approximation = false;
   c.importance_sampling = ImportanceSampling::none;
+  c.importance_level = ImportanceLevel::token;
   c.kl_type = KlEstimator::k3;
   if (variant == Variant::ppo || variant == Variant::on_policy) c.kl_penalty = 0;
   if ((variant == Variant::ppo_kl || variant == Variant::on_policy_kl) && c.kl_penalty == 0) __builtin_unreachable();
@@ -199,6 +200,7 @@ class RowWorker {
             from(a_.reference),
             c_.kl_penalty != 0 ? from(a_.unfiltered) : nullptr,
             from(a_.token_mask),
+            from(a_.penalty),
             a_.grad + b_ * a_.num_tokens,
             a_.grad_unfiltered ? a_.grad_unfiltered + b_ * a_.num_tokens : nullptr,
             a_.sample_mask[b_],
@@ -236,8 +238,9 @@ class RowWorker {
       known.vespo = vespo_weights<T>(c_, total(log_ratio));
     } else if (c_.sequence_level_ratios) {
       known.ratio = exp_of(static_cast<T>(total(log_ratio) / denominator));
-      known.importance = finite_or_zero(exp_of(static_cast<T>(total(log_importance) * row_.sample_mask)));
     }
+    if (row_importance(c_))
+      known.importance = importance_of_row(c_, total(log_importance), denominator, row_.sample_mask);
     if (c_.importance_sampling == ImportanceSampling::seq_mask_tis) {
       const T mean = exp_of(static_cast<T>(total(finite_log_importance) / denominator));
       known.kept = mean >= static_cast<T>(c_.importance_min) && mean <= static_cast<T>(c_.importance_max) ? T(1) : T(0);
@@ -298,7 +301,7 @@ class RowWorker {
     const T weight = truncate_importance(c_.importance_sampling, known.importance, static_cast<T>(c_.importance_min),
                                          static_cast<T>(c_.importance_max))
                          .weight;
-    if (c_.sequence_level_ratios) out_[kImportance] = static_cast<double>(weight * known.kept) * row_.sample_mask;
+    if (row_importance(c_)) out_[kImportance] = static_cast<double>(weight * known.kept) * row_.sample_mask;
     if (c_.importance_sampling == ImportanceSampling::seq_mask_tis)
       out_[kOutOfBounds] = (1.0 - known.kept) * row_.sample_mask;
   }

@@ -14,7 +14,7 @@ struct RowContext {
   T grad_weight = 0;     ///< the same times the outer reciprocal count
   T inverse_length = 0;  ///< 1 / (sum of the token mask + 1e-8)
   T ratio = 1;           ///< GSPO, GMPO: the row's R
-  T importance = 1;      ///< GSPO: the row's W (finite, before truncation)
+  T importance = 1;      ///< the row's W, where it has one (finite, before truncation)
   T kept = 1;            ///< seq-mask-tis: 1 if the row's geometric mean is inside the bounds
   T nll_weight = 0;      ///< gradient of the NLL term a token; 0 unless the reward is positive
   RowWeights<T> vespo = {T(1), T(1)};
@@ -24,7 +24,7 @@ struct RowContext {
 template <class T>
 struct Row {
   std::int64_t num_tokens = 0;
-  const T *curr, *advantages, *prev, *generation, *reference, *unfiltered, *token_mask;  ///< null: not read
+  const T *curr, *advantages, *prev, *generation, *reference, *unfiltered, *token_mask, *penalty;  ///< null: not read
   T *grad, *grad_unfiltered;
   T sample_mask = 0;
   T lo = 0, hi = 0;  ///< bounds of the ratio
@@ -34,7 +34,7 @@ struct Row {
 /// Sixteen tokens: inputs, 0 at masked positions.
 template <class P>
 struct Tokens {
-  P x, prev, gen, adv, mask, ref, unf;
+  P x, prev, gen, adv, mask, ref, unf, penalty;
 };
 
 /// What they add to the sums.
@@ -74,6 +74,7 @@ NRL_INLINE Tokens<Vec<T>> load_tokens(const Row<T>& row, const ClippedPGConfig& 
   k.prev = c.ratio_mode == RatioMode::on_policy ? k.x : select(valid, load(row, row.prev, t), zero);
   k.ref = c.kl_penalty != 0 ? select(valid, load(row, row.reference, t), zero) : zero;
   k.unf = row.unfiltered ? select(valid, load(row, row.unfiltered, t), zero) : k.x;
+  k.penalty = c.ratio_mode == RatioMode::kl_cov ? select(valid, load(row, row.penalty, t), zero) : zero;
   return k;
 }
 
@@ -91,7 +92,7 @@ NRL_INLINE PolicyTerm<P> policy_terms(const Row<T>& row, const ClippedPGConfig& 
   P lo(row.lo), hi(row.hi);
   if (!grouped_ratio(c)) {
     const RowWeights<P> vespo = {P(row.known.vespo.positive), P(row.known.vespo.negative)};
-    return token_term(c, k.x, k.prev, k.adv, lo, hi, vespo);
+    return token_term(c, k.x, k.prev, k.adv, lo, hi, vespo, k.penalty);
   }
   P ratio = select(k.mask != P(0), P(row.known.ratio), P(0));  // a row's ratio may be infinite, and 0 * inf is NaN
   return grouped_term(c, k.adv, ratio, lo, hi);
@@ -137,7 +138,7 @@ NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, Los
 
 template <class T, class P = Vec<T>>
 NRL_INLINE void importance_terms(const Row<T>& row, const ClippedPGConfig& c, LossTerms<P>& out) {
-  P raw = c.sequence_level_ratios ? P(row.known.importance) : out.mismatch.importance;
+  P raw = row_importance(c) ? P(row.known.importance) : out.mismatch.importance;
   TruncatedWeight<P> w = truncate_importance(c.importance_sampling, raw, P(c.importance_min), P(c.importance_max));
   out.weight = c.importance_sampling == ImportanceSampling::seq_mask_tis ? w.weight * P(row.known.kept) : w.weight;
   out.oob = w.out_of_bounds;

@@ -18,14 +18,16 @@ struct Row {
 
 template <class T>
 struct Token {
-  T x, prev, gen, adv, mask;
+  T x, prev, gen, adv, mask, penalty;
 };
 
 template <class T>
 __device__ __forceinline__ Token<T> load_token(const ClippedPGArgs<T>& a, RatioMode mode, std::int64_t b,
                                                std::int64_t t, T mask) {
   const T x = a.curr.row(b)[t];
-  return {x, mode == RatioMode::on_policy ? x : a.prev.row(b)[t], a.generation.row(b)[t], a.advantages.row(b)[t], mask};
+  const T prev = mode == RatioMode::on_policy ? x : a.prev.row(b)[t];
+  const T penalty = mode == RatioMode::kl_cov ? a.penalty.row(b)[t] : T(0);
+  return {x, prev, a.generation.row(b)[t], a.advantages.row(b)[t], mask, penalty};
 }
 
 /// What a token adds to its row's log ratio.
@@ -64,8 +66,8 @@ __device__ Row<T> prepare_row(const ClippedPGArgs<T>& a, const ClippedPGConfig& 
       row.vespo = vespo_weights<T>(c, ratio);
     } else if (c.sequence_level_ratios) {
       row.ratio = exp_of(static_cast<T>(ratio / denominator));
-      row.importance = finite_or_zero(exp_of(static_cast<T>(importance * sample)));
     }
+    if (row_importance(c)) row.importance = importance_of_row(c, importance, denominator, sample);
     if (c.importance_sampling == ImportanceSampling::seq_mask_tis) {
       const T mean = exp_of(static_cast<T>(finite_importance / denominator));
       row.kept = mean >= static_cast<T>(c.importance_min) && mean <= static_cast<T>(c.importance_max) ? T(1) : T(0);
@@ -80,7 +82,7 @@ __device__ __forceinline__ PolicyTerm<T> row_policy_term(const ClippedPGConfig& 
                                                          const Token<T>& k) {
   const T lo = static_cast<T>(1.0 - c.ratio_clip_min), hi = static_cast<T>(1.0 + c.ratio_clip_max);
   if (grouped_ratio(c)) return grouped_term(c, k.adv, row.ratio, lo, hi);
-  return token_term(c, k.x, k.prev, k.adv, lo, hi, row.vespo);
+  return token_term(c, k.x, k.prev, k.adv, lo, hi, row.vespo, k.penalty);
 }
 
 template <class T>
@@ -98,7 +100,7 @@ __device__ void visit_token(const ClippedPGArgs<T>& a, const ClippedPGConfig& c,
                             std::int64_t b, std::int64_t t, double* sum, double& slope_sum) {
   const PolicyTerm<T> p = row_policy_term(c, row, k);
   const MismatchTerm<T> m = mismatch_term(c.kl_type, k.prev, k.gen);
-  const T raw = c.sequence_level_ratios ? row.importance : m.importance;
+  const T raw = row_importance(c) ? row.importance : m.importance;
   TruncatedWeight<T> w = truncate_importance(c.importance_sampling, raw, static_cast<T>(c.importance_min),
                                              static_cast<T>(c.importance_max));
   w.weight *= row.kept;
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(ClippedPGArgs<T> a, Clip
   sum[kActor] *= row.weight;
   sum[kKl] *= row.weight;
   sum[kValidSamples] = sample;
-  if (c.sequence_level_ratios && sample != T(0))
+  if (row_importance(c) && sample != T(0))
     sum[kImportance] =
         static_cast<double>(truncate_importance(c.importance_sampling, row.importance, static_cast<T>(c.importance_min),
                                                 static_cast<T>(c.importance_max))

@@ -244,6 +244,69 @@ class PassAtKAdvantageEstimator(_Estimator):
         return (1.0 - passed) / sd, (1.0 - passed - lost) / sd
 
 
+class MaxRLAdvantageEstimator(_Estimator):
+    """Maximum-likelihood RL (arXiv:2602.02710): (reward - mean) / mean over the group, the gradient of the log of its
+    success rate for rewards of 0 and 1; 0 where the mean is not positive. The same on every token."""
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
+        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
+    ) -> Tensor:  # fmt: skip
+        """Return advantages, also at masked positions. Samples with valid_mask 0 do not enter a mean."""
+        groups = _groups(prompt_ids, group_id)
+        mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
+        advantages = torch.where(mean > 0, (rewards - mean) / (mean + 1e-6), 0.0)
+        return _on_tokens(advantages.to(rewards.dtype), mask, offsets)
+
+
+class ReMaxAdvantageEstimator(_Estimator):
+    """ReMax (arXiv:2310.10505): reward minus the reward of the greedy answer to the same prompt, on every token."""
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor],
+        offsets: Tensor | None = None, **kwargs: object,
+    ) -> Tensor:  # fmt: skip
+        """Return advantages, also at masked positions. `repeated_batch` has `reward_baseline` [B]."""
+        return _on_tokens(rewards - repeated_batch["reward_baseline"].to(rewards.dtype), mask, offsets)
+
+
+class OptimalTokenBaselineAdvantageEstimator(_Estimator):
+    """The baseline of least variance at each token (verl's optimal_token_baseline): for the t-th trained token of the
+    responses of a group
+
+        A = reward - sum_i(W_it reward_i) / sum_i W_it,   W_it = sum over s <= t of (1 - 2 p_is + sum_v p_v^2)
+
+    over the responses i that have a t-th trained token. W is the squared norm of the gradient of their log-probability
+    with respect to the logits. Where one response alone is so long its advantage is 0."""
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor, sum_pi_squared: Tensor,
+        valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
+    ) -> Tensor:  # fmt: skip
+        """Return advantages, 0 at masked positions. Samples with valid_mask 0 do not enter a baseline."""
+        groups = _groups(prompt_ids, group_id)
+        voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
+        energy = 1 - 2 * logprobs_policy.double().exp() + sum_pi_squared.double()
+        lengths = [mask.shape[1]] * len(mask) if offsets is None else offsets.diff().tolist()
+        advantages = torch.zeros(mask.numel(), dtype=torch.float64)
+        places = [own.nonzero().flatten() for own in (mask != 0).flatten().split(lengths)]
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        for group in torch.unique(groups):
+            rows = (groups == group).nonzero().flatten().tolist()
+            depth = max(len(places[row]) for row in rows)
+            weights, rewarded = torch.zeros(2, depth, dtype=torch.float64)
+            for row in rows:
+                own = energy.flatten()[starts[row] + places[row]].cumsum(0) * float(voting[row] != 0)
+                weights[: len(own)] += own
+                rewarded[: len(own)] += own * float(rewards[row])
+            for row in rows:
+                n = len(places[row])
+                known = weights[:n] > 0
+                baseline = torch.where(known, rewarded[:n] / torch.where(known, weights[:n], 1.0), float(rewards[row]))
+                advantages[starts[row] + places[row]] = float(rewards[row]) - baseline
+        return advantages.to(rewards.dtype).view(mask.shape)
+
+
 class ReinforcePlusPlusAdvantageEstimator(_Estimator):
     """Reward minus the group's mean (if minus_baseline) and minus the token's KL penalty (if use_kl_in_reward),
     whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""
@@ -444,10 +507,12 @@ class GroupAdvantages:
         return dict(self.estimator.last_metrics)
 
     @staticmethod
-    def _of_teacher(batch: TrainBatch) -> dict[str, Tensor]:
-        if "teacher_logprobs" not in batch:
-            return {}
-        return {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}
+    def _of_some_runs(batch: TrainBatch) -> dict[str, Tensor]:
+        """Return the inputs that a stage added for one estimator alone."""
+        found = {"sum_pi_squared": batch.sum_pi_squared} if "sum_pi_squared" in batch else {}
+        if "teacher_logprobs" in batch:
+            found |= {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}
+        return found
 
     def add(self, batch: TrainBatch) -> None:
         """Add `advantages` to the batch."""
@@ -457,7 +522,7 @@ class GroupAdvantages:
             repeated_batch=batch,
             **_inputs(
                 batch, self._ragged, logprobs_policy=batch.old_logprobs,
-                logprobs_reference=batch.tokens.get("reference_policy_logprobs"), **self._of_teacher(batch),
+                logprobs_reference=batch.tokens.get("reference_policy_logprobs"), **self._of_some_runs(batch),
             ),
         )  # fmt: skip
         if self._low is not None or self._high is not None:

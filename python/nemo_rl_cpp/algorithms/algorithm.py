@@ -69,8 +69,10 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
     return RewardFunctionEnvironment(section).weight_of_name
 
 
-def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages:
-    """Return the stage for `distillation.adv_estimator.name`."""
+def distillation_advantages(config: DistillationMasterConfig) -> Advantages:
+    """Return the stage for `distillation.adv_estimator.name`; advantages of 1 if whole distributions are compared."""
+    if config.candidates is not None:
+        return EqualAdvantages(keeps_logprobs=True)
     return GroupAdvantages(
         make_estimator("grpo", config.distillation.adv_estimator, config.loss_fn), config.distillation
     )

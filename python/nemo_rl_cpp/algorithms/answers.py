@@ -52,16 +52,23 @@ def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
     return rows, {}
 
 
+@dataclass
 class EqualAdvantages:
-    """Gives every token of an answer an advantage of 1."""
+    """Gives every token of an answer an advantage of 1. keeps_logprobs: the answers were generated."""
 
-    metrics: Metrics = {}
+    keeps_logprobs: bool = False
+
     estimator = None
 
+    @property
+    def metrics(self) -> Metrics:
+        return {}
+
     def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` of 1. Remove `generation_logprobs`, because nothing was generated."""
+        """Add `advantages` of 1. Remove `generation_logprobs` if nothing was generated."""
         batch.advantages = torch.ones(batch.num_tokens)
-        batch.tokens.pop("generation_logprobs", None)
+        if not self.keeps_logprobs:
+            batch.tokens.pop("generation_logprobs", None)
 
 
 @dataclass(kw_only=True)

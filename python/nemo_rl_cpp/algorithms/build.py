@@ -277,7 +277,7 @@ def build_run(
         resources.callback(end_engine, generation)
         teachers = make_teachers(config, policy, tokenizer)
         critic = make_critic(config, tokenizer, resume, cluster, steps)
-        loss_fn, advantages = make_loss(config.loss_fn), algorithm.make_advantages(config)
+        loss_fn, advantages = make_loss(config.loss_fn, config.candidates), algorithm.make_advantages(config)
         logger = make_logger(config, state)
         resources.callback(logger.finish)
         if config.policy.generation.expose_http_server:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_rl_cpp import dotted_names
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, LossFunction, LossInputType, LossType
+from nemo_rl_cpp.algorithms.loss.distillation import TopKDistillationLossFn
 from nemo_rl_cpp.argument_checks import described
 from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GAEConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
@@ -216,12 +217,13 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
     return OwnLoss(import_object(section.name, "loss"), section, section.name)
 
 
-def make_loss(section: ClippedPGLossConfig) -> LossFunction:
-    """Return the loss of the section `loss_fn`. Raise LoadingError (a ValueError)."""
+def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> LossFunction:
+    """Return the loss of the section `loss_fn`; with `candidates`, of distillation on so many tokens. Raise LoadingError
+    (a ValueError)."""
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):
-        return ClippedPGLossFn(section)
+        return ClippedPGLossFn(section) if candidates is None else TopKDistillationLossFn(section)
     return OwnLoss(import_object(section.name, "loss"), section, section.name)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, require_valid_tokens, step_result, train_epochs
+from nemo_rl_cpp.algorithms.token_selection import select_tokens
 from nemo_rl_cpp.rollouts.batches import LogprobNeeds, add_logprobs, build_train_batch
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def train_loop(run: "TrainingRun") -> None:
                         require_valid_tokens(samples, batch, config.algorithm)
                 with timer("advantage_calculation"):
                     run.advantages.add(batch)
+                    metrics |= select_tokens(batch, config.loss_fn, loop.seed, state.step)
                 metrics |= train_epochs(run, batch, timer)
                 with timer("metrics"):
                     result = step_result(state, collected, batch, metrics, run.advantages.metrics, loop.leave_one_out)

@@ -22,7 +22,7 @@ from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, shaping_warning
 from nemo_rl_cpp.algorithms.reward_penalties import apply_reward_penalties
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
-from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers, check_vocabulary
+from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers, TopKTeachers, check_vocabulary
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
@@ -59,7 +59,7 @@ from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.rollouts.batches import Rollouts
-from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout
+from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout, with_greedy_baseline
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
 
@@ -217,7 +217,10 @@ def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer:
     if isinstance(config, GRPOMasterConfig):
         section = config.on_policy_distillation
         return Teachers(policy, section.models(), section.default_teacher)
-    return Teachers(policy, config.teachers, default="teacher.model_name")
+    options = policy, config.teachers, "teacher.model_name"
+    if config.candidates is None:
+        return Teachers(*options)
+    return TopKTeachers(*options, k=config.candidates, of_student=config.distillation.topk_of == "student")
 
 
 def make_critic(
@@ -333,6 +336,10 @@ def make_collector(
         "state": state,
         "shape_rewards": partial(shape_rewards, loop=loop),
     }  # fmt: skip
+    if config.algorithm == "grpo" and loop.adv_estimator.name == "remax":
+        parts["roll_out"] = partial(
+            with_greedy_baseline, parts["roll_out"], lambda rollouts: shape_rewards(rollouts, loop).total_reward
+        )
     parts["change_rewards"] = partial(
         _change_rewards, penalties=config.reward_penalties, length_penalty=penalty, tokenizer=tokenizer
     )

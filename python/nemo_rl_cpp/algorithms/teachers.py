@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -31,29 +32,37 @@ class NoTeacher:
         pass
 
 
+@dataclass
 class Teachers:
     """Scores each sample with the teacher of its task.
 
-    Args:
+    Attributes:
         policy: holds the teachers alongside its own weights, by their model names.
         models: the model name of each teacher.
         default: the key in `models` for tasks without a teacher of their name; None: such a task is an error.
     """
 
-    def __init__(self, policy: PolicyInterface, models: Mapping[str, str], default: str | None) -> None:
-        self.policy, self.models, self.default = policy, models, default
+    policy: PolicyInterface
+    models: Mapping[str, str]
+    default: str | None
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
         """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens. Raise ValueError for a task without
         teacher."""
-        chosen = [self._model_of(task) for task in samples.get("task_name") or [None] * batch.size]
         scored = torch.zeros(batch.num_tokens)
-        for model in sorted(set(chosen)):
-            own = batch.copy()  # masks the samples of all other teachers
-            is_own = torch.tensor([name == model for name in chosen])
-            own.samples["sample_mask"] = batch.sample_mask * is_own
+        for model, own in self._chosen(batch, samples):
             scored = scored + batch.ragged(self.policy.get_teacher_logprobs(own, model)["teacher_logprobs"])
         batch.teacher_logprobs = scored
+
+    def _chosen(self, batch: TrainBatch, samples: Rollouts) -> list[tuple[str, TrainBatch]]:
+        """Return (model, a copy of the batch that masks the samples of all other teachers) for each teacher."""
+        chosen = [self._model_of(task) for task in samples.get("task_name") or [None] * batch.size]
+        parts = []
+        for model in sorted(set(chosen)):
+            own = batch.copy()
+            own.samples["sample_mask"] = batch.sample_mask * torch.tensor([name == model for name in chosen])
+            parts.append((model, own))
+        return parts
 
     def _model_of(self, task: str | None) -> str:
         name = task if task in self.models else self.default
@@ -63,3 +72,27 @@ class Teachers:
                 "there, or set on_policy_distillation.default_teacher_alias"
             )
         return self.models[name]
+
+
+@dataclass
+class TopKTeachers(Teachers):
+    """Scores several tokens at the place of each sampled token: the `k` likeliest of the teacher or of the student."""
+
+    k: int = 1
+    of_student: bool = False
+
+    def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
+        """Add `candidate_ids` int64 [T, k] and `candidate_teacher_logprobs` [T, k] to the batch, 0 at untrained tokens.
+        Raise ValueError for a task without teacher."""
+        ids = torch.zeros(batch.num_tokens, self.k, dtype=torch.int64)
+        logprobs = torch.zeros(batch.num_tokens, self.k)
+        if self.of_student:
+            ids = self.policy.get_topk_logprobs(batch, self.k)["ids"]
+        for model, own in self._chosen(batch, samples):
+            asked = own.copy()
+            if self.of_student:
+                asked.tokens["candidate_ids"] = ids
+            scored = self.policy.get_topk_logprobs(asked, self.k, model)
+            logprobs = logprobs + scored["logprobs"]
+            ids = ids if self.of_student else ids + scored["ids"]
+        batch.tokens["candidate_ids"], batch.tokens["candidate_teacher_logprobs"] = ids, logprobs

@@ -84,6 +84,10 @@ class DistillationLossConfig(ClippedPGLossConfig):
         "reverse", "divergence between student and teacher that is lowered, estimated on the sampled tokens"
     )
     mixed_kl_weight: Fraction = key(0.5, "mixed: weight of the forward KL; the rest is the reverse KL's")
+    zero_outside_topk: bool = key(
+        False,
+        "topk_logits_k: the teacher's probability outside its k tokens counts as 0, instead of comparing the k tokens alone; reverse, mixed",
+    )
     max_teacher_ratio: Real = key(10.0, "forward, mixed: largest teacher's over student's probability of a token", gt=1)
 
 
@@ -105,8 +109,9 @@ class DistillationConfig(LoopConfig):
     val_batch_size: Positive | None = other_default("val_batch_size", 64)
     max_val_samples: Positive | None = other_default("max_val_samples", 512)
     topk_logits_k: Positive | None = key(
-        None, "the teacher's logits of a token that are compared; null: the sampled token (others are not supported)"
+        None, "how many tokens are compared at each sampled token; null: the sampled token alone"
     )
+    topk_of: Literal["teacher", "student"] = key("teacher", "topk_logits_k: whose likeliest tokens are compared")
     advantage_clip_low: Real | None = key(None, "lower bound of final advantages")
     advantage_clip_high: Real | None = key(None, "upper bound of final advantages")
     adv_estimator: DistillationEstimatorConfig = section(
@@ -131,15 +136,30 @@ def check_teachers(config: GRPOMasterConfig | DistillationMasterConfig, report: 
         if not taught and not is_user_defined(estimator.name):
             report.add(f"{key}.name", f"must be opd, which reads the teacher's scores, not {estimator.name}")
         if config.distillation.topk_logits_k is not None:
-            report.add(
-                "distillation.topk_logits_k",
-                f"is {config.distillation.topk_logits_k}, but the teacher scores the sampled tokens, not its top k: write null",
-            )
+            _check_topk(config, report)
     if config.teachers and config.policy.backend != "native":
         report.add(
             "policy.backend",
             f"is {config.policy.backend}, but a teacher is scored by the native core: set it to native",
         )
+
+
+def _check_topk(config: DistillationMasterConfig, report: Report) -> None:
+    loss, generation, name = config.loss_fn, config.policy.generation, "distillation.topk_logits_k"
+    where = f"is {config.distillation.topk_logits_k}, which "
+    if loss.kl_type == "jensen":
+        report.add(name, f"{where}goes with the kl_type forward, reverse and mixed, not jensen", "loss_fn.kl_type")
+    if loss.zero_outside_topk and config.distillation.topk_of == "student":
+        report.add(
+            "loss_fn.zero_outside_topk", "is for the teacher's tokens: set distillation.topk_of to teacher", name
+        )
+    for filtered in ("top_p", "top_k"):
+        if getattr(generation, filtered) not in (None, -1, 0, 1.0):
+            text = f"{where}compares whole distributions: set policy.generation.{filtered} to null"
+            report.add(name, text, f"policy.generation.{filtered}")
+    for term, off in (("entropy_coef", 0), ("reference_policy_kl_penalty", 0), ("top_entropy_quantile", 1)):
+        if getattr(loss, term) != off:
+            report.add(f"loss_fn.{term}", f"is for the sampled token, not for {name}: set it to {off}", name)
 
 
 def _check_on_policy_distillation(config: GRPOMasterConfig, taught: bool, report: Report) -> None:

@@ -37,6 +37,9 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "opo": _estimator("OPOAdvantageEstimator", "grpo"),
         "grpo_passk": _estimator("BestOfGroupAdvantageEstimator", "grpo"),
         "pass_at_k": _estimator("PassAtKAdvantageEstimator", "grpo"),
+        "max_rl": _estimator("MaxRLAdvantageEstimator", "grpo"),
+        "remax": _estimator("ReMaxAdvantageEstimator", "grpo"),
+        "optimal_token_baseline": _estimator("OptimalTokenBaselineAdvantageEstimator", "grpo"),
         "opd": _estimator("OPDAdvantageEstimator", "grpo"),
     },
 )
@@ -369,7 +372,8 @@ class AdvEstimatorConfig(Section):
         "grpo",
         "grpo: reward minus the group's mean; gdpo: the same for each part of the reward, then the weighted sum is whitened; "
         "reinforce_plus_plus: whitened over the batch's tokens; opo: minus the group's mean, weighted by length; grpo_passk: the best of a "
-        "group over the second best; pass_at_k: what a response adds to the chance that one of pass_k is right; opd: what the teachers of on_policy_distillation say of each token; or a class "
+        "group over the second best; pass_at_k: what a response adds to the chance that one of pass_k is right; max_rl: the group's mean is the divisor, too; remax: minus the reward of a greedy answer; optimal_token_baseline: minus the baseline of "
+        "least variance at each token; opd: what the teachers of on_policy_distillation say of each token; or a class "
         "or function of yours, as my_module.MyEstimator",
     )
     kwargs: dict[str, object] = key({}, "keyword arguments of an estimator of yours")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
 
-from .base import NonNegative, Real, Section, key
+from .base import Fraction, NonNegative, Real, Section, key
 from .errors import Report
 from .tables import OneOf
 
@@ -28,12 +28,25 @@ LOSSES: dict[str, dict[str, object]] = {
     "dppo_kl": {},
     "dro": {},
     "vespo": {},
+    "clip_cov": {},
+    "kl_cov": {},
     "nll": {"disable_ppo_ratio": True},
 }
 """The losses that `loss_fn.name` chooses, and the keys that each decides (docs/losses.md)."""
 _ALIASES = {"vanilla": "clipped_pg", "geo_mean": "gmpo"}
-OWN_TERMS = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo")
+OWN_TERMS = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo", "kl_cov")
 """Those whose name is the ratio mode of the native op; the others are clipped_pg with some keys."""
+TRUNCATIONS = {
+    "tis": ("tis", "token"),
+    "icepop": ("icepop", "token"),
+    "seq-mask-tis": ("seq-mask-tis", "token"),
+    "seq-tis": ("tis", "sequence"),
+    "seq-icepop": ("icepop", "sequence"),
+    "geo-tis": ("tis", "geometric"),
+    "geo-icepop": ("icepop", "geometric"),
+}
+"""truncated_importance_sampling_type: (what happens to a weight out of bounds, over what the weight is formed)."""
+TruncationType = Literal["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "geo-tis", "geo-icepop"]
 LossName = Annotated[str, OneOf(lambda: [*LOSSES, *_ALIASES], dotted=True)]
 
 
@@ -80,11 +93,15 @@ class ClippedPGLossConfig(Section):
         None,
         "weight tokens by training over generation probability; null: where the two are not equal to the bit (docs/vllm.md)",
     )
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = key(
-        None, "tis: clamp weights; icepop: zero weights out of bounds; seq-mask-tis: drop sequences out of bounds"
+    truncated_importance_sampling_type: TruncationType | None = key(
+        None,
+        "tis: clamp weights; icepop: zero weights out of bounds; seq-mask-tis: drop sequences out of bounds; seq-tis, seq-icepop: one "
+        "weight a sequence, the product of its tokens'; geo-tis, geo-icepop: their geometric mean",
     )
     truncated_importance_sampling_ratio: Real | None = key(None, "upper bound of the weight")
-    truncated_importance_sampling_ratio_min: Real | None = key(None, "lower bound of the weight (icepop, seq-mask-tis)")
+    truncated_importance_sampling_ratio_min: Real | None = key(
+        None, "lower bound of the weight (needed except by tis, seq-tis and geo-tis)"
+    )
     positive_example_nll_weight: NonNegative = key(0.0, "VAPO: weight of the likelihood of correct samples; 0: off")
     sapo_temperature_pos: Real = key(1.0, "sapo: steepness of the gate for positive advantages", gt=0)
     sapo_temperature_neg: Real = key(1.05, "sapo: steepness of the gate for other advantages", gt=0)
@@ -93,6 +110,21 @@ class ClippedPGLossConfig(Section):
     vespo_lambda_pos: NonNegative = key(3.0, "vespo: decay in the sequence's ratio, advantages from 0 on")
     vespo_k_neg: NonNegative = key(3.0, "vespo: power of the sequence's ratio, negative advantages")
     vespo_lambda_neg: NonNegative = key(2.0, "vespo: decay in the sequence's ratio, negative advantages")
+    bypass_mode: bool = key(
+        False,
+        "ratios against the log-probabilities that generation reported, instead of those of a pass before training",
+    )
+    entropy_coef: NonNegative = key(
+        0.0, "entropy bonus: weight of the policy's mean entropy, which is subtracted from the loss; 0: off"
+    )
+    top_entropy_quantile: Fraction = key(
+        1.0, "share of the step's tokens, those with the largest entropy, that learn from their advantages", gt=0
+    )
+    clip_cov_ratio: Fraction = key(0.0002, "clip_cov: share of the step's tokens that are left out", gt=0)
+    clip_cov_lb: Real = key(1.0, "clip_cov: tokens are drawn among those with a covariance above this ...")
+    clip_cov_ub: Real = key(5.0, "clip_cov: ... and below this")
+    kl_cov_ratio: Fraction = key(0.0002, "kl_cov: share of the step's tokens that are penalised", gt=0)
+    ppo_kl_coef: NonNegative = key(1.0, "kl_cov: weight of the distance from the old log-probability at those tokens")
     # set by the program, see config.fold
     _correction_left_open: bool = PrivateAttr(False)
 
@@ -116,6 +148,16 @@ class ClippedPGLossConfig(Section):
             raise ValueError(
                 "use_importance_sampling_correction does not go with the loss nll, whose answers nobody sampled"
             )
+        if name in ("dro", "nll") and self.top_entropy_quantile < 1:
+            raise ValueError(
+                f"top_entropy_quantile is {self.top_entropy_quantile:g}, but the loss {name} does not vanish where the advantage does: "
+                "leave it out"
+            )
+        if self.bypass_mode and (self.use_importance_sampling_correction or self.force_on_policy_ratio):
+            raise ValueError(
+                "bypass_mode takes generation's log-probabilities for the old policy's, so that nothing is left to correct: leave "
+                "use_importance_sampling_correction and force_on_policy_ratio out"
+            )
         if name in OWN_TERMS and (self.use_cispo or self.disable_ppo_ratio or self.force_on_policy_ratio):
             raise ValueError(f"use_cispo, disable_ppo_ratio and force_on_policy_ratio do not go with the loss {name}")
         return self
@@ -129,7 +171,7 @@ class ClippedPGLossConfig(Section):
         """Set `use_importance_sampling_correction` if it is left open."""
         if self.use_importance_sampling_correction is None:
             self._correction_left_open = True
-            self.__dict__["use_importance_sampling_correction"] = wanted and self.name != "nll"
+            self.__dict__["use_importance_sampling_correction"] = wanted and self.name != "nll" and not self.bypass_mode
 
     def fill_scale_factor(self, max_new_tokens: int) -> None:
         """Set `loss_scale_factor` if it is needed and left open."""
@@ -188,8 +230,8 @@ def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
             if value is not None:
                 report.add(
                     f"{prefix}_{name}",
-                    f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to tis, icepop "
-                    "or seq-mask-tis, or this to null",
+                    f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to {_one_of_truncations()}, or "
+                    "this to null",
                     f"{prefix}_type",
                 )
         return
@@ -203,15 +245,20 @@ def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
         report.add(f"{prefix}_ratio", f"is missing: the type {kind} needs an upper bound", f"{prefix}_type")
     elif high <= 0:
         report.add(f"{prefix}_ratio", f"must be greater than 0, not {high:g}")
-    if low is None and kind != "tis":
+    if low is None and TRUNCATIONS[kind][0] != "tis":
         report.add(f"{prefix}_ratio_min", f"is missing: the type {kind} needs a lower bound", f"{prefix}_type")
     elif low is not None and high is not None and low > high:
         report.add(
             f"{prefix}_ratio_min", f"{low:g} is above truncated_importance_sampling_ratio {high:g}", f"{prefix}_ratio"
         )
-    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+    if kind not in ("tis", "icepop") and loss.sequence_level_importance_ratios:
         report.add(
             f"{prefix}_type",
-            "seq-mask-tis needs token-level ratios: set sequence_level_importance_ratios to false",
+            f"{kind} needs token-level ratios: set sequence_level_importance_ratios to false",
             "loss_fn.sequence_level_importance_ratios",
         )
+
+
+def _one_of_truncations() -> str:
+    *others, last = TRUNCATIONS
+    return f"{', '.join(others)} or {last}"

@@ -159,6 +159,11 @@ class TrainMasterConfig(MasterConfig):
         return {}
 
     @property
+    def candidates(self) -> int | None:
+        """How many tokens a teacher and the policy are compared on at each sampled token; None: the sampled one."""
+        return None
+
+    @property
     def loop(self) -> LoopConfig:
         """The training loop's section."""
         return getattr(self, self.algorithm)
@@ -219,6 +224,10 @@ class DistillationMasterConfig(TrainMasterConfig):
     @property
     def teachers(self) -> dict[str, str]:
         return {"teacher.model_name": absolute_folder(self.teacher.model_name)}
+
+    @property
+    def candidates(self) -> int | None:
+        return self.distillation.topk_logits_k
 
 
 class PPOMasterConfig(TrainMasterConfig):

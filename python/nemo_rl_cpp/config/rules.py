@@ -64,6 +64,7 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
             text = f"go to a class or function of yours, but {key}.name is {section.name}: leave them out"
             report.add(f"{key}.kwargs", text, f"{key}.name")
     _check_force_on_policy(config, report)
+    _check_entropies(config, report)
     if name == "grpo":
         _check_advantages(config, report)
     if name in ("grpo", "distillation"):
@@ -89,9 +90,18 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
             "to processes or ray, with resources"
         )
         report.add(name, text, colocated)
-    if not loss.use_importance_sampling_correction:
+    if not loss.use_importance_sampling_correction and not loss.bypass_mode:
         key = "loss_fn.use_importance_sampling_correction"
         report.add(name, f"trains on responses of older weights: set {key}=true", key)
+
+
+def _check_entropies(config: TrainMasterConfig, report: Report) -> None:
+    loss, backend = config.loss_fn, config.policy.backend
+    for name, off in (("entropy_coef", 0), ("top_entropy_quantile", 1)):
+        value = getattr(loss, name)
+        if value != off and backend != "native":
+            text = f"is {value:g}, but policy.backend {backend} gives no entropies: set policy.backend to native, or this to {off}"
+            report.add(f"loss_fn.{name}", text, "policy.backend")
 
 
 def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:

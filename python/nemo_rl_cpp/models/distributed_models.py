@@ -165,8 +165,20 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     ) -> BatchedDataDict:
         return self._gather("get_reference_policy_logprobs", "reference_logprobs", data, micro_batch_size)
 
+    def get_entropies(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
+        return self._gather("get_entropies", "entropies", data, micro_batch_size)
+
+    def get_sum_pi_squared(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
+        return self._gather("get_sum_pi_squared", "sum_pi_squared", data, micro_batch_size)
+
     def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
         return self._gather("get_teacher_logprobs", "teacher_logprobs", data, micro_batch_size, teacher=teacher)
+
+    def get_topk_logprobs(
+        self, data: RaggedBatch, k: int, teacher: str | None = None, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        batch = plain_batch(data)
+        return self.group.call_all("get_topk_logprobs", batch, k, teacher, micro_batch_size)[0]
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
@@ -214,6 +226,12 @@ class DistributedValue(DistributedModel, ValueInterface):
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         return self._gather("get_values", "values", data, micro_batch_size)
+
+    def get_topk_logprobs(
+        self, data: RaggedBatch, k: int, teacher: str | None = None, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        batch = plain_batch(data)
+        return self.group.call_all("get_topk_logprobs", batch, k, teacher, micro_batch_size)[0]
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,

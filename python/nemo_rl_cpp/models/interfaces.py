@@ -8,6 +8,7 @@ from typing import NotRequired, Protocol, TypedDict
 import torch
 
 from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 from nemo_rl_cpp.models.policy.train_step import Exactness, Loss
@@ -87,9 +88,24 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         """Return {"reference_logprobs": float32 [T] or [B, S]}, computed like `get_logprobs`, but under the frozen
         initial weights and without filters."""
 
+    def get_entropies(self, data: Mapping[str, object]) -> Mapping[str, object]:
+        """Return {"entropies": float32 [T] or [B, S]}: the entropy in nats of the distribution that each token was drawn
+        from, under the current weights and without filters; 0 at untrained tokens. Called only with a
+        `top_entropy_quantile` below 1."""
+
+    def get_sum_pi_squared(self, data: Mapping[str, object]) -> Mapping[str, object]:
+        """Return {"sum_pi_squared": float32 [T] or [B, S]}: the sum of squared probabilities over the vocabulary at each
+        token, under the current weights and without filters; 0 at untrained tokens. Called only for the estimator
+        optimal_token_baseline."""
+
     def get_teacher_logprobs(self, data: Mapping[str, object], teacher: str) -> Mapping[str, object]:
         """Return {"teacher_logprobs": float32 [T] or [B, S]}, computed like `get_reference_policy_logprobs`, but under
         the weights of the model `teacher`. Called only in runs with teachers."""
+
+    def get_topk_logprobs(self, data: RaggedBatch, k: int, teacher: str | None = None) -> Mapping[str, torch.Tensor]:
+        """Return {"ids": int64 [T, k], "logprobs": float32 [T, k]}: the likeliest tokens at each trained token under the
+        policy or the model `teacher`, without filters; 0 at untrained tokens. If the data has `candidate_ids` [T, k],
+        these are scored instead. Called only with `distillation.topk_logits_k`."""
 
     def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
         """Train on the batch once, with one optimizer step per global batch. The engine's weights are stale afterwards.

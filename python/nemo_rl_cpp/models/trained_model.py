@@ -222,6 +222,38 @@ class TrainedModel(NoOffload):
                                 top_p=scoring.top_p, top_k=scoring.top_k)  # fmt: skip
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
 
+    def _entropies(self, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring) -> Tensor:
+        """Return the entropy at each wanted token in nats, [T], without top-k and top-p; 0 at all other tokens."""
+        batching = self._batching("logprob", micro_batch_size)
+        rows = self.ranks.part(batch, 0, batch.size)
+        native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
+        out, entropies = (torch.zeros(batch.num_tokens, dtype=self.trainer.out_dtype) for _ in range(2))
+        for micro in micro_batches:
+            self.trainer.forward(
+                native, micro, scoring.temperature, batching.share_prefix, False, False, out, entropy=entropies
+            )
+        return self.ranks.whole(entropies)
+
+    def _score_candidates(
+        self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, temperature: float, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return (ids int64 [T, k], log-probabilities [T, k]) at each wanted token, 0 at all other tokens: the likeliest
+        tokens, or those of the batch's `candidate_ids`."""
+        trainer = self.trainer if model is self.model else self._trainer_of(model)
+        batching, rows = self._batching("logprob", micro_batch_size), self.ranks.part(batch, 0, batch.size)
+        native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
+        ids = batch.tokens.get("candidate_ids")
+        given, shape = ids is not None, (batch.num_tokens, k)
+        ids = torch.zeros(shape, dtype=torch.int64) if ids is None else ids.contiguous()
+        logprobs, out = (torch.zeros(size, dtype=trainer.out_dtype) for size in (shape, (batch.num_tokens,)))
+        for micro in micro_batches:
+            common = native, micro, temperature, batching.share_prefix
+            if given:
+                trainer.forward(*common, False, False, out, candidate_ids=ids, candidates=logprobs)
+            else:
+                trainer.likeliest(*common, ids, logprobs)
+        return ids if given else self.ranks.whole(ids), self.ranks.whole(logprobs)
+
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
         """Return a context around a loop over micro-batches, for models whose passes involve all ranks; native models
         need none."""

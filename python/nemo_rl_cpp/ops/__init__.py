@@ -17,8 +17,11 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 
-RatioMode = Literal["ppo", "reinforce", "cispo", "on_policy", "sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo"]
+RatioMode = Literal[
+    "ppo", "reinforce", "cispo", "on_policy", "sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo", "kl_cov"
+]
 ImportanceSampling = Literal["none", "full", "tis", "icepop", "seq-mask-tis"]
+ImportanceLevel = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3"]
 _TRUNCATED = ("tis", "icepop", "seq-mask-tis")
 _METRIC_NAMES: list[str] = C.clipped_pg_metric_names()
@@ -149,6 +152,7 @@ class ClippedPGConfig:
         loss, see csrc/kernels/clipped_pg_loss.h.
     fixed_length: with token_level_loss false, divide a row's sum by this number, not by its token count; 0: off.
     importance_sampling: none, full, tis (clamped), icepop (zeroed outside the bounds), seq-mask-tis (whole rows).
+    importance_level: the weight of a token, or one for the row: the product of its weights, or their geometric mean.
 
     ratio_clip_c None or a clamp value None disables that part. kl_penalty 0 reads no reference log-probs. Contradictory
     settings raise ValueError at the first call of clipped_pg_loss.
@@ -167,6 +171,7 @@ class ClippedPGConfig:
     kl_output_clamp: float | None = 10.0
     use_on_policy_kl_approximation: bool = False
     importance_sampling: ImportanceSampling = "none"
+    importance_level: ImportanceLevel = "token"
     importance_min: float = 0.0
     importance_max: float = 0.0
     positive_nll_weight: float = 0.0
@@ -206,7 +211,8 @@ class ClippedPGInputs:
 
     [B, S], unshifted: advantages, token_mask, and the log-probabilities of generation, of the old policy (`prev`; not
     read by `on_policy`) and of the reference (read with a kl_penalty). [B]: sample_mask, rewards (read with a
-    positive_nll_weight). curr_logprobs_unfiltered [B, S-1] replaces curr_logprobs in the KL term.
+    positive_nll_weight). curr_logprobs_unfiltered [B, S-1] replaces curr_logprobs in the KL term. kl_cov_penalty [B, S]
+    weighs |curr - prev| under kl_cov.
     """
 
     advantages: Tensor
@@ -217,6 +223,7 @@ class ClippedPGInputs:
     reference_policy_logprobs: Tensor | None = None
     rewards: Tensor | None = None
     curr_logprobs_unfiltered: Tensor | None = None
+    kl_cov_penalty: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -234,7 +241,8 @@ class LossCounts:
 
 class ClippedPGResult(NamedTuple):
     """Loss (scalar tensor), its gradients, metrics as floats, the first non-finite (sample, token) or None, and the sum
-    over valid tokens that underlies the metric `token_mult_prob_error`."""
+    over valid tokens that underlies the metric `token_mult_prob_error`. grad_entropy [B, S-1]: the gradient with
+    respect to the entropies, if the loss has an entropy bonus."""
 
     loss: Tensor
     grad_logprobs: Tensor
@@ -242,6 +250,7 @@ class ClippedPGResult(NamedTuple):
     metrics: dict[str, float]
     nonfinite: tuple[int, int] | None
     mult_prob_error_sum: float
+    grad_entropy: Tensor | None = None
 
 
 def clipped_pg_loss(
@@ -261,7 +270,7 @@ def clipped_pg_loss(
     """
     loss, grad, grad_unfiltered, values = C.clipped_pg_loss(
         curr_logprobs, inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs,
-        inputs.token_mask, inputs.sample_mask, inputs.curr_logprobs_unfiltered, inputs.rewards, *counts.scalars(), config.native,
+        inputs.token_mask, inputs.sample_mask, inputs.kl_cov_penalty, inputs.curr_logprobs_unfiltered, inputs.rewards, *counts.scalars(), config.native,
     )  # fmt: skip
     metrics = dict(zip(_METRIC_NAMES, values.tolist(), strict=True))
     sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
@@ -284,7 +293,7 @@ def token_loss(
         return None
     return C.TokenLoss(
         inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs, inputs.token_mask,
-        inputs.sample_mask, inputs.rewards if counts.valid_positive_toks is not None else None, *counts.scalars(), config.native,
+        inputs.sample_mask, inputs.kl_cov_penalty, inputs.rewards if counts.valid_positive_toks is not None else None, *counts.scalars(), config.native,
     )  # fmt: skip
 
 

@@ -93,6 +93,10 @@ class TrainBatch(RaggedBatch):
     )
     reference_policy_logprobs = _of_tokens("reference_policy_logprobs", "[T] of the frozen first weights")
     teacher_logprobs = _of_tokens("teacher_logprobs", "[T] of the teachers")
+    sum_pi_squared = _of_tokens(
+        "sum_pi_squared", "[T], the sum of p^2 over the vocabulary, of the policy before training"
+    )
+    entropies = _of_tokens("entropies", "[T] in nats, of the policy before its first update")
     advantages = _of_tokens("advantages", "float32 [T]")
     returns = _of_tokens("returns", "float32 [T], what the critic learns")
     sample_mask = _of_samples("sample_mask", "float32 [B] weight of each sample in the loss")
@@ -144,7 +148,8 @@ class TrainBatch(RaggedBatch):
 
 _NAMES = (
     TOKENS, LENGTHS, "token_mask", "generation_logprobs", "sample_mask", "rewards", "group_id", "weight_version", "values",
-    "prev_logprobs", "reference_policy_logprobs", "teacher_logprobs", "advantages", "returns",
+    "prev_logprobs", "reference_policy_logprobs", "teacher_logprobs", "entropies", "sum_pi_squared", "advantages",
+    "returns",
 )  # fmt: skip
 _FROM_ROLLOUTS = "the rollouts that it was built from had none"
 _MADE_BY = {
@@ -152,6 +157,8 @@ _MADE_BY = {
     "prev_logprobs": "the policy was not asked for them, since generation's are as good",
     "reference_policy_logprobs": "they are added where the KL weight is not 0",
     "teacher_logprobs": "the run has no teacher",
+    "sum_pi_squared": "they are added for the estimator optimal_token_baseline",
+    "entropies": "they are added where loss_fn.top_entropy_quantile is below 1",
     "advantages": "the stage advantage_calculation adds them",
     "returns": "an estimator that has values adds them",
 }
@@ -225,7 +232,7 @@ def build_train_batch(
     )
     batch.lacks_generation_logprobs = lacking
     for key in samples.keys():
-        if key in ("group_id", "weight_version"):
+        if key in ("group_id", "weight_version", "reward_baseline"):
             batch.samples[key] = samples[key]
         elif str(key).startswith("reward/"):
             batch.samples[key] = samples[key].float()
@@ -252,13 +259,18 @@ class LogprobNeeds(NamedTuple):
         corrected: the loss corrects stale samples by importance sampling, so their `prev_logprobs` are the current
             policy's; otherwise those of the policy that sampled them.
         estimator: the advantages use log-probabilities (KL in the reward, a teacher, or a custom estimator), so
-            messages
-            that were not generated are scored."""
+            messages that were not generated are scored.
+        bypassed: the loss takes generation's log-probabilities for the old policy's.
+        entropies: the loss takes the tokens with the largest entropy.
+        sum_pi_squared: the estimator takes them."""
 
     reference: bool
     previous: bool
     corrected: bool = False
     estimator: bool = False
+    bypassed: bool = False
+    entropies: bool = False
+    sum_pi_squared: bool = False
 
     @classmethod
     def of(cls, loss: ClippedPGLossConfig, loop: LoopConfig) -> Self:
@@ -269,8 +281,11 @@ class LogprobNeeds(NamedTuple):
             previous=loop.seq_logprob_error_threshold is not None,
             corrected=loop.trajectory_age > 0,
             estimator=(reference and loss.use_kl_in_reward)
-            or loop.adv_estimator.name == "opd"
+            or loop.adv_estimator.name in ("opd", "optimal_token_baseline")
             or is_user_defined(loop.adv_estimator.name),
+            bypassed=loss.bypass_mode,
+            entropies=loss.top_entropy_quantile < 1,
+            sum_pi_squared=loop.adv_estimator.name == "optimal_token_baseline",
         )
 
 
@@ -288,11 +303,18 @@ def add_logprobs(
     if "weight_version" in batch:
         stale = batch.weight_version != weight_version
     lacking = needs.estimator and batch.lacks_generation_logprobs
-    if needs.previous or lacking or stale.any() or not policy.skips_prev_logprobs:
+    needed = stale.any() or not policy.skips_prev_logprobs
+    if needs.previous or lacking or (needed and not needs.bypassed):
         logprobs = batch.ragged(policy.get_logprobs(batch)["logprobs"])
         if stale.any() and not needs.corrected:
             logprobs = torch.where(batch.by_token(stale), batch.generation_logprobs.to(logprobs.dtype), logprobs)
         batch.prev_logprobs = logprobs
+    elif needed:
+        batch.prev_logprobs = batch.generation_logprobs
     if needs.reference:
         batch.reference_policy_logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    if needs.entropies:
+        batch.entropies = policy.get_entropies(batch)["entropies"]
+    if needs.sum_pi_squared:
+        batch.sum_pi_squared = policy.get_sum_pi_squared(batch)["sum_pi_squared"]
     return {"stale_samples": int(stale.sum())}

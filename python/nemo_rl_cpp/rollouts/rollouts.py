@@ -5,7 +5,8 @@ Training uses exactly the token ids that were sampled; only environments and peo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, 
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, PaddedPrompts, Responses
 from nemo_rl_cpp.rollouts.agent_rollouts import are_made_by_agents, run_agent_rollouts
-from nemo_rl_cpp.rollouts.batches import DatumBatch
+from nemo_rl_cpp.rollouts.batches import DatumBatch, Rollouts
 from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
 
 if TYPE_CHECKING:
@@ -410,6 +411,24 @@ def run_multi_turn_rollout(
         conversations.observe(turn, calculate_rewards(turn.active, task_to_env, early.begun))
     batch = conversations.finish()
     return batch, rollout_metrics(conversations.stats) | environment_metrics(task_to_env)
+
+
+def with_greedy_baseline(
+    roll_out: Callable[..., tuple[DatumBatch, dict[str, float]]],
+    final_rewards: Callable[[Rollouts], torch.Tensor],
+    prompts: DatumBatch,
+) -> tuple[DatumBatch, dict[str, float]]:
+    """Roll out `prompts`, and before it one greedy answer to each prompt, for ReMax.
+
+    The result has `reward_baseline` float32 [B], the greedy answer's reward after `final_rewards` (scaling and
+    shaping), and the metric `greedy_reward`, the mean over the prompts."""
+    groups, group = torch.unique(prompts["group_id"], return_inverse=True)
+    firsts = [int((group == g).nonzero()[0]) for g in range(len(groups))]
+    greedy, _ = roll_out(copy.deepcopy(prompts.select_indices(firsts)), greedy=True)
+    rewards = final_rewards(Rollouts(greedy.data)).float()
+    finished, metrics = roll_out(prompts)
+    finished["reward_baseline"] = rewards[group]
+    return finished, metrics | {"greedy_reward": float(rewards.mean())}
 
 
 class PromptSource:

@@ -61,11 +61,11 @@ TEST(NamedTerms, RatiosThatOverflowHaveNoGradientWhereTheyAreHeldBack) {
   ClippedPGConfig config;
   config.ratio_mode = RatioMode::sapo;
   const RowWeights<double> row = {1.0, 1.0};
-  const PolicyTerm<double> soft = token_term(config, 1e4, 0.0, 2.0, 0.8, 1.2, row);
+  const PolicyTerm<double> soft = token_term(config, 1e4, 0.0, 2.0, 0.8, 1.2, row, 0.0);
   EXPECT_EQ(soft.loss, -8.0);
   EXPECT_EQ(soft.grad, 0.0);
   config.ratio_mode = RatioMode::dppo_tv;
-  const PolicyTerm<double> masked = token_term(config, 1e4, 0.0, 2.0, 0.8, 1.2, row);
+  const PolicyTerm<double> masked = token_term(config, 1e4, 0.0, 2.0, 0.8, 1.2, row, 0.0);
   EXPECT_EQ(masked.loss, 0.0);
   EXPECT_EQ(masked.grad, 0.0);
 }

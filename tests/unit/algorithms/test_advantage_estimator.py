@@ -84,6 +84,55 @@ def test_reinforce_plus_plus_takes_the_kl_only_when_it_is_in_the_reward():
     assert torch.allclose(raw[:, 0], (rewards - rewards.mean()) / rewards.std(unbiased=False), atol=1e-6)
 
 
+def test_max_rl_by_hand():
+    """One right answer of two: the mean is 1/2, so right is +1 and wrong -1. No right answer: 0."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    a = make("max_rl", {}).compute_advantage(PROMPTS, rewards, torch.ones(4, 3))
+    assert a[:, 1].tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0], abs=1e-5)
+    alone = make("max_rl", {}).compute_advantage(
+        torch.zeros(4, 2), rewards, torch.ones(4, 1), valid_mask=torch.tensor([1.0, 1.0, 1.0, 0.0])
+    )
+    assert alone[:3, 0].tolist() == pytest.approx([2.0, -1.0, -1.0], abs=1e-5)
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_answer():
+    rewards, batch = torch.tensor([1.0, 0.0, 2.0, 2.0]), {"reward_baseline": torch.tensor([0.5, 0.5, 3.0, 3.0])}
+    a = make("remax", {}).compute_advantage(PROMPTS, rewards, torch.ones(4, 2), batch)
+    assert a[:, 1].tolist() == [0.5, -0.5, -1.0, -1.0]
+
+
+def test_optimal_token_baseline_equals_its_formula_token_by_token():
+    random = np.random.default_rng(4)
+    groups, lengths = [0, 0, 1, 1, 1], [3, 5, 4, 4, 1]
+    mask = np.array([[0] + [float(t < n) for t in range(5)] for n in lengths])
+    logprobs = -random.random(mask.shape)
+    squares = np.exp(2 * logprobs) + 0.2 * random.random(mask.shape)  # at least p^2
+    rewards = random.normal(size=5)
+    valid = [1.0, 1.0, 1.0, 0.0, 1.0]
+    expected = np.zeros(mask.shape)
+    for i in range(5):
+        for t in range(1, 1 + lengths[i]):
+            total = weighted = 0.0
+            for j in range(5):
+                if groups[j] != groups[i] or lengths[j] < t or not valid[j]:
+                    continue
+                w = sum(1 - 2 * math.exp(logprobs[j, s]) + squares[j, s] for s in range(1, t + 1))
+                total, weighted = total + w, weighted + w * rewards[j]
+            expected[i, t] = rewards[i] - (weighted / total if total else rewards[i])
+    tensors = {"mask": mask, "logprobs_policy": logprobs, "sum_pi_squared": squares}
+    tensors = {name: torch.tensor(value) for name, value in tensors.items()}
+    given = {"group_id": torch.tensor(groups), "valid_mask": torch.tensor(valid)}
+    estimator = make("optimal_token_baseline", {})
+    padded = estimator.compute_advantage(None, torch.tensor(rewards), **tensors, **given)
+    torch.testing.assert_close(padded, torch.tensor(expected), rtol=1e-12, atol=1e-12)
+    assert padded[1, 5] == 0.0  # alone at its fifth token
+    inside = torch.arange(6)[None] <= torch.tensor(lengths)[:, None]
+    ragged = {name: value[inside] for name, value in tensors.items()}
+    offsets = offsets_of(torch.tensor(lengths) + 1)
+    flat = estimator.compute_advantage(None, torch.tensor(rewards), **ragged, **given, offsets=offsets)
+    torch.testing.assert_close(flat, padded[inside], rtol=0, atol=0)
+
+
 def test_gae_inputs_and_metrics():
     rewards, mask = torch.tensor([1.0, 0.0]), torch.tensor([[0, 1, 1], [0, 1, 0]])
     values = torch.rand(2, 3)

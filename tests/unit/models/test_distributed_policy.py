@@ -97,6 +97,9 @@ def test_two_processes_give_the_results_of_one(one, two):
     assert torch.equal(alone, together) and float(alone.abs().sum()) > 0
     taught = [policy.get_teacher_logprobs(data, "tiny-random")["teacher_logprobs"] for policy in (one, two)]
     assert torch.equal(*taught) and not torch.equal(taught[0], alone)
+    for asked, teacher in ((data, "tiny-random"), (data, None)):
+        alone, together = (policy.get_topk_logprobs(asked, 3, teacher) for policy in (one, two))
+        assert torch.equal(alone["ids"], together["ids"]) and torch.equal(alone["logprobs"], together["logprobs"])
     padded = dict(data.items())
     assert torch.equal(one.get_logprobs(padded)["logprobs"], two.get_logprobs(padded)["logprobs"])
     assert {n: t.tolist() for n, t in one.state_dict().items()} == {n: t.tolist() for n, t in two.state_dict().items()}

@@ -71,7 +71,7 @@ def test_clipped_pg_loss_matches_reference_in_float32(block):
         run_case(seed, torch.float32, 1e-5)
 
 
-def one_row(ratios, advantage, **config):
+def one_row(ratios, advantage, penalty=None, **config):
     """The native result for one sequence with the given token ratios and prev log-prob -1."""
     prev = torch.full((1, len(ratios) + 1), -1.0, dtype=torch.float64)
     x = prev[:, 1:] + torch.tensor([ratios], dtype=torch.float64).log()
@@ -81,6 +81,7 @@ def one_row(ratios, advantage, **config):
         "generation_logprobs": prev,
         "token_mask": torch.ones_like(prev),
         "sample_mask": torch.ones(1),
+        "kl_cov_penalty": penalty,
     }
     fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **config))
     return fn.native(x, data, torch.tensor(1.0), torch.tensor(float(len(ratios))))
@@ -200,6 +201,43 @@ def test_vespo_by_hand():
     assert other.grad_logprobs[0].tolist() == pytest.approx([0.5 * 64 * math.exp(-6)] * 2, rel=1e-6)
 
 
+def test_kl_cov_by_hand():
+    """Ratios 2 and 0.5, A = 1, penalty 3 at the first: C = -2 + 3 log 2 and -0.5; slopes -2 + 3 and -0.5, without a clip."""
+    penalty = torch.tensor([[0.0, 3.0, 0.0]], dtype=torch.float64)
+    result = one_row([2.0, 0.5], 1.0, penalty, name="kl_cov")
+    assert float(result.loss) == pytest.approx((-2.0 + 3 * math.log(2.0) - 0.5) / 2, rel=1e-7)
+    assert result.grad_logprobs[0].tolist() == pytest.approx([0.5, -0.25], rel=1e-7)
+
+
+def test_weights_of_whole_sequences_by_hand():
+    """Weights 4 and 1: their product is 4, their geometric mean 2. R = 1, so C = -A W with A = 1."""
+    prev = torch.full((1, 3), -1.0, dtype=torch.float64)
+    generation = prev - torch.tensor([[0.0, math.log(4.0), 0.0]], dtype=torch.float64)
+    data = {"advantages": torch.ones(1, 3), "prev_logprobs": prev, "generation_logprobs": generation,
+            "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}  # fmt: skip
+    for kind, bounds, weight in (
+        ("seq-tis", (0.0, 3.0), 3.0), ("seq-icepop", (0.5, 3.0), 0.0), ("seq-icepop", (0.5, 5.0), 4.0),
+        ("geo-tis", (0.0, 1.5), 1.5), ("geo-icepop", (0.5, 3.0), 2.0), ("geo-icepop", (0.5, 1.5), 0.0),
+    ):  # fmt: skip
+        config = ClippedPGLossConfig(
+            reference_policy_kl_penalty=0.0, use_importance_sampling_correction=True, truncated_importance_sampling_type=kind,
+            truncated_importance_sampling_ratio_min=bounds[0], truncated_importance_sampling_ratio=bounds[1],
+        )  # fmt: skip
+        result = ClippedPGLossFn(config).native(prev[:, 1:], data, 1.0, 2.0)
+        assert float(result.loss) == pytest.approx(-weight, rel=1e-6), kind
+        assert result.metrics["sampling_importance_ratio"] == pytest.approx(weight, rel=1e-6), kind
+
+
+def test_bypass_takes_the_generators_logprobs_for_the_old_ones():
+    x, data = random_batch(12, 3, 20)
+    plain = ClippedPGLossFn(ClippedPGLossConfig()).native(
+        x, data | {"prev_logprobs": data["generation_logprobs"]}, 3.0, 30.0
+    )
+    del data["prev_logprobs"]
+    bypassed = ClippedPGLossFn(ClippedPGLossConfig(bypass_mode=True)).native(x, data, 3.0, 30.0)
+    assert torch.equal(bypassed.grad_logprobs, plain.grad_logprobs) and bypassed.metrics == plain.metrics
+
+
 def test_means_over_sequences_by_hand():
     """R = 1 and A = 1 at three tokens of one sequence: the mean is -1, the sum -3, the sum over 12 tokens -1/4."""
     for name, loss in (("grpo", -1.0), ("dapo", -1.0), ("luspo", -3.0), ("dr_grpo", -0.25)):
@@ -243,11 +281,15 @@ def random_batch(seed, rows, length, dtype=torch.float64):
         "token_mask": (rng.random(gen.shape) < 0.7).astype(float),
         "sample_mask": np.ones(rows),
         "rewards": rng.choice([-1.0, 1.0], rows),
+        "kl_cov_penalty": (rng.random(gen.shape) < 0.2).astype(float),
     }
     return torch.as_tensor(gen[:, 1:] + rng.normal(0, 0.1, (rows, length - 1)), dtype=dtype), tensors(data, dtype)
 
 
-@pytest.mark.parametrize("mode", ["token", "sequence", "gspo", "seq-mask", *cases.NAMED, "dr_grpo", "luspo"])
+OF_ROWS = {"seq-mask": "seq-mask-tis", "seq": "seq-tis", "geo": "geo-icepop"}
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence", "gspo", *OF_ROWS, *cases.NAMED, "dr_grpo", "luspo"])
 def test_micro_batches_add_up(mode):
     """Any split of the rows gives the same gradient bits and, by summing, the same loss and metrics."""
     config = {"positive_example_nll_weight": 0.1}
@@ -255,8 +297,8 @@ def test_micro_batches_add_up(mode):
     config["sequence_level_importance_ratios"] = mode == "gspo"
     if mode in (*cases.NAMED, "dr_grpo", "luspo"):
         config |= {"name": mode, "loss_scale_factor": 7.0}
-    if mode == "seq-mask":
-        config |= dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis",
+    if mode in OF_ROWS:
+        config |= dict(use_importance_sampling_correction=True, truncated_importance_sampling_type=OF_ROWS[mode],
                        truncated_importance_sampling_ratio=1.02, truncated_importance_sampling_ratio_min=0.98)  # fmt: skip
     x, data = random_batch(3, 8, 50)
     fn = ClippedPGLossFn(ClippedPGLossConfig(**config))

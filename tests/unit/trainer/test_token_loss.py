@@ -31,6 +31,7 @@ TOKEN_LOSSES = {
     "dppo-tv": dict(name="dppo_tv", ratio_clip_c=3.0),
     "dppo-kl": dict(name="dppo_kl"),
     "dro": dict(name="dro"),
+    "kl-cov": dict(name="kl_cov"),
     "nll": dict(name="nll"),
     "dr-grpo": dict(name="dr_grpo", loss_scale_factor=8.0),
     "NLL": dict(positive_example_nll_weight=0.3, reference_policy_kl_type="k2"),
@@ -41,6 +42,9 @@ ROW_LOSSES = {
     "gmpo": dict(name="gmpo"),
     "luspo": dict(name="luspo"),
     "vespo": dict(name="vespo"),
+    "seq-tis": dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-tis", truncated_importance_sampling_ratio=2.0),
+    "geo-icepop": dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="geo-icepop",
+                       truncated_importance_sampling_ratio=1.5, truncated_importance_sampling_ratio_min=0.5),
     "seq-mask-tis": dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis",
                          truncated_importance_sampling_ratio=1.5, truncated_importance_sampling_ratio_min=0.5),
 }  # fmt: skip
@@ -59,7 +63,8 @@ def training_data(seed=1):
     noise = lambda scale: torch.randn(ids.shape, generator=random) * scale  # noqa: E731
     sample_mask = torch.ones(len(ids))
     sample_mask[3] = 0
-    return {"input_ids": ids, "input_lengths": lengths, "token_mask": mask.float(), "sample_mask": sample_mask, "advantages": noise(1.0),
+    penalty = (torch.rand(ids.shape, generator=random) < 0.2).float()
+    return {"input_ids": ids, "kl_cov_penalty": penalty, "input_lengths": lengths, "token_mask": mask.float(), "sample_mask": sample_mask, "advantages": noise(1.0),
             "prev_logprobs": noise(0.3) - 4, "generation_logprobs": noise(0.3) - 4, "reference_policy_logprobs": noise(0.3) - 4,
             "rewards": torch.randint(0, 2, (len(ids),), generator=random).float(), "group_id": torch.arange(len(ids)) // 4}  # fmt: skip
 

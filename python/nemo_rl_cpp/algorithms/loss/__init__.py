@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.loss import OWN_TERMS, ClippedPGLossConfig, MseValueLossConfig
+from nemo_rl_cpp.config.loss import OWN_TERMS, TRUNCATIONS, ClippedPGLossConfig, MseValueLossConfig
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 
@@ -118,16 +118,15 @@ class ClippedPGLossFn:
         assert self.use_importance_sampling_correction, (
             "truncated_importance_sampling_type needs use_importance_sampling_correction: true"
         )
-        assert kind in ("tis", "icepop", "seq-mask-tis"), (
-            f"truncated_importance_sampling_type is {kind!r}; expected tis, icepop or seq-mask-tis"
-        )
         assert high is not None and high > 0, (
             f"truncated_importance_sampling_ratio is {high}; expected a positive number"
         )
         assert low is None or low <= high, f"truncated_importance_sampling_ratio_min {low} exceeds the ratio {high}"
-        assert low is not None or kind == "tis", f"truncated_importance_sampling_ratio_min is needed by {kind}"
-        assert kind != "seq-mask-tis" or not self.sequence_level_importance_ratios, (
-            "seq-mask-tis does not go with sequence_level_importance_ratios"
+        assert low is not None or TRUNCATIONS[kind][0] == "tis", (
+            f"truncated_importance_sampling_ratio_min is needed by {kind}"
+        )
+        assert kind in ("tis", "icepop") or not self.sequence_level_importance_ratios, (
+            f"{kind} does not go with sequence_level_importance_ratios"
         )
 
     def _truncation(self) -> tuple[str | None, float | None, float | None]:
@@ -155,10 +154,9 @@ class ClippedPGLossFn:
         if high is not None and kind is None:
             raise ValueError(
                 "Invalid truncated importance sampling type: None, though truncated_importance_sampling_ratio is set; "
-                "expected tis, icepop or seq-mask-tis"
+                f"expected one of {', '.join(TRUNCATIONS)}"
             )
-        if kind is None:
-            kind = "full" if self.use_importance_sampling_correction else "none"
+        kind, level = TRUNCATIONS.get(kind, ("full" if self.use_importance_sampling_correction else "none", "token"))
         if self.name in OWN_TERMS:
             mode = self.name
         elif self.force_on_policy_ratio:
@@ -181,6 +179,7 @@ class ClippedPGLossFn:
             kl_output_clamp=self.kl_output_clamp_value,
             use_on_policy_kl_approximation=self.use_on_policy_kl_approximation,
             importance_sampling=kind,
+            importance_level=level,
             importance_min=low if low is not None else 0.0,
             importance_max=high if high is not None else 0.0,
             positive_nll_weight=self.positive_example_nll_weight,
@@ -219,12 +218,41 @@ class ClippedPGLossFn:
         positive = (
             data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         )
-        prev = None if self.op_config().ratio_mode == "on_policy" else data["prev_logprobs"]
-        return ops.clipped_pg_loss(
-            curr_logprobs.detach(),
-            self._op_inputs(data, prev),
-            ops.LossCounts(global_valid_toks, global_valid_seqs, positive),
-            self.op_config(),
+        prev = None if self.op_config().ratio_mode == "on_policy" else data[self._old_logprobs]
+        counts = ops.LossCounts(global_valid_toks, global_valid_seqs, positive)
+        result = ops.clipped_pg_loss(curr_logprobs.detach(), self._op_inputs(data, prev), counts, self.op_config())
+        return self._with_entropy_bonus(result, data, counts) if self.entropy_coef > 0 else result
+
+    @property
+    def takes_entropies(self) -> bool:
+        """Whether the data has `curr_entropies`, of the current policy."""
+        return self.entropy_coef > 0
+
+    @property
+    def _old_logprobs(self) -> str:
+        return "generation_logprobs" if self.bypass_mode else "prev_logprobs"
+
+    def _with_entropy_bonus(
+        self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
+    ) -> ops.ClippedPGResult:
+        """Subtract entropy_coef times the mean of `curr_entropies` [B, S-1], taken like the mean of the loss."""
+        config, entropies = self.op_config(), data["curr_entropies"]
+        mask, samples = data["token_mask"][:, 1:].to(entropies.dtype), data["sample_mask"].to(entropies.dtype)
+        toks = (mask * samples[:, None]).sum() if counts.valid_toks is None else counts.valid_toks
+        seqs = samples.sum() if counts.valid_seqs is None else counts.valid_seqs
+        weights = mask * samples[:, None]
+        if config.token_level_loss:
+            weights = weights / (float(toks) + 1e-8)
+        else:
+            length = config.fixed_length or mask.sum(1, keepdim=True) + 1e-8
+            weights = weights / length / (float(seqs) + 1e-8)
+        bonus = torch.where(weights != 0, weights * entropies, 0.0).double().sum()
+        metrics = {**result.metrics, "entropy": float(bonus)}
+        metrics["loss"] -= self.entropy_coef * float(bonus)
+        return result._replace(
+            loss=(result.loss - self.entropy_coef * bonus).to(result.loss.dtype),
+            metrics=metrics,
+            grad_entropy=-self.entropy_coef * weights,
         )
 
     def _op_inputs(self, data: Mapping[str, Tensor], prev_logprobs: Tensor | None) -> ops.ClippedPGInputs:
@@ -241,6 +269,7 @@ class ClippedPGLossFn:
             reference_policy_logprobs=data["reference_policy_logprobs"] if with_kl else None,
             token_mask=data["token_mask"],
             sample_mask=data["sample_mask"],
+            kl_cov_penalty=data["kl_cov_penalty"] if config.ratio_mode == "kl_cov" else None,
             rewards=data.get("rewards") if config.positive_nll_weight > 0 else None,
             curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if with_kl else None,
         )
@@ -254,9 +283,9 @@ class ClippedPGLossFn:
     ) -> C.TokenLoss | None:
         """Return the gradient of `native` per token (ops.token_loss), or None if that is impossible; the trainer then
         calls `native`. `data` is the global batch; without `prev_logprobs` the current log-probabilities are used."""
-        if type(self).native is not ClippedPGLossFn.native:
+        if type(self).native is not ClippedPGLossFn.native or self.entropy_coef > 0:
             return None
-        prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get("prev_logprobs")
+        prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
         return ops.token_loss(
             self._op_inputs({**data.samples, **data.tokens}, prev),
             ops.LossCounts(global_valid_toks, global_valid_seqs, global_valid_positive_toks),
@@ -269,7 +298,12 @@ class ClippedPGLossFn:
         config, advantages = self.op_config(), data.tokens.get("advantages")
         if config.kl_penalty != 0 or config.positive_nll_weight > 0 or config.ratio_mode == "dro" or advantages is None:
             return None
-        return data.by_sample(((advantages != 0) & (data.tokens["token_mask"] != 0)).int()) == 0
+        if self.entropy_coef > 0:
+            return None
+        learns = advantages != 0
+        if config.ratio_mode == "kl_cov":
+            learns = learns | (data.tokens["kl_cov_penalty"] != 0)
+        return data.by_sample((learns & (data.tokens["token_mask"] != 0)).int()) == 0
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
@@ -23,6 +24,7 @@ from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
 from nemo_rl_cpp.models.model_folder import open_model_folder
+from nemo_rl_cpp.models.policy.micro_batches import wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, MicroBatchRunner, Scoring
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
@@ -105,11 +107,41 @@ class Policy(TrainedModel, PolicyInterface):
         logprobs = self._score(self.reference, batch, micro_batch_size, self.scoring.unfiltered())
         return BatchedDataDict(reference_logprobs=in_layout_of(data, batch, logprobs))
 
+    def get_entropies(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """Return {"entropies": [T] or [B, S]}: the entropy in nats of the distribution that each token was drawn from,
+        under the current weights and generation's temperature, without top-k and top-p; 0 at untrained tokens."""
+        batch = RaggedBatch.of(data)
+        return BatchedDataDict(
+            entropies=in_layout_of(data, batch, self._entropies(batch, micro_batch_size, self.scoring))
+        )
+
+    def get_sum_pi_squared(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """Return {"sum_pi_squared": [T] or [B, S]}: the sum of p^2 over the vocabulary at each token, under the current
+        weights and generation's temperature, without top-k and top-p; 0 at untrained tokens.
+
+        With logits z, temperature T and log p_T(y) = z_y / T - log sum exp(z / T), the sum is p_T(y)^2 / p_{T/2}(y) for
+        any token y, here the sampled one."""
+        batch, scoring = RaggedBatch.of(data), self.scoring.unfiltered()
+        half = Scoring(scoring.temperature / 2)
+        ours, sharper = (self._score(self.model, batch, micro_batch_size, s) for s in (scoring, half))
+        squares = torch.where(wanted_tokens(batch), (2 * ours - sharper).exp(), 0.0)
+        return BatchedDataDict(sum_pi_squared=in_layout_of(data, batch, squares))
+
     def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Return {"teacher_logprobs": [T] or [B, S]}, like `get_reference_policy_logprobs`, under `teacher`."""
         batch = RaggedBatch.of(data)
         logprobs = self._score(self.teachers[teacher], batch, micro_batch_size, self.scoring.unfiltered())
         return BatchedDataDict(teacher_logprobs=in_layout_of(data, batch, logprobs))
+
+    def get_topk_logprobs(
+        self, data: RaggedBatch, k: int, teacher: str | None = None, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """Return {"ids": int64 [T, k], "logprobs": [T, k]}: the likeliest tokens at each trained token, likeliest first,
+        under the policy or a teacher, at generation's temperature without top-k and top-p; 0 at untrained tokens. If the
+        data has `candidate_ids` [T, k], these are scored instead."""
+        model = self.model if teacher is None else self.teachers[teacher]
+        ids, logprobs = self._score_candidates(model, data, micro_batch_size, self.scoring.temperature, k)
+        return BatchedDataDict(ids=ids, logprobs=logprobs)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ class MicroBatchRunner:
         else:
             trainer.forward(
                 *common, batch.backward, batching.checkpoint, result.outputs, top_p=scoring.top_p, top_k=scoring.top_k,
-                unfiltered=batch.unfiltered,
+                unfiltered=batch.unfiltered, **batch.extra_outputs(),
             )  # fmt: skip
         micro = MicroBatch.of(batch.data, rows)
         curr, removed = micro.padded(result.outputs), 0
@@ -225,7 +225,8 @@ class MicroBatchRunner:
         elif batch.backward and loss.has_no_gradient():
             result.zero_gradient_tokens += packed_tokens
         elif batch.backward:
-            trainer.backward(*batch.gradients(micro, loss))
+            d_outputs, d_unfiltered, more = batch.gradients(micro, loss)
+            trainer.backward(d_outputs, d_unfiltered, **more)
         result.losses.append(loss.value)
         counts = {
             "global_valid_seqs": float(batch.counts.valid_seqs),
@@ -306,9 +307,20 @@ class _GlobalBatch:
         self.result = GlobalBatchResult(outputs, [len(micro_batches) for micro_batches in self.blocks])
         has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0
         self.unfiltered = torch.zeros_like(outputs) if way.scoring.filters and has_kl else None
+        takes_entropies = getattr(way.loss_fn, "takes_entropies", False)
+        self.entropies = torch.zeros_like(outputs) if takes_entropies else None
+        self.candidate_ids, self.candidates = None, None
+        if getattr(way.loss_fn, "takes_candidates", False):
+            self.candidate_ids = data.tokens["candidate_ids"].contiguous()
+            self.candidates = outputs.new_zeros(self.candidate_ids.shape)
         self.token_loss = (
             fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if backward else None
         )
+
+    def extra_outputs(self) -> dict[str, Tensor]:
+        """Return the tensors that a forward pass fills for this loss alone, by the trainer's names."""
+        outputs = {"entropy": self.entropies, "candidate_ids": self.candidate_ids, "candidates": self.candidates}
+        return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
     def last_with_gradient(self, micro_batches: list[list[int]]) -> list[int] | None:
         return next((rows for rows in reversed(micro_batches) if not self.is_apart(rows)), None)
@@ -326,11 +338,16 @@ class _GlobalBatch:
             data["prev_logprobs"] = curr.clone()
         if self.unfiltered is not None:
             data["curr_logprobs_unfiltered"] = micro.padded(self.unfiltered)[:, 1:]
+        if self.entropies is not None:
+            data["curr_entropies"] = micro.padded(self.entropies)[:, 1:]
+        if self.candidates is not None:
+            data["curr_candidates"] = micro.padded(self.candidates)[:, 1:]
         evaluate = self.way.evaluate or evaluate_loss
         return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.backward)
 
-    def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients [T] with respect to the head's outputs and to the unfiltered log-probabilities."""
+    def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Return the gradients [T] with respect to the head's outputs, to the unfiltered log-probabilities, and to
+        `extra_outputs` by the trainer's names."""
         if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(
                 f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "
@@ -343,7 +360,14 @@ class _GlobalBatch:
             d_unfiltered = torch.zeros_like(d_outputs)
             if loss.grad_unfiltered is not None:
                 micro.write(loss.grad_unfiltered, d_unfiltered, 1)
-        return d_outputs, d_unfiltered
+        more = {}
+        if loss.grad_entropy is not None:
+            more["d_entropy"] = torch.zeros_like(d_outputs)
+            micro.write(loss.grad_entropy, more["d_entropy"], 1)
+        if loss.grad_candidates is not None:
+            more["d_candidates"] = torch.zeros_like(self.candidates)
+            micro.write(loss.grad_candidates, more["d_candidates"], 1)
+        return d_outputs, d_unfiltered, more
 
 
 def fused_token_loss(
@@ -368,8 +392,8 @@ def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class LossResult:
-    """The loss of one micro-batch. The gradients [b, width - first_column] are with respect to the head's outputs and
-    the unfiltered log-probabilities."""
+    """The loss of one micro-batch. The gradients [b, width - first_column] are with respect to the head's outputs, the
+    unfiltered log-probabilities, the entropies, and the candidates [b, width - 1, k]."""
 
     value: float
     metrics: dict[str, float]
@@ -380,9 +404,12 @@ class LossResult:
     nonfinite: tuple[int, int] | None = (
         None  # (row, column of grad) of the first term that is not finite, if the loss reports it
     )
+    grad_entropy: Tensor | None = None
+    grad_candidates: Tensor | None = None
 
     def has_no_gradient(self) -> bool:
-        return all(grad is None or not grad.any() for grad in (self.grad, self.grad_unfiltered))
+        grads = self.grad, self.grad_unfiltered, self.grad_entropy, self.grad_candidates
+        return all(grad is None or not grad.any() for grad in grads)
 
 
 def evaluate_loss(
@@ -400,7 +427,8 @@ def evaluate_loss(
             metrics["token_mult_prob_error_sum"] = error_sum
         return LossResult(
             float(result.loss), metrics, result.grad_logprobs, getattr(result, "grad_unfiltered", None),
-            nonfinite=getattr(result, "nonfinite", None),
+            nonfinite=getattr(result, "nonfinite", None), grad_entropy=getattr(result, "grad_entropy", None),
+            grad_candidates=getattr(result, "grad_candidates", None),
         )  # fmt: skip
     leaf = curr_logprobs.detach().clone().requires_grad_(need_grad)
     leaves = [leaf]

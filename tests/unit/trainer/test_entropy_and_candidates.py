@@ -1,0 +1,164 @@
+"""Further outputs of a training forward pass, entropies and other tokens' log-probabilities, and their gradients."""
+
+import pytest
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
+from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner, Scoring
+from nemo_rl_cpp.models.weights import initialize_weights
+from test_gradient_invariance import CONFIG, groups_batch
+from test_token_loss import training_data
+from test_vocabulary_head import SHAPES, inputs
+
+
+def model_of(dtype=torch.float64):
+    model = C.DecoderModel(native_config(CONFIG), dtype, True)
+    initialize_weights(model, 3, std=0.2)
+    return model
+
+
+def trainer_of(dtype=torch.float64):
+    return C.Trainer(model_of(dtype))
+
+
+def distributions(trainer, ids, lengths, temperature):
+    """log p [T, V] of what follows each token of each row, in float64, by torch."""
+    rows = [trainer.logits(row[:n].clone()).double() for row, n in zip(ids, lengths, strict=True)]
+    return [torch.log_softmax(row / temperature, 1) for row in rows]
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_head_gradient_of_log_probability_and_entropy_equals_autograd(shape, dtype, bound):
+    x, w, targets, g = inputs(*shape, dtype)
+    h = torch.randn(len(x), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    head, out, entropy = C.VocabularyHead(), torch.empty(len(x), dtype=real), torch.empty(len(x), dtype=real)
+    d_x, d_w = torch.empty(x.shape, dtype=real), torch.zeros(w.shape, dtype=real)
+    head.forward(x, w, targets, 0.7, out, entropy)
+    head.backward(x, w, targets, g.to(real), 0.7, d_x, d_w, d_entropy=h.to(real))
+    leaves = [t.double().requires_grad_() for t in (x, w)]
+    logp = torch.log_softmax(leaves[0] @ leaves[1].t() / 0.7, 1)
+    total = (logp.gather(1, targets[:, None])[:, 0] * g).sum() - ((logp.exp() * logp).sum(1) * h).sum()
+    for ours, theirs in zip((d_x, d_w), torch.autograd.grad(total, leaves), strict=True):
+        assert (ours - theirs).norm() <= bound * theirs.norm() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_likeliest_tokens_are_those_of_the_sorted_log_probabilities(dtype):
+    x, w, _, _ = inputs(70, 4099, 24, dtype)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    ids, logprobs = torch.empty(70, 33, dtype=torch.int64), torch.empty(70, 33, dtype=real)
+    C.VocabularyHead().likeliest(x, w, 0.7, ids, logprobs)
+    logp = torch.log_softmax(x.double() @ w.double().t() / 0.7, 1)
+    torch.testing.assert_close(logprobs.double(), logp.gather(1, ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs.double(), logp.topk(33).values, rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == 33 for row in ids.tolist())
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_forward_gives_entropies_and_candidates_at_each_wanted_token(share):
+    trainer, (batch, ids, mask) = trainer_of(), groups_batch()
+    candidate_ids = torch.randint(0, 61, (*ids.shape, 5), generator=torch.Generator().manual_seed(1))
+    out, entropy = (torch.zeros(ids.shape, dtype=torch.float64) for _ in range(2))
+    candidates = torch.zeros(ids.numel(), 5, dtype=torch.float64)
+    trainer.forward(batch, list(range(len(ids))), 0.9, share, False, False, out, entropy=entropy,
+                    candidate_ids=candidate_ids.view(-1, 5), candidates=candidates)  # fmt: skip
+    top, top_logprobs = torch.zeros(ids.numel(), 4, dtype=torch.int64), torch.zeros(ids.numel(), 4, dtype=torch.float64)
+    trainer.likeliest(batch, list(range(len(ids))), 0.9, share, top, top_logprobs)
+    lengths = [int(row.nonzero().max()) + 1 for row in mask]
+    for b, logp in enumerate(distributions(trainer, ids, lengths, 0.9)):
+        for t in mask[b].nonzero().flatten().tolist():
+            row, place = logp[t - 1], b * ids.shape[1] + t
+            assert entropy[b, t].item() == pytest.approx(-(row.exp() * row).sum().item(), abs=1e-9)
+            assert out[b, t].item() == pytest.approx(row[ids[b, t]].item(), abs=1e-9)
+            torch.testing.assert_close(candidates[place], row[candidate_ids[b, t]], rtol=0, atol=1e-9)
+            torch.testing.assert_close(top_logprobs[place], row.topk(4).values, rtol=0, atol=1e-9)
+            assert torch.equal(top[place], row.topk(4).indices)
+    assert not entropy[~mask].any() and not candidates[~mask.flatten()].any()
+
+
+def test_gradient_of_entropies_and_candidates_equals_finite_differences():
+    model, (batch, ids, _) = model_of(), groups_batch(num_groups=2, generations=3)
+    trainer = C.Trainer(model)
+    random = torch.Generator().manual_seed(2)
+    weights = [torch.randn(ids.shape, generator=random, dtype=torch.float64) for _ in range(2)]
+    weights.append(torch.randn(ids.numel(), 3, generator=random, dtype=torch.float64))
+    candidate_ids = torch.randint(0, 61, (ids.numel(), 3), generator=random)
+    rows = list(range(len(ids)))
+
+    def value():
+        out, entropy = (torch.zeros(ids.shape, dtype=torch.float64) for _ in range(2))
+        candidates = torch.zeros(ids.numel(), 3, dtype=torch.float64)
+        trainer.forward(
+            batch,
+            rows,
+            0.8,
+            True,
+            True,
+            False,
+            out,
+            entropy=entropy,
+            candidate_ids=candidate_ids,
+            candidates=candidates,
+        )
+        return sum((w * t).sum().item() for w, t in zip(weights, (out, entropy, candidates), strict=True))
+
+    value()
+    trainer.backward(weights[0], d_entropy=weights[1], d_candidates=weights[2])
+    grads, masters = trainer.grads.clone(), model.masters
+    for place in torch.randperm(len(grads), generator=random)[:12].tolist():
+        kept, eps, sides = float(masters[place]), 1e-6, []
+        for step in (eps, -eps):
+            masters[place] = kept + step
+            model.masters_changed()
+            sides.append(value())
+        masters[place] = kept
+        model.masters_changed()
+        assert (sides[0] - sides[1]) / (2 * eps) == pytest.approx(float(grads[place]), rel=1e-4, abs=1e-6)
+
+
+def train(settings, data, batching, dtype=torch.float32):
+    trainer = trainer_of(dtype)
+    way = MicroBatchRunner(trainer, ClippedPGLossFn(settings), batching, Scoring(0.9))
+    result = way.forward_backward(RaggedBatch.of(data), 0, len(data["input_ids"]))
+    return result, trainer.grads.clone()
+
+
+ENTROPY_MEANS = {"tokens": {}, "sequences": {"name": "grpo"}, "sums": {"name": "dr_grpo", "loss_scale_factor": 8.0}}
+
+
+@pytest.mark.parametrize("mean", ENTROPY_MEANS)
+def test_entropy_bonus_is_the_weighted_mean_of_the_entropies(mean):
+    data, settings = training_data(), {"reference_policy_kl_penalty": 0.0} | ENTROPY_MEANS[mean]
+    whole = MicroBatching(max_samples=100)
+    plain, without = train(settings, data, whole, torch.float64)
+    bonus, grads = train(settings | {"entropy_coef": 0.3}, data, whole, torch.float64)
+    mask, samples = data["token_mask"].double(), data["sample_mask"].double()
+    entropies = torch.zeros(mask.shape, dtype=torch.float64)
+    lengths = data["input_lengths"].tolist()
+    for b, logp in enumerate(distributions(trainer_of(), data["input_ids"], lengths, 0.9)):
+        entropies[b, 1 : lengths[b]] = -(logp.exp() * logp).sum(1)[:-1]
+    per_row = (entropies * mask).sum(1)
+    if mean == "tokens":
+        expected = (per_row * samples).sum() / (mask.sum(1) * samples).sum()
+    else:
+        expected = (per_row / (8.0 if mean == "sums" else mask.sum(1)) * samples).sum() / samples.sum()
+    assert bonus.metrics[0]["entropy"] == pytest.approx(float(expected), rel=1e-6)
+    assert plain.loss - bonus.loss == pytest.approx(0.3 * float(expected), rel=1e-6)
+    assert (grads - without).norm() > 1e-3 * without.norm()
+
+
+@pytest.mark.parametrize(
+    "batching", [MicroBatching(max_samples=1), MicroBatching(max_samples=3, share_prefix=False), MicroBatching(max_tokens=120)], ids=str
+)  # fmt: skip
+def test_gradient_of_the_entropy_bonus_does_not_depend_on_micro_batches(batching):
+    data, settings = training_data(), {"entropy_coef": 0.5}
+    whole, expected = train(settings, data, MicroBatching(max_samples=100), torch.float64)
+    parts, grads = train(settings, data, batching, torch.float64)
+    assert torch.equal(whole.outputs, parts.outputs)
+    assert (grads - expected).norm() <= 1e-12 * expected.norm()
+    assert sum(m["entropy"] for m in parts.metrics) == pytest.approx(whole.metrics[0]["entropy"], rel=1e-12)

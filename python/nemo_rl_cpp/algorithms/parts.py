@@ -22,14 +22,15 @@ from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, shaping_warning
 from nemo_rl_cpp.algorithms.reward_penalties import apply_reward_penalties
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
-from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers, TopKTeachers, check_vocabulary
+from nemo_rl_cpp.algorithms.teachers import NoTeacher, OutsideTeacher, Teachers, TopKTeachers, check_vocabulary
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import DataConfig
+from nemo_rl_cpp.config.distillation import absolute_folder
 from nemo_rl_cpp.config.fold import exactness_text, say_fold
 from nemo_rl_cpp.config.loop import LengthPenaltyConfig, LoopConfig, RewardPenaltyConfig
-from nemo_rl_cpp.config.master import GRPOMasterConfig, SFTMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, SFTMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.chat_template import choose_template
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
@@ -56,7 +57,9 @@ from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_cpp.models.memory import forecast_summary
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+from nemo_rl_cpp.models.outside_teachers import HfTeacher, ServerTeacher
 from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.policy.train_step import Scoring
 from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.rollouts.batches import Rollouts
 from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout, with_greedy_baseline
@@ -209,7 +212,10 @@ def make_policy(
 
 
 def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType) -> Teachers | NoTeacher:
-    """Return the teachers that score a batch. Raise ValueError if a teacher's vocabulary differs from the policy's."""
+    """Return the teachers that score a batch. Raise ValueError if the vocabulary of a teacher that is loaded differs from
+    the policy's."""
+    if isinstance(config, DistillationMasterConfig) and config.teacher.is_outside:
+        return OutsideTeacher(_outside_teacher(config, tokenizer).score)
     if not config.teachers:
         return NoTeacher()
     for key, name in config.teachers.items():
@@ -221,6 +227,16 @@ def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer:
     if config.candidates is None:
         return Teachers(*options)
     return TopKTeachers(*options, k=config.candidates, of_student=config.distillation.topk_of == "student")
+
+
+def _outside_teacher(config: DistillationMasterConfig, tokenizer: TokenizerType) -> ServerTeacher | HfTeacher:
+    teacher, policy = config.teacher, config.policy
+    if teacher.base_url is not None:
+        return ServerTeacher(teacher.base_url, teacher.model_name, teacher.api_key_env)
+    name = absolute_folder(teacher.model_name)
+    check_vocabulary(tokenizer, name, "teacher.model_name")
+    temperature = Scoring.of(policy.generation).temperature
+    return HfTeacher(name, policy.precision, temperature, config.cluster.device)
 
 
 def make_critic(

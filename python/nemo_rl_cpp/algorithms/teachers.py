@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+from nemo_rl_cpp.models.policy.micro_batches import wanted_tokens
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 
@@ -72,6 +73,26 @@ class Teachers:
                 "there, or set on_policy_distillation.default_teacher_alias"
             )
         return self.models[name]
+
+
+@dataclass
+class OutsideTeacher:
+    """One teacher for all tasks, outside the native core.
+
+    Attributes:
+        score: returns for rows of token ids the log-probability of each token given those before it.
+    """
+
+    score: Callable[[Sequence[list[int]]], Sequence[Sequence[float]]]
+
+    def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
+        """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens."""
+        wanted, scored = wanted_tokens(batch), torch.zeros(batch.num_tokens)
+        asked = [row for row, own in enumerate(batch.rows(wanted)) if own.any()]
+        ids, places = batch.rows(batch.input_ids), batch.rows(scored)  # views
+        for row, values in zip(asked, self.score([ids[row].tolist() for row in asked]), strict=True):
+            places[row].copy_(torch.tensor(values))
+        batch.teacher_logprobs = torch.where(wanted, scored, 0.0)
 
 
 @dataclass

@@ -73,7 +73,21 @@ class TeacherConfig(Section):
     keys of NeMo RL have no effect."""
 
     model_config = ConfigDict(extra="allow")
-    model_name: str = key(..., "folder, packaged model, or name on the hub; its tokenizer must be the policy's")
+    model_name: str = key(
+        ...,
+        "folder, packaged model, or name on the hub; its tokenizer must be the policy's; with base_url the server's name of the model",
+    )
+    backend: Literal["native", "hf"] = key("native", "native, or hf: transformers scores, for other architectures")
+    base_url: str | None = key(
+        None,
+        "a server that scores token ids, as http://host:8000/v1 of vLLM or nemo-rl-cpp serve; null: the teacher is loaded",
+    )
+    api_key_env: str | None = key(None, "environment variable with the server's key; null: none is sent")
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the teacher is not scored by the native core in the policy's process."""
+        return self.base_url is not None or self.backend != "native"
 
 
 class DistillationLossConfig(ClippedPGLossConfig):
@@ -137,11 +151,24 @@ def check_teachers(config: GRPOMasterConfig | DistillationMasterConfig, report: 
             report.add(f"{key}.name", f"must be opd, which reads the teacher's scores, not {estimator.name}")
         if config.distillation.topk_logits_k is not None:
             _check_topk(config, report)
+        _check_outside(config, report)
     if config.teachers and config.policy.backend != "native":
         report.add(
             "policy.backend",
             f"is {config.policy.backend}, but a teacher is scored by the native core: set it to native",
         )
+
+
+def _check_outside(config: DistillationMasterConfig, report: Report) -> None:
+    teacher, temperature = config.teacher, config.policy.generation.temperature
+    if teacher.base_url is not None and temperature not in (None, 1.0):
+        text = f"is scored by a server at temperature 1: set it to 1, not {temperature:g}"
+        report.add("policy.generation.temperature", text, "teacher.base_url")
+    if teacher.base_url is not None and teacher.backend != "native":
+        report.add("teacher.backend", "is for a teacher that is loaded: leave it out with teacher.base_url")
+    if teacher.is_outside and config.candidates is not None:
+        text = "needs a teacher of the native core: leave teacher.base_url and teacher.backend out, or write null"
+        report.add("distillation.topk_logits_k", text, "teacher.model_name")
 
 
 def _check_topk(config: DistillationMasterConfig, report: Report) -> None:

@@ -223,7 +223,7 @@ class DistillationMasterConfig(TrainMasterConfig):
 
     @property
     def teachers(self) -> dict[str, str]:
-        return {"teacher.model_name": absolute_folder(self.teacher.model_name)}
+        return {} if self.teacher.is_outside else {"teacher.model_name": absolute_folder(self.teacher.model_name)}
 
     @property
     def candidates(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
@@ -244,6 +244,7 @@ class CompletionAnswer(TextAnswer):
     """A response of /v1/completions."""
 
     kind = "text_completion"
+    _of_prompts: Sequence[list[Json | None]] = ()
 
     def __init__(self, model: ServedModel, body: CompletionBody, rollout: Rollout | None, request_id: str) -> None:
         if body.best_of not in (None, body.n or 1):
@@ -253,7 +254,19 @@ class CompletionAnswer(TextAnswer):
         prompts = [prompt_ids(model.tokenizer, one) if isinstance(one, str) else list(one) for one in several]
         super().__init__(model, body, prompts, rollout, f"cmpl-{request_id}")
         self._logprobs = body.logprobs is not None
+        if body.prompt_logprobs is not None:
+            if body.stream or model.prompt_logprobs is None:
+                why = "is not given with stream" if body.stream else "is not given by a policy in training"
+                raise RequestError(f"prompt_logprobs {why}", param="prompt_logprobs")
+            self._of_prompts = [self._of_prompt(ids) for ids in prompts]
         self._offsets: dict[int, int] = {}  # characters sent so far, by choice
+
+    def _of_prompt(self, ids: list[int]) -> list[Json | None]:
+        """Return vLLM's entry of each token of a prompt at temperature 1; None for the first."""
+        scored = self.served.prompt_logprobs(ids)
+        spelled = [_spelling(self.served.bytes_of_token, token) for token in ids]
+        entries = zip(ids[1:], scored[1:], spelled[1:], strict=True)
+        return [None, *({str(token): {"logprob": p, "decoded_token": text}} for token, p, text in entries)]
 
     def _choice(self, k: int, spelled: Spelled) -> Json:
         begins, at, logprobs = k not in self._offsets, self._offsets.setdefault(k, 0), None
@@ -263,6 +276,8 @@ class CompletionAnswer(TextAnswer):
         choice: Json = {"index": k, "text": spelled.text, "logprobs": logprobs, "finish_reason": reason}
         if self.body.return_token_ids and begins:
             choice["prompt_token_ids"] = self.prompts[k // self.samples]
+        if self._of_prompts:
+            choice["prompt_logprobs"] = self._of_prompts[k // self.samples]
         return choice | self._ids(spelled.sample)
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:

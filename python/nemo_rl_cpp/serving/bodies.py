@@ -121,6 +121,7 @@ class CompletionBody(TextBody):
         Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     )
     logprobs: Likeliest | None = None
+    prompt_logprobs: Literal[0] | None = None  # the prompt's own tokens, without further likeliest ones
     best_of: Whole | None = None
 
     @property
@@ -212,7 +213,7 @@ def read_body(kind: type[Body], data: object) -> Body:
     """Return the validated body. Raise RequestError that names the first invalid field."""
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {type(data).__name__}: expected an object")
-    data = _without_neutral(data, _IGNORED)
+    data = _without_neutral(data, _IGNORED, kept={"prompt_logprobs"} if kind is CompletionBody else set())
     if kind is GenerateBody and isinstance(data.get("sampling_params"), dict):
         data["sampling_params"] = _without_neutral(data["sampling_params"], _IGNORED_PARAMS)
     try:
@@ -228,15 +229,15 @@ def read_body(kind: type[Body], data: object) -> Body:
         raise RequestError(text, param=path or None) from None
 
 
-def _without_neutral(data: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
+def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
     """Return the fields that may change a response. Raise RequestError if a field supports only its neutral value."""
-    kept = {name: value for name, value in data.items() if value is not None and name not in ignored}
-    for name in kept.keys() & _NEUTRAL.keys():
-        value = kept.pop(name)
+    changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
+    for name in changing.keys() & _NEUTRAL.keys() - kept:
+        value = changing.pop(name)
         neutral = _NEUTRAL[name]
         if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
             raise RequestError(f"{name} is {value!r:.80}: expected {neutral!r}, or leave it out", param=name)
-    return kept
+    return changing
 
 
 def _is_a_kind(part: object) -> bool:

@@ -16,11 +16,13 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
 from nemo_rl_cpp.data.texts import bytes_of_token, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import open_model_folder
+from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.serving.bodies import GenerateBody, RequestError, SamplingFields, TextBody
 from nemo_rl_cpp.serving.engine import EngineThread, Sampling, longest_in_cache
 from nemo_rl_cpp.serving.rollouts import Rollout, Rollouts
@@ -54,6 +56,8 @@ class ServedModel:
         names: the names that requests may use; the first is shown.
         default: sampling parameters for requests without any.
         digest: of the weights; "" if unknown.
+        prompt_logprobs: returns the log-probability of each token of a prompt given those before it, at temperature 1,
+            0 for the first; None if prompts are not scored.
     """
 
     names: tuple[str, ...]
@@ -66,6 +70,7 @@ class ServedModel:
     default: Sampling = field(default_factory=Sampling)
     limits: Limits = field(default_factory=Limits)
     digest: str = ""
+    prompt_logprobs: Callable[[list[int]], list[float]] | None = None
 
     @cached_property
     def bytes_of_token(self) -> Callable[[int], bytes]:
@@ -244,7 +249,29 @@ def load_model(
         Rollouts(seed),
         limits=limits or Limits(),
         digest=f"{model.digest():016x}",
+        prompt_logprobs=PromptScorer(model, engine),
     )
+
+
+class PromptScorer:
+    """Scores prompts with the forward pass of training, between two steps of the engine."""
+
+    def __init__(self, model: C.DecoderModel, engine: EngineThread) -> None:
+        self._model, self._engine = model, engine
+
+    @cached_property
+    def _trainer(self) -> C.Trainer:
+        return C.Trainer(self._model)
+
+    def __call__(self, ids: list[int]) -> list[float]:
+        """Return the log-probability of each token given those before it, at temperature 1; 0 for the first."""
+        batch = RaggedBatch(torch.tensor([0, len(ids)]), {"input_ids": torch.tensor(ids)}, {})
+        with self._engine.set_aside():
+            found = torch.zeros(len(ids), dtype=self._trainer.out_dtype)
+            if len(ids) > 1:
+                rows = RowBatch(batch, wanted_tokens(batch))
+                self._trainer.forward(rows, [0], 1.0, True, False, False, found)
+        return found.tolist()
 
 
 def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:

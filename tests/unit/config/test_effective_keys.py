@@ -45,6 +45,8 @@ SHAPES = [  # {}: the section, grpo or ppo
      "++reward_penalties={{penalize_unwanted_tokens:true,penalize_malformed_think_tag:true,"
      "token_ids:{{unwanted:[99],think_open:97,think_close:98}}}}"),
     ("policy.backend=hf", "loss_fn.name=dr_grpo"),
+    ("loss_fn.name=clip_cov", "loss_fn.top_entropy_quantile=0.5"),
+    ("loss_fn.name=kl_cov",),
 ]  # fmt: skip
 SEVERAL = ("{0}.async_{0}.in_flight_weight_updates=true", "cluster.executor=processes", "cluster.gpus_per_node=3", "policy.generation.colocated.enabled=false",
            "policy.generation.colocated.resources.gpus_per_node=1", "{0}.async_{0}.enabled=true",

@@ -174,6 +174,9 @@ def _check_outside(config: DistillationMasterConfig, report: Report) -> None:
 def _check_topk(config: DistillationMasterConfig, report: Report) -> None:
     loss, generation, name = config.loss_fn, config.policy.generation, "distillation.topk_logits_k"
     where = f"is {config.distillation.topk_logits_k}, which "
+    if config.cluster.device != "cpu":
+        text = f"{where}works on the CPU only: write null, or set cluster.device to cpu"
+        report.add(name, text, "cluster.device")
     if loss.kl_type == "jensen":
         report.add(name, f"{where}goes with the kl_type forward, reverse and mixed, not jensen", "loss_fn.kl_type")
     if loss.zero_outside_topk and config.distillation.topk_of == "student":

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
 
-from .base import Fraction, NonNegative, Real, Section, key
+from .base import Fraction, NonNegative, Positive, Real, Section, key
 from .errors import Report
 from .tables import OneOf
 
@@ -120,6 +120,9 @@ class ClippedPGLossConfig(Section):
     top_entropy_quantile: Fraction = key(
         1.0, "share of the step's tokens, those with the largest entropy, that learn from their advantages", gt=0
     )
+    score_centering_k: Positive | None = key(
+        None, "gpg, cispo: subtract the expected score, from so many of the likeliest tokens at each token; null: off"
+    )
     clip_cov_ratio: Fraction = key(0.0002, "clip_cov: share of the step's tokens that are left out", gt=0)
     clip_cov_lb: Real = key(1.0, "clip_cov: tokens are drawn among those with a covariance above this ...")
     clip_cov_ub: Real = key(5.0, "clip_cov: ... and below this")
@@ -153,6 +156,13 @@ class ClippedPGLossConfig(Section):
                 f"top_entropy_quantile is {self.top_entropy_quantile:g}, but the loss {name} does not vanish where the advantage does: "
                 "leave it out"
             )
+        if self.score_centering_k is not None and (
+            name not in ("gpg", "cispo") or self.use_importance_sampling_correction
+        ):
+            raise ValueError(
+                "score_centering_k goes with the losses gpg and cispo, without use_importance_sampling_correction: set name to one of "
+                "them, or leave it out"
+            )
         if self.bypass_mode and (self.use_importance_sampling_correction or self.force_on_policy_ratio):
             raise ValueError(
                 "bypass_mode takes generation's log-probabilities for the old policy's, so that nothing is left to correct: leave "
@@ -171,7 +181,9 @@ class ClippedPGLossConfig(Section):
         """Set `use_importance_sampling_correction` if it is left open."""
         if self.use_importance_sampling_correction is None:
             self._correction_left_open = True
-            self.__dict__["use_importance_sampling_correction"] = wanted and self.name != "nll" and not self.bypass_mode
+            self.__dict__["use_importance_sampling_correction"] = (
+                wanted and self.name != "nll" and not self.bypass_mode and self.score_centering_k is None
+            )
 
     def fill_scale_factor(self, max_new_tokens: int) -> None:
         """Set `loss_scale_factor` if it is needed and left open."""

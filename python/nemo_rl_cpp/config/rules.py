@@ -64,7 +64,7 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
             text = f"go to a class or function of yours, but {key}.name is {section.name}: leave them out"
             report.add(f"{key}.kwargs", text, f"{key}.name")
     _check_force_on_policy(config, report)
-    _check_entropies(config, report)
+    _check_distributions(config, report)
     if name == "grpo":
         _check_advantages(config, report)
     if name in ("grpo", "distillation"):
@@ -95,13 +95,25 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
         report.add(name, f"trains on responses of older weights: set {key}=true", key)
 
 
-def _check_entropies(config: TrainMasterConfig, report: Report) -> None:
-    loss, backend = config.loss_fn, config.policy.backend
-    for name, off in (("entropy_coef", 0), ("top_entropy_quantile", 1)):
+def _check_distributions(config: TrainMasterConfig, report: Report) -> None:
+    """Report terms of the loss that need the policy's whole distributions where there are none."""
+    loss, backend, generation = config.loss_fn, config.policy.backend, config.policy.generation
+    for name, off in (("entropy_coef", 0), ("top_entropy_quantile", 1), ("score_centering_k", None)):
         value = getattr(loss, name)
         if value != off and backend != "native":
-            text = f"is {value:g}, but policy.backend {backend} gives no entropies: set policy.backend to native, or this to {off}"
+            text = f"is {value:g}, but policy.backend {backend} gives no distributions: set policy.backend to native, or leave this out"
             report.add(f"loss_fn.{name}", text, "policy.backend")
+    if loss.score_centering_k is None:
+        return
+    if config.cluster.device != "cpu":
+        text = "needs the likeliest tokens, which are found on the CPU only: leave it out, or set cluster.device to cpu"
+        report.add("loss_fn.score_centering_k", text, "cluster.device")
+    if (generation.top_p or 1) < 1 or (generation.top_k or 0) > 0:
+        text = "needs unfiltered generation: set policy.generation.top_p and top_k to null"
+        report.add("loss_fn.score_centering_k", text, "policy.generation.top_p")
+    if config.loop.beside_training.enabled:
+        text = "needs the distributions that the responses were drawn from, which stale responses lack: leave it out"
+        report.add("loss_fn.score_centering_k", text, f"{config.algorithm}.async_{config.algorithm}.enabled")
 
 
 def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:

@@ -242,7 +242,8 @@ class LossCounts:
 class ClippedPGResult(NamedTuple):
     """Loss (scalar tensor), its gradients, metrics as floats, the first non-finite (sample, token) or None, and the sum
     over valid tokens that underlies the metric `token_mult_prob_error`. grad_entropy [B, S-1]: the gradient with
-    respect to the entropies, if the loss has an entropy bonus."""
+    respect to the entropies, if the loss has an entropy bonus; grad_candidates [B, S-1, k]: to the log-probabilities of
+    the candidates, under score centering."""
 
     loss: Tensor
     grad_logprobs: Tensor
@@ -251,6 +252,7 @@ class ClippedPGResult(NamedTuple):
     nonfinite: tuple[int, int] | None
     mult_prob_error_sum: float
     grad_entropy: Tensor | None = None
+    grad_candidates: Tensor | None = None
 
 
 def clipped_pg_loss(

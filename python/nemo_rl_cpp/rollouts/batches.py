@@ -262,7 +262,8 @@ class LogprobNeeds(NamedTuple):
             messages that were not generated are scored.
         bypassed: the loss takes generation's log-probabilities for the old policy's.
         entropies: the loss takes the tokens with the largest entropy.
-        sum_pi_squared: the estimator takes them."""
+        sum_pi_squared: the estimator takes them.
+        candidates: how many of the likeliest tokens the loss takes."""
 
     reference: bool
     previous: bool
@@ -271,6 +272,7 @@ class LogprobNeeds(NamedTuple):
     bypassed: bool = False
     entropies: bool = False
     sum_pi_squared: bool = False
+    candidates: int | None = None
 
     @classmethod
     def of(cls, loss: ClippedPGLossConfig, loop: LoopConfig) -> Self:
@@ -286,6 +288,7 @@ class LogprobNeeds(NamedTuple):
             bypassed=loss.bypass_mode,
             entropies=loss.top_entropy_quantile < 1,
             sum_pi_squared=loop.adv_estimator.name == "optimal_token_baseline",
+            candidates=loss.score_centering_k,
         )
 
 
@@ -315,6 +318,9 @@ def add_logprobs(
         batch.reference_policy_logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
     if needs.entropies:
         batch.entropies = policy.get_entropies(batch)["entropies"]
+    if needs.candidates is not None:
+        scored = policy.get_topk_logprobs(batch, needs.candidates)
+        batch.tokens["candidate_ids"], batch.tokens["candidate_old_logprobs"] = scored["ids"], scored["logprobs"]
     if needs.sum_pi_squared:
         batch.sum_pi_squared = policy.get_sum_pi_squared(batch)["sum_pi_squared"]
     return {"stale_samples": int(stale.sum())}

@@ -212,6 +212,23 @@ def test_the_head_equals_the_cpu(shape, dtype, bound):
     assert all(torch.equal(a, b) for a, b in zip(gpu, fused))
 
 
+@pytest.mark.parametrize("dtype, bound", DTYPES)
+def test_the_heads_gradient_of_the_entropy_equals_the_cpus(dtype, bound):
+    U, V, D = 70, 4099, 24
+    x, w, g = randn(U, D, dtype=dtype), randn(V, D, dtype=dtype, seed=1), randn(U, dtype=torch.float32, seed=2)
+    h, targets = randn(U, dtype=torch.float32, seed=4), torch.arange(U)
+
+    def run(device):
+        head, logprobs, entropy = C.VocabularyHead(), torch.empty(U, device=device), torch.empty(U, device=device)
+        d_x, d_w = torch.empty(U, D, device=device), torch.zeros(V, D, device=device)
+        head.forward(x.to(device), w.to(device), targets, 0.7, logprobs, entropy)
+        head.backward(x.to(device), w.to(device), targets, g.to(device), 0.7, d_x, d_w, d_entropy=h.to(device))
+        return d_x, d_w
+
+    for ours, theirs in zip(run("cuda"), run("cpu"), strict=True):
+        close(ours, theirs, bound)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_sampled_rows_score_the_same_and_follow_the_distribution(rule):
     rule = C.SamplingRule(**{**dict(temperature=1.0, top_p=1.0, top_k=0, greedy=False), **rule})

@@ -221,7 +221,14 @@ class ClippedPGLossFn:
         prev = None if self.op_config().ratio_mode == "on_policy" else data[self._old_logprobs]
         counts = ops.LossCounts(global_valid_toks, global_valid_seqs, positive)
         result = ops.clipped_pg_loss(curr_logprobs.detach(), self._op_inputs(data, prev), counts, self.op_config())
+        if self.takes_candidates:
+            result = self._with_centered_scores(result, data, counts)
         return self._with_entropy_bonus(result, data, counts) if self.entropy_coef > 0 else result
+
+    @property
+    def takes_candidates(self) -> bool:
+        """Whether the data has `curr_candidates` and `candidate_old_logprobs`."""
+        return self.score_centering_k is not None
 
     @property
     def takes_entropies(self) -> bool:
@@ -232,27 +239,54 @@ class ClippedPGLossFn:
     def _old_logprobs(self) -> str:
         return "generation_logprobs" if self.bypass_mode else "prev_logprobs"
 
+    def _token_weights(self, data: Mapping[str, Tensor], counts: ops.LossCounts) -> Tensor:
+        """Return [B, S-1], the weight of each token in the loss's mean."""
+        config, mask, samples = self.op_config(), data["token_mask"][:, 1:].double(), data["sample_mask"].double()
+        weights = mask * samples[:, None]
+        if config.token_level_loss:
+            toks = weights.sum() if counts.valid_toks is None else counts.valid_toks
+            return weights / (float(toks) + 1e-8)
+        seqs = samples.sum() if counts.valid_seqs is None else counts.valid_seqs
+        length = config.fixed_length or mask.sum(1, keepdim=True) + 1e-8
+        return weights / length / (float(seqs) + 1e-8)
+
+    def _with_centered_scores(
+        self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
+    ) -> ops.ClippedPGResult:
+        """Add A sum_v sg(q_v w_v) log p_v to each token's term -A sg(w) log p, so that the score has mean 0 under the old
+        policy q (score centering, arXiv:2609.20807). w is 1 (gpg) or the clipped p / q (cispo).
+
+        The sum is over the k likeliest tokens of q. All others together have p's distribution, scaled to q's mass by
+        a = (1 - sum q) / (1 - sum p); as sum_v p_v d(log p_v) = 0 they add -a w(1 / a) p_v to the k coefficients."""
+        x, q = data["curr_candidates"].double(), data["candidate_old_logprobs"][:, 1:].double().exp()
+        p, weights = x.exp(), self._token_weights(data, counts)
+        rest = 1 - p.sum(-1, keepdim=True)
+        scale = torch.where(rest > 1e-6, (1 - q.sum(-1, keepdim=True)).clamp(min=0.0) / rest.clamp(min=1e-6), 0.0)
+        if self.use_cispo:
+            low, high = 1 - self.ratio_clip_min, 1 + self.ratio_clip_max
+            own, others = q * (p / q).clamp(low, high), scale * scale.clamp(min=1e-12).reciprocal().clamp(low, high)
+        else:
+            own, others = q, scale
+        grad = (weights * data["advantages"][:, 1:].double())[..., None] * (own - others * p)
+        valid = (weights != 0)[..., None]
+        grad = torch.where(valid, grad, 0.0)
+        term = float(torch.where(valid, grad * x, 0.0).sum())
+        metrics = {**result.metrics, "loss": result.metrics["loss"] + term}
+        loss = (result.loss + term).to(result.loss.dtype)
+        return result._replace(loss=loss, metrics=metrics, grad_candidates=grad.to(data["curr_candidates"].dtype))
+
     def _with_entropy_bonus(
         self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.ClippedPGResult:
         """Subtract entropy_coef times the mean of `curr_entropies` [B, S-1], taken like the mean of the loss."""
-        config, entropies = self.op_config(), data["curr_entropies"]
-        mask, samples = data["token_mask"][:, 1:].to(entropies.dtype), data["sample_mask"].to(entropies.dtype)
-        toks = (mask * samples[:, None]).sum() if counts.valid_toks is None else counts.valid_toks
-        seqs = samples.sum() if counts.valid_seqs is None else counts.valid_seqs
-        weights = mask * samples[:, None]
-        if config.token_level_loss:
-            weights = weights / (float(toks) + 1e-8)
-        else:
-            length = config.fixed_length or mask.sum(1, keepdim=True) + 1e-8
-            weights = weights / length / (float(seqs) + 1e-8)
-        bonus = torch.where(weights != 0, weights * entropies, 0.0).double().sum()
+        entropies, weights = data["curr_entropies"], self._token_weights(data, counts)
+        bonus = torch.where(weights != 0, weights * entropies, 0.0).sum()
         metrics = {**result.metrics, "entropy": float(bonus)}
         metrics["loss"] -= self.entropy_coef * float(bonus)
         return result._replace(
             loss=(result.loss - self.entropy_coef * bonus).to(result.loss.dtype),
             metrics=metrics,
-            grad_entropy=-self.entropy_coef * weights,
+            grad_entropy=(-self.entropy_coef * weights).to(entropies.dtype),
         )
 
     def _op_inputs(self, data: Mapping[str, Tensor], prev_logprobs: Tensor | None) -> ops.ClippedPGInputs:
@@ -283,7 +317,7 @@ class ClippedPGLossFn:
     ) -> C.TokenLoss | None:
         """Return the gradient of `native` per token (ops.token_loss), or None if that is impossible; the trainer then
         calls `native`. `data` is the global batch; without `prev_logprobs` the current log-probabilities are used."""
-        if type(self).native is not ClippedPGLossFn.native or self.entropy_coef > 0:
+        if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
         prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
         return ops.token_loss(

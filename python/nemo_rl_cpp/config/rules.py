@@ -93,6 +93,9 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
     if not loss.use_importance_sampling_correction and not loss.bypass_mode:
         key = "loss_fn.use_importance_sampling_correction"
         report.add(name, f"trains on responses of older weights: set {key}=true", key)
+    if config.loop.beside_training.in_flight_weight_updates and config.loop.adv_estimator.name == "remax":
+        text = "is remax, whose greedy answers are drawn with one version of the weights: set in_flight_weight_updates to false"
+        report.add(f"{config.algorithm}.adv_estimator.name", text, name)
 
 
 def _check_distributions(config: TrainMasterConfig, report: Report) -> None:

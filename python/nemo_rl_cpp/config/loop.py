@@ -370,11 +370,9 @@ class AdvEstimatorConfig(Section):
 
     name: GRPOEstimator = key(
         "grpo",
-        "grpo: reward minus the group's mean; gdpo: the same for each part of the reward, then the weighted sum is whitened; "
-        "reinforce_plus_plus: whitened over the batch's tokens; opo: minus the group's mean, weighted by length; grpo_passk: the best of a "
-        "group over the second best; pass_at_k: what a response adds to the chance that one of pass_k is right; max_rl: the group's mean is the divisor, too; remax: minus the reward of a greedy answer; optimal_token_baseline: minus the baseline of "
-        "least variance at each token; opd: what the teachers of on_policy_distillation say of each token; or a class "
-        "or function of yours, as my_module.MyEstimator",
+        "grpo: reward minus the group's mean; gdpo: for each part of the reward, then whitened; reinforce_plus_plus: whitened over the "
+        "batch; opo, grpo_passk, pass_at_k, max_rl, remax, optimal_token_baseline: see docs/losses.md; opd: what the teachers of "
+        "on_policy_distillation say of each token; or a class or function of yours, as my_module.MyEstimator",
     )
     kwargs: dict[str, object] = key({}, "keyword arguments of an estimator of yours")
     normalize_rewards: bool = key(True, "grpo, gdpo, grpo_passk: divide by the group's standard deviation")

@@ -73,6 +73,8 @@ def test_a_checkpoint_is_read_with_its_base(tmp_path):
         run.policy.save_checkpoint(tmp_path / "weights")
         expected = C.Trainer(run.policy.model).logits(ids)
     assert torch.equal(C.Trainer(frozen(tmp_path / "weights", torch.bfloat16)).logits(ids), expected)
+    with pytest.raises(ValueError, match="holds an adapter and no weights: name its base tiny-random"):
+        tiny.make(tmp_path, *ON, f"policy.model_name={tmp_path / 'weights'}", "policy.hf_config_overrides={}")
 
 
 def test_generate_reads_a_checkpoint_over_a_quantised_folder(tmp_path):

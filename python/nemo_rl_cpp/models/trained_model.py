@@ -24,6 +24,7 @@ from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums, OtherRankFailedError, Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
@@ -117,6 +118,11 @@ class TrainedModel(NoOffload):
             config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
             length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
         )  # fmt: skip
+        if (saved := folder.adapter) is not None:
+            raise ModelFolderError(
+                f"{self.section}.model_name is {config.model_name}, a checkpoint that holds an adapter and no weights: name its base {saved.base}, "
+                "or resume its run by checkpointing.checkpoint_dir"
+            )
         folder = replace(folder, quantization=config.quantization)
         folder.check_quantization(f"{self.section}.quantization")
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))

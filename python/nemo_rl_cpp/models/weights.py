@@ -240,7 +240,9 @@ def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:
     """Add an adapter of a checkpoint to a frozen model with loaded weights, apart from them."""
     model.adapt(saved.dim, saved.alpha, list(saved.targets), False, saved.use_rslora)
     views = named_whole(model.trained_layout, model.masters)
-    for name, raw in saved.tensors():
-        tensor = tensor_of(raw)
-        views[name].copy_(tensor.t() if name.endswith(LORA_B) else tensor)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # the buffer is only read
+        for name, raw in saved.tensors():
+            tensor = tensor_of(raw)
+            views[name].copy_(tensor.t() if name.endswith(LORA_B) else tensor)
     model.masters_changed()

@@ -32,7 +32,7 @@ from nemo_rl_cpp.tinker.losses import Loss
 ALPHA = 32
 """An adapter is scaled by ALPHA / rank, as in Tinker."""
 _ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-_TOKENS_AT_ONCE = 16384  # per forward pass with kept activations; a longer datum forms its own micro-batch
+_TOKENS_AT_ONCE = 4096  # per forward pass with kept activations; a longer datum forms its own micro-batch
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, m) {
   nemo_rl::bindings::bind_advantages(m);
   nemo_rl::bindings::bind_batching(m);
   nemo_rl::bindings::bind_attention(m);
+  nemo_rl::bindings::bind_recurrence(m);
   nemo_rl::bindings::bind_ops(m);
   nemo_rl::bindings::bind_distributed(m);
   nemo_rl::bindings::bind_refit(m);

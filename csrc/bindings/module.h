@@ -12,6 +12,7 @@ void bind_advantages(py::module_& m);
 void bind_batching(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_ops(py::module_& m);
+void bind_recurrence(py::module_& m);
 void bind_distributed(py::module_& m);
 void bind_refit(py::module_& m);
 void bind_model(py::module_& m);

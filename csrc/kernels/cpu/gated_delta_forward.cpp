@@ -1,0 +1,77 @@
+#include "kernels/cpu/gated_delta_keys.h"
+#include "kernels/gated_delta.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+/// Strips of a state that are updated at a time: as many as the registers hold.
+template <class A>
+constexpr int kStripsAtATime = kRegisterBytes > 32 ? (sizeof(A) == 4 ? 4 : 2) : 1;
+/// Rows whose queries and keys are normalised before the strips go over them.
+constexpr std::int64_t kRows = 16;
+
+/// Queries, keys and gates of up to kRows rows.
+template <class A>
+struct Piece {
+  alignas(64) A query[kRows][kMostKeyDim];
+  alignas(64) A key[kRows][kMostKeyDim];
+  DeltaGates<A> gates[kRows];
+};
+
+template <int W, class T, class A>
+void run_strips(const T* value, std::int64_t stride_value, std::int64_t rows, const Piece<A>& piece, std::int64_t dk,
+                A* state, T* out, std::int64_t stride_out) {
+  using V = Vec<A, 16>;
+  for (std::int64_t t = 0; t < rows; ++t) {
+    V v[W], m[W], delta[W], o[W];
+    for (int w = 0; w < W; ++w) v[w] = load<V>(value + t * stride_value + w * kStrip);
+    update_state<W, true>(state, state, dk * kStrip, dk, piece.key[t], v, piece.gates[t].decay, piece.gates[t].beta, m,
+                          delta, piece.query[t], o);
+    for (int w = 0; w < W; ++w) store(out + t * stride_out + w * kStrip, o[w]);
+  }
+}
+
+template <class T>
+void forward(const GatedDeltaArgs<T>& p, std::int64_t start, std::int64_t length, std::int64_t head,
+             accumulate_t<T>* state, T* out, std::int64_t stride_out) {
+  using A = accumulate_t<T>;
+  const auto& s = p.shape;
+  const std::int64_t dk = s.key_dim, strips = s.value_dim / kStrip, key_head = head / s.group();
+  Piece<A> piece;
+  for (std::int64_t row = start; row < start + length; row += kRows) {
+    const std::int64_t rows = row + kRows < start + length ? kRows : start + length - row;
+    for (std::int64_t t = 0; t < rows; ++t) {
+      const T* q = p.qkv + (row + t) * p.stride_qkv + key_head * dk;
+      l2_normalised(q, dk, query_scale<A>(s), piece.query[t]);
+      l2_normalised(q + s.key_size(), dk, A(1), piece.key[t]);
+      piece.gates[t] = gates_at(p, row + t, head);
+    }
+    const T* value = p.qkv + row * p.stride_qkv + 2 * s.key_size() + head * s.value_dim;
+    T* const o = out + row * stride_out + head * s.value_dim;
+    constexpr int W = kStripsAtATime<A>;
+    std::int64_t strip = 0;
+    for (; strip + W <= strips; strip += W)
+      run_strips<W>(value + strip * kStrip, p.stride_qkv, rows, piece, dk, state + strip * dk * kStrip,
+                    o + strip * kStrip, stride_out);
+    for (; strip < strips; ++strip)
+      run_strips<1>(value + strip * kStrip, p.stride_qkv, rows, piece, dk, state + strip * dk * kStrip,
+                    o + strip * kStrip, stride_out);
+  }
+}
+
+}  // namespace
+
+void gated_delta_forward_f32(const GatedDeltaArgs<float>& p, std::int64_t start, std::int64_t length, std::int64_t head,
+                             float* state, float* out, std::int64_t stride_out) {
+  forward(p, start, length, head, state, out, stride_out);
+}
+void gated_delta_forward_f64(const GatedDeltaArgs<double>& p, std::int64_t start, std::int64_t length,
+                             std::int64_t head, double* state, double* out, std::int64_t stride_out) {
+  forward(p, start, length, head, state, out, stride_out);
+}
+void gated_delta_forward_bf16(const GatedDeltaArgs<bfloat16>& p, std::int64_t start, std::int64_t length,
+                              std::int64_t head, float* state, bfloat16* out, std::int64_t stride_out) {
+  forward(p, start, length, head, state, out, stride_out);
+}
+
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

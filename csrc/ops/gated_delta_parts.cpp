@@ -1,0 +1,228 @@
+// The short convolution and the gated norm of ops/gated_delta.h.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/gated_norm.h"
+#include "kernels/short_conv.h"
+#include "ops/gated_delta.h"
+#include "ops/kernel_types.h"
+#include "runtime/parallel_items.h"
+#include "runtime/tensor.h"
+
+namespace nemo_rl::ops {
+namespace {
+
+constexpr std::int64_t kNormRows = 64;  // rows whose share of dw is summed at once
+
+void check_conv(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
+  NRL_CHECK_ARG(x.is_cpu() && x.dim() == 2 && x.stride(1) == 1 && y.sizes() == x.sizes() && y.stride(1) == 1 &&
+                    w.dim() == 2 && w.is_contiguous() && w.size(0) == x.size(1) && w.size(0) % 16 == 0 &&
+                    w.size(1) <= kernels::kMostConvWidth,
+                "short_conv: x ", x.sizes(), ", w ", w.sizes(), " and y ", y.sizes(), " do not match");
+}
+
+/// For each row the W - 1 rows of the tokens before it (ShortConvArgs::before).
+template <class T>
+std::vector<const T*> rows_before(const at::Tensor& x, std::int64_t W, std::span<const RecurrentSequence> sequences,
+                                  const at::Tensor& state) {
+  std::vector<const T*> before(static_cast<std::size_t>(x.size(0) * (W - 1)), nullptr);
+  const auto row = [&](const RecurrentSequence& s, std::int64_t i) { return ptr<T>(x) + (s.start + i) * x.stride(0); };
+  for (const auto& s : sequences) {
+    const auto* const parent =
+        s.parent == RecurrentSequence::kNone ? nullptr : &sequences[static_cast<std::size_t>(s.parent)];
+    for (std::int64_t t = 0; t < s.length; ++t)
+      for (std::int64_t i = 0; i + 1 < W; ++i) {
+        const std::int64_t token = t - (W - 1) + i;
+        const T*& place = before[static_cast<std::size_t>((s.start + t) * (W - 1) + i)];
+        if (token >= 0) place = row(s, token);
+        else if (parent != nullptr && parent->length + token >= 0) place = row(*parent, parent->length + token);
+        else if (s.continues) place = ptr<T>(state) + (s.slot * (W - 1) + W - 1 + token) * x.size(1);
+      }
+  }
+  return before;
+}
+
+/// The inputs that the tokens after a sequence will read.
+template <class T>
+void store_last_inputs(const at::Tensor& x, std::int64_t W, const RecurrentSequence& s, const at::Tensor& state) {
+  const std::int64_t C = x.size(1);
+  T* const slot = mutable_ptr<T>(state) + s.slot * (W - 1) * C;
+  for (std::int64_t i = 0; i + 1 < W; ++i) {
+    const std::int64_t token = s.length - (W - 1) + i;
+    if (token >= 0) std::copy_n(ptr<T>(x) + (s.start + token) * x.stride(0), C, slot + i * C);
+    else if (s.continues) std::copy_n(slot + (i + s.length) * C, C, slot + i * C);
+    else std::fill_n(slot + i * C, C, T{});
+  }
+}
+
+template <class T>
+at::Tensor transposed(const at::Tensor& w) {
+  return w.t().to(sizeof(accumulate_t<T>) == 8 ? at::kDouble : at::kFloat).contiguous();
+}
+
+template <class T>
+void conv_forward(const at::Tensor& x, const at::Tensor& w, std::span<const RecurrentSequence> sequences,
+                  const at::Tensor& y, const at::Tensor& state) {
+  const auto before = rows_before<T>(x, w.size(1), sequences, state);
+  const auto taps = transposed<T>(w);
+  const kernels::ShortConvArgs<T> p{ptr<T>(x), x.stride(0), before.data(), ptr<accumulate_t<T>>(taps),
+                                    w.size(0), w.size(1)};
+  T* const out = mutable_ptr<T>(y);
+  const std::int64_t stride = y.stride(0);
+  const auto run = [&](std::int64_t begin, std::int64_t end) {
+    if constexpr (std::is_same_v<T, float>) kernels::short_conv_forward_f32(p, out, stride, begin, end);
+    if constexpr (std::is_same_v<T, double>) kernels::short_conv_forward_f64(p, out, stride, begin, end);
+    if constexpr (std::is_same_v<T, bfloat16>) kernels::short_conv_forward_bf16(p, out, stride, begin, end);
+  };
+  runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 16384 / p.C), run);
+  for (const auto& s : sequences)
+    if (s.slot != RecurrentSequence::kNone) store_last_inputs<T>(x, w.size(1), s, state);
+}
+
+template <class T>
+void conv_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
+                   std::span<const RecurrentSequence> sequences, const at::Tensor& dx, const at::Tensor& dw) {
+  using A = accumulate_t<T>;
+  const auto before = rows_before<T>(x, w.size(1), sequences, {});
+  const auto taps = transposed<T>(w);
+  const kernels::ShortConvArgs<T> p{ptr<T>(x), x.stride(0), before.data(), ptr<A>(taps), w.size(0), w.size(1)};
+  const std::int64_t rows = x.size(0), blocks = (p.C + kernels::kConvChannels - 1) / kernels::kConvChannels;
+  const T* const in = ptr<T>(dy);
+  T* const out = mutable_ptr<T>(dx);
+  A* const weights = dw.defined() ? mutable_ptr<A>(dw) : nullptr;
+  const std::int64_t stride_in = dy.stride(0), stride_out = dx.stride(0);
+  runtime::parallel_items(blocks, true, [&](std::int64_t block) {
+    const std::int64_t begin = block * kernels::kConvChannels, end = std::min(p.C, begin + kernels::kConvChannels);
+    A* const sum =
+        reinterpret_cast<A*>(runtime::thread_workspace(static_cast<std::size_t>(rows * (end - begin)) * sizeof(A)));
+    if constexpr (std::is_same_v<T, float>)
+      kernels::short_conv_backward_f32(p, in, stride_in, out, stride_out, weights, rows, sum, begin, end);
+    if constexpr (std::is_same_v<T, double>)
+      kernels::short_conv_backward_f64(p, in, stride_in, out, stride_out, weights, rows, sum, begin, end);
+    if constexpr (std::is_same_v<T, bfloat16>)
+      kernels::short_conv_backward_bf16(p, in, stride_in, out, stride_out, weights, rows, sum, begin, end);
+  });
+}
+
+template <class T>
+kernels::GatedNormArgs<T> norm_args(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, double eps) {
+  return {ptr<T>(x), x.stride(0), ptr<T>(z), z.stride(0), ptr<T>(w), x.size(1) / w.numel(), w.numel(), eps};
+}
+
+template <class T>
+void norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, double eps,
+                   const at::Tensor& dx, const at::Tensor& dz, const at::Tensor& dw) {
+  using A = accumulate_t<T>;
+  const auto p = norm_args<T>(x, z, w, eps);
+  const kernels::GatedNormGradients<T> g{ptr<T>(dy),   dy.stride(0),       mutable_ptr<T>(dx),
+                                         dx.stride(0), mutable_ptr<T>(dz), dz.stride(0)};
+  const std::int64_t rows = x.size(0), blocks = (rows + kNormRows - 1) / kNormRows;
+  std::vector<A> parts(static_cast<std::size_t>(blocks * p.D));
+  at::parallel_for(0, blocks, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t block = first; block < last; ++block) {
+      const std::int64_t begin = block * kNormRows, end = std::min(rows, begin + kNormRows);
+      A* const part = parts.data() + block * p.D;
+      if constexpr (std::is_same_v<T, float>) kernels::gated_norm_backward_f32(p, g, begin, end, part);
+      if constexpr (std::is_same_v<T, double>) kernels::gated_norm_backward_f64(p, g, begin, end, part);
+      if constexpr (std::is_same_v<T, bfloat16>) kernels::gated_norm_backward_bf16(p, g, begin, end, part);
+    }
+  });
+  if (!dw.defined()) return;
+  for (std::int64_t block = 0; block < blocks; ++block)
+    for (std::int64_t d = 0; d < p.D; ++d) mutable_ptr<A>(dw)[d] += parts[static_cast<std::size_t>(block * p.D + d)];
+}
+
+template <class T>
+kernels::HeadGateArgs<T> gate_args(const at::Tensor& x, const at::Tensor& g) {
+  return {ptr<T>(x), ptr<T>(g), g.stride(0), g.stride(1), g.size(1), g.size(2)};
+}
+
+void check_gate(const at::Tensor& x, const at::Tensor& g, const at::Tensor& y) {
+  NRL_CHECK_ARG(x.is_cpu() && x.is_contiguous() && y.is_contiguous() && y.sizes() == x.sizes() && g.dim() == 3 &&
+                    g.stride(2) == 1 && x.sizes() == at::IntArrayRef({g.size(0), g.size(1) * g.size(2)}),
+                "head_gate: x ", x.sizes(), ", g ", g.sizes(), " and y ", y.sizes(), " do not match");
+}
+
+void check_norm(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, const at::Tensor& y) {
+  NRL_CHECK_ARG(x.is_cpu() && x.dim() == 2 && x.sizes() == z.sizes() && x.sizes() == y.sizes() && x.stride(1) == 1 &&
+                    z.stride(1) == 1 && y.stride(1) == 1 && w.is_contiguous() && w.numel() % 16 == 0 &&
+                    x.size(1) % w.numel() == 0,
+                "gated_norm: x ", x.sizes(), ", z ", z.sizes(), " and w ", w.sizes(), " do not match");
+}
+
+}  // namespace
+
+void short_conv_forward(const at::Tensor& x, const at::Tensor& w, std::span<const RecurrentSequence> sequences,
+                        const at::Tensor& y, const at::Tensor& state) {
+  check_conv(x, w, y);
+  dispatch_floating(y.scalar_type(), "short_conv_forward",
+                    [&](auto tag) { conv_forward<decltype(tag)>(x, w, sequences, y, state); });
+}
+
+void short_conv_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
+                         std::span<const RecurrentSequence> sequences, const at::Tensor& dx, const at::Tensor& dw) {
+  check_conv(x, w, dy);
+  check_conv(x, w, dx);
+  dispatch_floating(dy.scalar_type(), "short_conv_backward",
+                    [&](auto tag) { conv_backward<decltype(tag)>(dy, x, w, sequences, dx, dw); });
+}
+
+void gated_norm_forward(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, double eps,
+                        const at::Tensor& y) {
+  check_norm(x, z, w, y);
+  dispatch_floating(y.scalar_type(), "gated_norm_forward", [&](auto tag) {
+    using T = decltype(tag);
+    const auto p = norm_args<T>(x, z, w, eps);
+    T* const out = mutable_ptr<T>(y);
+    const std::int64_t stride = y.stride(0);
+    runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / x.size(1)), [&](std::int64_t b, std::int64_t e) {
+      if constexpr (std::is_same_v<T, float>) kernels::gated_norm_forward_f32(p, out, stride, b, e);
+      if constexpr (std::is_same_v<T, double>) kernels::gated_norm_forward_f64(p, out, stride, b, e);
+      if constexpr (std::is_same_v<T, bfloat16>) kernels::gated_norm_forward_bf16(p, out, stride, b, e);
+    });
+  });
+}
+
+void gated_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& z, const at::Tensor& w,
+                         double eps, const at::Tensor& dx, const at::Tensor& dz, const at::Tensor& dw) {
+  check_norm(x, z, w, dy);
+  check_norm(x, z, w, dx);
+  check_norm(x, z, w, dz);
+  dispatch_floating(dy.scalar_type(), "gated_norm_backward",
+                    [&](auto tag) { norm_backward<decltype(tag)>(dy, x, z, w, eps, dx, dz, dw); });
+}
+
+void head_gate_forward(const at::Tensor& x, const at::Tensor& g, const at::Tensor& y) {
+  check_gate(x, g, y);
+  dispatch_floating(y.scalar_type(), "head_gate_forward", [&](auto tag) {
+    using T = decltype(tag);
+    const auto p = gate_args<T>(x, g);
+    T* const out = mutable_ptr<T>(y);
+    runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / x.size(1)), [&](std::int64_t b, std::int64_t e) {
+      if constexpr (std::is_same_v<T, float>) kernels::head_gate_forward_f32(p, out, b, e);
+      if constexpr (std::is_same_v<T, double>) kernels::head_gate_forward_f64(p, out, b, e);
+      if constexpr (std::is_same_v<T, bfloat16>) kernels::head_gate_forward_bf16(p, out, b, e);
+    });
+  });
+}
+
+void head_gate_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& g, const at::Tensor& dx,
+                        const at::Tensor& dg) {
+  check_gate(x, g, dx);
+  NRL_CHECK(dg.strides() == g.strides() && dg.sizes() == g.sizes() && dy.is_contiguous(), "head_gate_backward");
+  dispatch_floating(dy.scalar_type(), "head_gate_backward", [&](auto tag) {
+    using T = decltype(tag);
+    const auto p = gate_args<T>(x, g);
+    const T* const in = ptr<T>(dy);
+    T *const out = mutable_ptr<T>(dx), *const gate = mutable_ptr<T>(dg);
+    runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / x.size(1)), [&](std::int64_t b, std::int64_t e) {
+      if constexpr (std::is_same_v<T, float>) kernels::head_gate_backward_f32(p, in, out, gate, b, e);
+      if constexpr (std::is_same_v<T, double>) kernels::head_gate_backward_f64(p, in, out, gate, b, e);
+      if constexpr (std::is_same_v<T, bfloat16>) kernels::head_gate_backward_bf16(p, in, out, gate, b, e);
+    });
+  });
+}
+
+}  // namespace nemo_rl::ops

@@ -1,0 +1,186 @@
+"""The gated delta rule, its convolution and its norm: values and gradients against torch, the same bits in chunks, packed and alone."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from nemo_rl_cpp._native import C
+
+_spec = importlib.util.spec_from_file_location(
+    "reference_gated_delta", Path(__file__).resolve().parents[2] / "reference" / "gated_delta.py"
+)
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+#          P, U, dk, dv, W
+SHAPES = [(2, 4, 16, 32, 4), (1, 1, 128, 128, 4), (2, 2, 48, 16, 2)]
+TYPES = [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 2e-2)]
+#          a prompt of 37 tokens that two responses continue, a text alone, and one with a single token
+SEQUENCES = [(0, 37, -1), (37, 40, 0), (77, 5, 0), (82, 70, -1), (152, 1, -1)]
+TOKENS = 153
+
+
+def full(sequences):
+    return [(start, length, parent, -1, False) for start, length, parent in sequences]
+
+
+def draw(*shape, dtype, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def inputs(shape, dtype, tokens=TOKENS):
+    P, U, dk, dv, _ = shape
+    return [
+        draw(tokens, 2 * P * dk + U * dv, dtype=dtype, seed=1),
+        draw(tokens, U, dtype=dtype, seed=2),
+        draw(tokens, U, dtype=dtype, seed=3),
+        draw(U, dtype=dtype, seed=4),
+        draw(U, dtype=dtype, seed=5),
+    ]
+
+
+def relative_gap(ours, expected):
+    return float((ours.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def gradients_of(function, arguments, d_out):
+    leaves = [x.double().requires_grad_() for x in arguments]
+    out = function(*leaves)
+    return out.detach(), torch.autograd.grad(out, leaves, d_out.double())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "bound"), TYPES)
+def test_gated_delta_and_its_gradients_agree_with_the_reference(shape, dtype, bound):
+    arguments, d_out = inputs(shape, dtype), draw(TOKENS, shape[1] * shape[3], dtype=dtype, seed=6)
+    expected, gradients = gradients_of(lambda *x: reference.gated_delta(*x, SEQUENCES, shape), arguments, d_out)
+    assert relative_gap(C.gated_delta(*arguments, full(SEQUENCES), shape), expected) < bound
+    ours = C.gated_delta_backward(d_out, *arguments, full(SEQUENCES), shape)
+    for mine, theirs in zip(ours, gradients):
+        assert relative_gap(mine, theirs) < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), TYPES)
+def test_short_conv_and_its_gradients_agree_with_the_reference(dtype, bound):
+    x, w, dy = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(TOKENS, 80), (80, 4), (TOKENS, 80)]))
+    expected, gradients = gradients_of(lambda *a: reference.short_conv(*a, SEQUENCES), [x, w], dy)
+    assert relative_gap(C.short_conv(x, w, full(SEQUENCES)), expected) < bound
+    for mine, theirs in zip(C.short_conv_backward(dy, x, w, full(SEQUENCES)), gradients):
+        assert relative_gap(mine, theirs) < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), TYPES)
+def test_gated_norm_and_its_gradients_agree_with_the_reference(dtype, bound):
+    x, z, dy = (draw(TOKENS, 96, dtype=dtype, seed=i) for i in range(3))
+    w = draw(32, dtype=dtype, seed=4)
+    expected, gradients = gradients_of(lambda *a: reference.gated_norm(*a, 1e-6), [x, z, w], dy)
+    assert relative_gap(C.gated_norm(x, z, w, 1e-6), expected) < bound
+    for mine, theirs in zip(C.gated_norm_backward(dy, x, z, w, 1e-6), gradients):
+        assert relative_gap(mine, theirs) < bound
+
+
+def test_the_parts_agree_with_the_torch_functions_of_transformers():
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    shape = P, U, dk, dv, W = (2, 4, 16, 32, 4)
+    qkv, b, a, A_log, dt_bias = inputs(shape, torch.float32, 100)
+    q, k, v = (x.view(1, 100, -1, d) for x, d in zip(qkv.split([P * dk, P * dk, U * dv], 1), (dk, dk, dv)))
+    g = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
+    for rule in (modeling.torch_recurrent_gated_delta_rule, modeling.torch_chunk_gated_delta_rule):
+        theirs, _ = rule(q, k, v, g=g[None], beta=b.sigmoid()[None], use_qk_l2norm_in_kernel=True)
+        ours = C.gated_delta(qkv, b, a, A_log, dt_bias, [(0, 100, -1, -1, False)], shape)
+        assert relative_gap(ours, theirs.reshape(100, -1).double()) < 1e-5
+    w = draw(qkv.shape[1], W, dtype=torch.float32, seed=9)
+    theirs = modeling.causal_conv1d_fn(qkv.T[None], w, activation="silu")[0].T
+    assert relative_gap(C.short_conv(qkv, w, [(0, 100, -1, -1, False)]), theirs.double()) < 1e-6
+    norm = modeling.Qwen3_5RMSNormGated(dv)
+    norm.weight.data = draw(dv, dtype=torch.float32, seed=10)
+    x, z = draw(400, dv, dtype=torch.float32, seed=11), draw(400, dv, dtype=torch.float32, seed=12)
+    assert relative_gap(C.gated_norm(x, z, norm.weight.data, 1e-6), norm(x, z).detach().double()) < 1e-6
+
+
+def in_chunks(arguments, w, shape, chunk):
+    """Convolution and rule over the states of one sequence, `chunk` tokens at a time."""
+    P, U, dk, dv, W = shape
+    qkv, b, a, A_log, dt_bias = arguments
+    state = torch.full((3, U, dk * dv), float("nan"), dtype=torch.float32)
+    inputs = torch.full((3, W - 1, qkv.shape[1]), float("nan"), dtype=qkv.dtype)
+    out = []
+    for begin in range(0, len(qkv), chunk):
+        piece = slice(begin, begin + chunk)
+        sequences = [(0, len(qkv[piece]), -1, 1, begin > 0)]
+        mixed = C.short_conv(qkv[piece].contiguous(), w, sequences, inputs)
+        out.append(C.gated_delta(mixed, b[piece], a[piece], A_log, dt_bias, sequences, shape, state))
+    assert state[[0, 2]].isnan().all() and inputs[[0, 2]].isnan().all()
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_packing_shared_prompts_and_threads_do_not_change_a_bit(shape, dtype):
+    arguments = inputs(shape, dtype)
+    qkv, b, a, A_log, dt_bias = arguments
+    w = draw(qkv.shape[1], shape[4], dtype=dtype, seed=7)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            packed = C.gated_delta(C.short_conv(qkv, w, full(SEQUENCES)), b, a, A_log, dt_bias, full(SEQUENCES), shape)
+            for index, (_, length, _) in enumerate(SEQUENCES):
+                rows = reference.rows_of(SEQUENCES, index)
+                own = [qkv[rows], b[rows], a[rows], A_log, dt_bias]
+                for chunk in (1, 2, 7, 64, 200):
+                    assert torch.equal(in_chunks(own, w, shape, chunk)[-length:], packed[rows[-length:]]), (
+                        index,
+                        chunk,
+                    )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_gradients_are_the_same_bits_with_any_number_of_threads_and_in_any_packing():
+    shape = SHAPES[0]
+    arguments, d_out = inputs(shape, torch.float32), draw(TOKENS, 4 * 32, dtype=torch.float32, seed=6)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(C.gated_delta_backward(d_out, *arguments, full(SEQUENCES), shape))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+    rows = slice(82, 152)
+    alone = C.gated_delta_backward(
+        d_out[rows], *(x[rows].contiguous() for x in arguments[:3]), *arguments[3:], [(0, 70, -1, -1, False)], shape
+    )
+    assert all(torch.equal(x, y[rows]) for x, y in zip(alone[:3], results[0][:3]))
+
+
+def test_no_state_leaks_from_a_sequence_to_the_next():
+    shape = SHAPES[0]
+    arguments = inputs(shape, torch.float32)
+    before = C.gated_delta(*arguments, full(SEQUENCES), shape)
+    arguments[0][:82] = float("nan")
+    after = C.gated_delta(*arguments, full(SEQUENCES), shape)
+    assert torch.equal(before[82:], after[82:]) and after[:82].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16, 16, 4), (1, 1, 24, 16, 4), (1, 1, 16, 16, 9)])
+def test_shapes_without_a_kernel_raise_value_error(shape):
+    P, U, dk, dv, _ = shape
+    with pytest.raises(ValueError, match="a gated delta net with"):
+        C.gated_delta(*inputs(shape, torch.float32, 3), [(0, 3, -1, -1, False)], shape)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 40])
+@pytest.mark.parametrize(("dtype", "bound"), TYPES)
+def test_the_gate_of_heads_and_its_gradients_agree_with_torch(head_dim, dtype, bound):
+    x, dy = (draw(50, 3 * head_dim, dtype=dtype, seed=i) for i in range(2))
+    gate = draw(50, 3, 2 * head_dim, dtype=dtype, seed=3)[..., head_dim:]
+    expected, gradients = gradients_of(lambda a, g: a * g.reshape(50, -1).sigmoid(), [x, gate], dy)
+    ours = C.head_gate(x, gate)
+    assert relative_gap(ours, expected) < bound
+    for mine, theirs in zip(C.head_gate_backward(dy, x, gate), gradients):
+        assert relative_gap(mine, theirs) < bound
+    assert torch.equal(C.head_gate(x[7:9].clone(), gate[7:9].clone()), ours[7:9])

@@ -43,6 +43,15 @@ inline void set_experts(model::ModelConfig& c, const pybind11::dict& d) {
   for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).has_experts = true;
 }
 
+/// Sizes of the recurrent layers, and which layers they are.
+inline void set_recurrent(model::ModelConfig& c, const pybind11::dict& d) {
+  auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
+  auto& s = c.gated_delta;
+  get("key_heads", s.key_heads), get("value_heads", s.value_heads), get("key_dim", s.key_dim);
+  get("value_dim", s.value_dim), get("conv_width", s.conv_width);
+  for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).is_recurrent = true;
+}
+
 inline model::ModelConfig config_from(const pybind11::dict& d) {
   model::ModelConfig c;
   auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
@@ -63,6 +72,8 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   for (const auto& [window, rope] : d["layers"].cast<std::vector<std::pair<std::int64_t, std::optional<int>>>>())
     c.layers.push_back({window, rope.value_or(model::LayerConfig::kNoRope)});
   if (d.contains("quantization")) c.quantization = ops::block_format(d["quantization"].cast<std::string>());
+  if (d.contains("output_gate")) get("output_gate", c.output_gate);
+  if (d.contains("gated_delta")) set_recurrent(c, d["gated_delta"].cast<pybind11::dict>());
   if (d.contains("experts")) set_experts(c, d["experts"].cast<pybind11::dict>());
   return c;
 }

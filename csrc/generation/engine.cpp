@@ -139,8 +139,10 @@ void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const st
     }
     sequences_.push_back(std::move(s));
   }
-  prepare_cache(pause.after_tokens > 0 && pause.keep_cache);
-  scheduler_ = std::make_unique<Scheduler>(config_.scheduler, cache_blocks_, runner_->block_size());
+  const bool for_all = pause.after_tokens > 0 && pause.keep_cache;
+  prepare_cache(for_all);
+  prepare_states(for_all);
+  scheduler_ = std::make_unique<Scheduler>(config_.scheduler, cache_blocks_, runner_->block_size(), states_);
   if (pause.after_tokens > 0) scheduler_->pause_after(pause.after_tokens, pause.keep_cache);
   for (auto& group : groups_) {
     scheduler_->add(group.get());
@@ -182,11 +184,23 @@ void Engine::prepare_cache(bool for_all) {
   cache_blocks_ = wanted;
 }
 
+/// As many states as these requests can use at once, or `for_all` of them; more are kept as they are.
+void Engine::prepare_states(bool for_all) {
+  if (!runner_->has_states()) return;
+  const auto useful = static_cast<std::int64_t>(groups_.size() + sequences_.size());
+  const std::int64_t at_once = for_all ? useful : std::min(useful, Scheduler::states_needed(config_.scheduler));
+  const std::int64_t wanted = std::max<std::int64_t>(2, at_once);
+  if (wanted <= states_) return;
+  states_ = 0;
+  runner_->allocate_states(wanted);
+  states_ = wanted;
+}
+
 void Engine::release_cache() {
   if (paused_) give_up();
   NRL_CHECK(!busy_, "release_cache() was called while generate() runs");
   runner_->release_cache();
-  cache_blocks_ = 0;
+  cache_blocks_ = states_ = 0;
 }
 
 }  // namespace nemo_rl::generation

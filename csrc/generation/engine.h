@@ -92,6 +92,7 @@ class Engine {
            const Pause& pause);
   void check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const;
   void prepare_cache(bool for_all);
+  void prepare_states(bool for_all);
   std::vector<Generation> run(const std::function<bool()>& interrupted, const Finished& finished);
   void give_up();
   void tell(const Finished& finished);
@@ -99,7 +100,7 @@ class Engine {
   std::shared_ptr<ModelRunner> runner_;
   EngineConfig config_;
   std::shared_ptr<const TokenBytes> token_bytes_;
-  std::int64_t cache_blocks_ = 0;
+  std::int64_t cache_blocks_ = 0, states_ = 0;
   bool busy_ = false;
   EngineMetrics metrics_;
   bool paused_ = false;

@@ -21,6 +21,7 @@ struct SequenceSlice {
   std::int64_t query_length = 0;          ///< new tokens: many in prefill, one in decode
   std::int64_t context_length = 0;        ///< tokens already in the cache = absolute position of the first new token
   std::vector<std::int32_t> block_table;  ///< cache block of absolute positions [i*block_size, (i+1)*block_size)
+  std::int64_t state = -1;                ///< slot of its recurrent layers' states; -1: the model has none
   const model::DecoderModel* adapted = nullptr;  ///< as PromptGroup::adapted
 };
 
@@ -31,11 +32,18 @@ struct BlockCopy {
   std::int32_t length = 0;
 };
 
+/// Copy all layers' states of slot `from` into slot `to`.
+struct StateCopy {
+  std::int64_t from = 0;
+  std::int64_t to = 0;
+};
+
 /// One step of the engine: ragged, without padding.
 struct ForwardBatch {
   std::vector<std::int64_t> token_ids;  ///< [T] of all slices, in order
   std::vector<SequenceSlice> slices;
   std::vector<BlockCopy> copies;          ///< done before the forward pass, in order
+  std::vector<StateCopy> state_copies;    ///< the same of states
   std::vector<std::int64_t> logits_rows;  ///< rows of token_ids whose next-token logits are wanted (R of them)
 };
 
@@ -50,7 +58,10 @@ class ModelRunner {
   virtual std::int64_t bytes_per_block() const = 0;  ///< all layers, keys and values
   /// (Re)allocates cache storage for `num_blocks` blocks; contents are undefined afterwards.
   virtual void allocate_cache(std::int64_t num_blocks) = 0;
-  /// Frees cache storage (between generation phases).
+  /// Whether sequences have states, of which allocate_states() makes as many as may be in use at a time.
+  virtual bool has_states() const { return false; }
+  virtual void allocate_states(std::int64_t) {}
+  /// Frees storage of cache and states (between generation phases).
   virtual void release_cache() = 0;
   /// Whether what later forwards compute may be kept for training, by a runner that can (model/kept_activations.h).
   virtual void keep_activations(bool) {}

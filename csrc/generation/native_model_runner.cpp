@@ -1,10 +1,12 @@
 #include "generation/native_model_runner.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "common/check.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
+#include "runtime/large_tensor.h"
 #include "runtime/team.h"
 #include "runtime/tensor.h"
 
@@ -60,16 +62,19 @@ std::int64_t NativeModelRunner::block_size() const { return ops::kKeyTile; }
 
 std::int64_t NativeModelRunner::bytes_per_block() const {
   const auto& c = model_->config();
-  return 2 * c.num_layers() * c.num_kv_heads * c.head_dim * ops::kKeyTile *
+  const auto layers = std::ranges::count(c.layers, false, &model::LayerConfig::is_recurrent);
+  return 2 * layers * c.num_kv_heads * c.head_dim * ops::kKeyTile *
          static_cast<std::int64_t>(c10::elementSize(model_->decoder().compute_dtype()));
 }
 
 void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
   recorded_.clear();
   cache_.clear();
-  for (std::int64_t l = 0; l < model_->config().num_layers(); ++l)
-    cache_.push_back(
-        ops::kv_cache_allocate(num_blocks, step_.heads(), model_->decoder().compute_dtype(), model_->device()));
+  for (const auto& layer : model_->config().layers)
+    cache_.push_back(layer.is_recurrent ? at::Tensor()
+                                        : ops::kv_cache_allocate(num_blocks, step_.heads(),
+                                                                 model_->decoder().compute_dtype(), model_->device()));
+  num_blocks_ = num_blocks;
   kept_rows_.begin(num_blocks);
 }
 
@@ -79,9 +84,23 @@ void NativeModelRunner::check_adapted(const model::DecoderModel* adapted) const 
                 "a request's adapters must be apart (merge false) and of a model made by base() of the engine's model");
 }
 
+void NativeModelRunner::allocate_states(std::int64_t count) {
+  const auto& shape = model_->config().gated_delta;
+  const auto options = model_->compute().options();
+  states_.clear();
+  for (const auto& layer : model_->config().layers) {
+    states_.emplace_back();
+    if (!layer.is_recurrent) continue;
+    states_.back().inputs = runtime::empty_large({count, shape.conv_width - 1, shape.conv_size()}, options);
+    states_.back().state =
+        runtime::empty_large({count, shape.value_heads, shape.state_size()}, options.dtype(at::kFloat));
+  }
+}
+
 void NativeModelRunner::release_cache() {
   recorded_.clear();
   cache_.clear();
+  states_.clear();
   workspace_.clear();
 }
 
@@ -89,7 +108,14 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   NRL_CHECK(!cache_.empty(), "forward before allocate_cache");
   ops::check_token_ids(batch.token_ids, vocab_size(), "forward");
   for (const auto& copy : batch.copies)
-    for (auto& layer : cache_) ops::kv_cache_copy(layer, copy.from, copy.to, copy.length);
+    for (auto& layer : cache_)
+      if (layer.defined()) ops::kv_cache_copy(layer, copy.from, copy.to, copy.length);
+  for (const auto& copy : batch.state_copies)
+    for (const auto& layer : states_)
+      if (layer.state.defined()) {
+        layer.inputs[copy.to].copy_(layer.inputs[copy.from]);
+        layer.state[copy.to].copy_(layer.state[copy.from]);
+      }
 
   const auto T = static_cast<std::int64_t>(batch.token_ids.size());
   const auto adapters = adapters_of(batch, *model_);
@@ -99,13 +125,14 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   for (const auto& s : batch.slices)
     slices.push_back({s.query_start, s.query_length, s.context_length, s.block_table.data(),
                       static_cast<std::int64_t>(s.block_table.size())});
-  step_.set(std::move(slices), batch.token_ids, rows, cache_.front().size(0));
+  step_.set(std::move(slices), batch.token_ids, rows, num_blocks_);
   model_->decoder().reserve_positions(step_.num_positions());
   if (!recorded) {
     const auto* const packed = model_->packed_for(T, pack_after_);
+    const auto before = history(batch);
     const auto compute = [&] {
-      keep_ && model_->kept().enabled() && adapters.empty() ? run_keeping(batch, packed)
-                                                            : run(batch.logits_rows, packed, adapters);
+      keep_ && model_->kept().enabled() && adapters.empty() ? run_keeping(batch, before, packed)
+                                                            : run(batch.logits_rows, before, packed, adapters);
     };
     // Threads of a team never sleep: they would keep the processor from the messages of peers.
     if (model_->device().is_cpu() && T <= kTeamRows && model_->peers() == nullptr) {
@@ -117,34 +144,42 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   }
   std::vector<std::int64_t> all(static_cast<std::size_t>(rows));
   std::iota(all.begin(), all.end(), 0);
-  recorded_.run(rows, [this] { return places(); }, [this, all] { run(all, nullptr); });
+  recorded_.run(rows, [this] { return places(); }, [this, all] { run(all, history({}), nullptr); });
   return logits(rows).narrow(0, 0, T);
 }
 
-model::Attention NativeModelRunner::attention() {
-  return [this](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
+model::History NativeModelRunner::history(const ForwardBatch& batch) {
+  model::History history;
+  history.attention = [this](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
     ops::attention_paged(qkv, step_, model_->decoder().attention_heads(layer), cache_[static_cast<std::size_t>(layer)],
                          out, lse);
   };
+  if (!has_states()) return history;
+  for (const auto& s : batch.slices)
+    history.sequences.push_back(
+        {s.query_start, s.query_length, ops::RecurrentSequence::kNone, s.state, s.context_length > 0});
+  history.state = [this](std::int64_t layer) { return states_[static_cast<std::size_t>(layer)]; };
+  return history;
 }
 
 /// Computes the step: the logits of `rows`. Reads nothing that belongs to one batch but what lies in step_.
-void NativeModelRunner::run(std::span<const std::int64_t> rows, const ops::PackedWeights* packed,
-                            model::RowAdapters adapters) {
+void NativeModelRunner::run(std::span<const std::int64_t> rows, const model::History& history,
+                            const ops::PackedWeights* packed, model::RowAdapters adapters) {
   model::NothingKept nothing(model_->decoder(), step_.token_ids().numel(), workspace_);
-  finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), rows, nothing, workspace_, packed,
+  finish(model_->decoder().forward(step_.token_ids(), step_.positions(), history, rows, nothing, workspace_, packed,
                                    adapters),
          packed);
 }
 
 /// The same, with the rows that training will need put where it finds them.
-void NativeModelRunner::run_keeping(const ForwardBatch& batch, const ops::PackedWeights* packed) {
+void NativeModelRunner::run_keeping(const ForwardBatch& batch, const model::History& history,
+                                    const ops::PackedWeights* packed) {
   auto& kept = model_->kept();
   try {
     const auto& nodes = kept_rows_.plan(batch, kept);
     model::KeptSink sink(model_->decoder(), kept, nodes, workspace_);
-    finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), batch.logits_rows, sink,
-                                     workspace_, packed),
+    finish(model_->decoder().forward(step_.token_ids(), step_.positions(), history, batch.logits_rows, sink, workspace_,
+                                     packed),
            packed);
   } catch (...) {
     kept.clear();  // rows were promised that are not there

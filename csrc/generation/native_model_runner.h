@@ -31,6 +31,8 @@ class NativeModelRunner : public ModelRunner {
   std::int64_t block_size() const override;
   std::int64_t bytes_per_block() const override;
   void allocate_cache(std::int64_t num_blocks) override;
+  bool has_states() const override { return model_->config().has_recurrent(); }
+  void allocate_states(std::int64_t count) override;
   void release_cache() override;
   void keep_activations(bool keep) override { keep_ = keep; }
   void check_adapted(const model::DecoderModel* adapted) const override;
@@ -38,16 +40,19 @@ class NativeModelRunner : public ModelRunner {
   at::Device device() const { return model_->device(); }
 
  private:
-  model::Attention attention();
-  void run(std::span<const std::int64_t> rows, const ops::PackedWeights* packed, model::RowAdapters adapters = {});
-  void run_keeping(const ForwardBatch& batch, const ops::PackedWeights* packed);
+  model::History history(const ForwardBatch& batch);
+  void run(std::span<const std::int64_t> rows, const model::History& history, const ops::PackedWeights* packed,
+           model::RowAdapters adapters = {});
+  void run_keeping(const ForwardBatch& batch, const model::History& history, const ops::PackedWeights* packed);
   void finish(const at::Tensor& h, const ops::PackedWeights* packed);
   at::Tensor logits(std::int64_t rows);
   std::vector<const void*> places() const;
 
   std::shared_ptr<model::DecoderModel> model_;
   model::VocabSlice vocab_;
-  std::vector<at::Tensor> cache_;  ///< of each layer
+  std::vector<at::Tensor> cache_;  ///< of each layer with attention
+  std::int64_t num_blocks_ = 0;
+  std::vector<model::RecurrentState> states_;  ///< of each layer, undefined without recurrence
   model::Workspace workspace_;
   ops::PagedStep step_;
   RecordedSteps recorded_;

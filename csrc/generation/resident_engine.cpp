@@ -23,6 +23,10 @@ std::int64_t blocks_of(const ModelRunner& runner, const ResidentConfig& config) 
   return config.scheduler.max_batch_size >= limit / one ? limit : one * config.scheduler.max_batch_size;
 }
 
+std::int64_t states_of(const ModelRunner& runner, const ResidentConfig& config) {
+  return runner.has_states() ? Scheduler::states_needed(config.scheduler) : 0;
+}
+
 }  // namespace
 
 ResidentEngine::ResidentEngine(std::shared_ptr<ModelRunner> runner, ResidentConfig config,
@@ -31,7 +35,7 @@ ResidentEngine::ResidentEngine(std::shared_ptr<ModelRunner> runner, ResidentConf
       config_(config),
       token_bytes_(token_bytes ? std::move(token_bytes) : std::make_shared<const TokenBytes>()),
       num_blocks_(blocks_of(*runner_, config_)),
-      scheduler_(config_.scheduler, num_blocks_, runner_->block_size()) {}
+      scheduler_(config_.scheduler, num_blocks_, runner_->block_size(), states_of(*runner_, config_)) {}
 
 std::int64_t ResidentEngine::submit(std::vector<std::int64_t> prompt, const SamplingParams& params,
                                     const std::vector<RandomKey>& keys,
@@ -81,7 +85,10 @@ std::vector<DrawnToken> ResidentEngine::step() {
   std::vector<DrawnToken> drawn;
   if (!has_work()) return drawn;
   try {
-    if (!has_cache_) runner_->allocate_cache(num_blocks_);
+    if (!has_cache_) {
+      runner_->allocate_cache(num_blocks_);
+      runner_->allocate_states(states_of(*runner_, config_));
+    }
     has_cache_ = true;
     const auto note = [&](std::int64_t id, std::int64_t token) {
       const Sequence& s = *sequences_.at(id).sequence;

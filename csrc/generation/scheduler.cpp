@@ -1,6 +1,7 @@
 #include "generation/scheduler.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "common/check.h"
 
@@ -9,10 +10,10 @@ namespace {
 
 /// Adds `length` tokens of `group` from position `context` on to the batch; `last` ones yield logits.
 template <class TokenAt>
-std::int64_t add_slice(ForwardBatch& batch, const PromptGroup& group, const BlockTable& blocks, std::int64_t context,
-                       std::int64_t length, bool wants_logits, TokenAt token_at) {
+std::int64_t add_slice(ForwardBatch& batch, const PromptGroup& group, const BlockTable& blocks, std::int64_t state,
+                       std::int64_t context, std::int64_t length, bool wants_logits, TokenAt token_at) {
   const auto start = static_cast<std::int64_t>(batch.token_ids.size());
-  batch.slices.push_back({start, length, context, blocks, group.adapted.get()});
+  batch.slices.push_back({start, length, context, blocks, state, group.adapted.get()});
   for (std::int64_t i = 0; i < length; ++i) batch.token_ids.push_back(token_at(context + i));
   if (!wants_logits) return -1;
   batch.logits_rows.push_back(start + length - 1);
@@ -21,8 +22,8 @@ std::int64_t add_slice(ForwardBatch& batch, const PromptGroup& group, const Bloc
 
 }  // namespace
 
-Scheduler::Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size)
-    : config_(config), blocks_(num_blocks, block_size) {
+Scheduler::Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size, std::int64_t num_states)
+    : config_(config), blocks_(num_blocks, block_size), states_(num_states) {
   NRL_CHECK_ARG(config.max_batch_size >= 1, "max_batch_size = ", config.max_batch_size, ": expected at least 1");
   NRL_CHECK_ARG(config.prefill_chunk_tokens >= 1, "prefill_chunk_tokens = ", config.prefill_chunk_tokens,
                 ": expected at least 1");
@@ -96,12 +97,14 @@ bool Scheduler::prefill(PromptGroup* group, StepPlan& plan) {
   const std::int64_t length = std::min(group->length() - group->cached, budget(plan));
   if (length <= 0) return false;
   const std::int64_t held = static_cast<std::int64_t>(group->blocks.size());
-  if (!make_room(blocks_.blocks_for(group->length()) - held, group, plan)) return false;
+  const std::int64_t states = states_.enabled() && group->state == StateSlots::kNone ? 1 : 0;
+  if (!make_room(blocks_.blocks_for(group->length()) - held, states, group, plan)) return false;
+  if (states > 0) group->state = states_.take();
   NRL_CHECK(blocks_.extend(group->blocks, group->cached + length), "no blocks after making room");
   const bool last = group->cached + length == group->length();
   const std::int64_t row =
-      add_slice(plan.batch, *group, group->blocks, group->cached, length, last && group->awaits_first_token(),
-                [&](std::int64_t p) { return group->tokens[p]; });
+      add_slice(plan.batch, *group, group->blocks, group->state, group->cached, length,
+                last && group->awaits_first_token(), [&](std::int64_t p) { return group->tokens[p]; });
   plan.slices.push_back({nullptr, group, length, row});
   plan.prefill_tokens += length;
   return true;
@@ -114,13 +117,17 @@ bool Scheduler::admit_next(PromptGroup* group, StepPlan& plan) {
   if (length <= 0) return false;
   const bool takes_over = group->pending.size() == 1;  // nobody else waits for the prompt's blocks: no copy
   const std::int64_t copy = !takes_over && P % blocks_.block_size() ? 1 : 0;
-  if (!make_room(copy + blocks_.blocks_for(P + length) - blocks_.blocks_for(P), group, plan)) return false;
+  const std::int64_t states = !takes_over && states_.enabled() ? 1 : 0;
+  if (!make_room(copy + blocks_.blocks_for(P + length) - blocks_.blocks_for(P), states, group, plan)) return false;
   if (takes_over) {
     s->blocks = std::move(group->blocks);
+    s->state = std::exchange(group->state, StateSlots::kNone);
     group->blocks.clear();
     group->cached = 0;
   } else {
     s->blocks = blocks_.fork(group->blocks, P, plan.batch.copies);
+    s->state = states_.take();
+    if (states > 0) plan.batch.state_copies.push_back({group->state, s->state});
   }
   s->cached = P;
   NRL_CHECK(blocks_.extend(s->blocks, P + length), "no blocks after making room");
@@ -130,12 +137,12 @@ bool Scheduler::admit_next(PromptGroup* group, StepPlan& plan) {
   return true;
 }
 
-/// Whether `blocks` may be taken for something new: each running sequence keeps one in reserve, so that admitting does
-/// not make it preempt a moment later. With nothing running, waiting prompts other than `keep` give way.
-bool Scheduler::make_room(std::int64_t blocks, const PromptGroup* keep, const StepPlan& plan) {
+/// Whether `blocks` and `states` may be taken for something new: each running sequence keeps one in reserve, so that
+/// admitting does not make it preempt a moment later. With nothing running, waiting prompts other than `keep` give way.
+bool Scheduler::make_room(std::int64_t blocks, std::int64_t states, const PromptGroup* keep, const StepPlan& plan) {
   const bool idle = running_.empty() && plan.slices.empty();
   const std::int64_t reserve = static_cast<std::int64_t>(running_.size());
-  while (blocks_.num_free() < blocks + reserve) {
+  while (blocks_.num_free() < blocks + reserve || states_.num_free() < states) {
     if (!idle || !drop_waiting_prompt(keep)) return false;
   }
   return true;
@@ -153,13 +160,15 @@ bool Scheduler::drop_waiting_prompt(const PromptGroup* keep) {
 
 void Scheduler::release_prompt(PromptGroup* group) {
   blocks_.release(group->blocks);
+  states_.release(group->state);
   group->cached = 0;
 }
 
+/// A state is given up as cached keys and values are: the sequence computes it again.
 void Scheduler::preempt_last() {
   Sequence* const s = running_.back();
   running_.pop_back();
-  blocks_.release(s->blocks);
+  give_up(s);
   s->cached = 0;
   wait_again(s);
   ++preemptions_;
@@ -188,7 +197,7 @@ void Scheduler::pause_due() {
     if (static_cast<std::int64_t>(s->generated.size()) < pause_after_) return false;
     paused_.push_back(s);
     if (!pause_keeps_cache_) {
-      blocks_.release(s->blocks);
+      give_up(s);
       s->cached = 0;
     }
     return true;
@@ -203,10 +212,15 @@ void Scheduler::resume() {
   paused_.clear();
 }
 
+void Scheduler::give_up(Sequence* s) {
+  blocks_.release(s->blocks);
+  states_.release(s->state);
+}
+
 void Scheduler::plan_sequence(Sequence* s, std::int64_t length, StepPlan& plan) {
   const bool last = s->cached + length == s->length();
-  const std::int64_t row =
-      add_slice(plan.batch, *s->group, s->blocks, s->cached, length, last, [&](std::int64_t p) { return s->token(p); });
+  const std::int64_t row = add_slice(plan.batch, *s->group, s->blocks, s->state, s->cached, length, last,
+                                     [&](std::int64_t p) { return s->token(p); });
   plan.slices.push_back({s, nullptr, length, row});
   // what follows a prompt's prefill is decoding, be it one token or, after a preemption, several
   (length == 1 && last ? plan.decode_tokens : plan.prefill_tokens) += length;
@@ -220,7 +234,7 @@ void Scheduler::computed(const StepPlan& plan) {
 
 void Scheduler::retire_finished() {
   std::erase_if(running_, [&](Sequence* s) {
-    if (s->finished()) blocks_.release(s->blocks);
+    if (s->finished()) give_up(s);
     return s->finished();
   });
   pause_due();
@@ -232,7 +246,7 @@ void Scheduler::retire_finished() {
 }
 
 void Scheduler::remove(Sequence* sequence) {
-  blocks_.release(sequence->blocks);
+  give_up(sequence);
   std::erase(running_, sequence);
   PromptGroup* const group = sequence->group;
   std::erase(group->pending, sequence);
@@ -242,9 +256,9 @@ void Scheduler::remove(Sequence* sequence) {
 }
 
 void Scheduler::abort() {
-  for (Sequence* s : running_) blocks_.release(s->blocks);
-  for (Sequence* s : paused_) blocks_.release(s->blocks);
-  for (Sequence* s : resumed_) blocks_.release(s->blocks);
+  for (Sequence* s : running_) give_up(s);
+  for (Sequence* s : paused_) give_up(s);
+  for (Sequence* s : resumed_) give_up(s);
   for (PromptGroup* group : queue_) release_prompt(group);
   running_.clear();
   paused_.clear();

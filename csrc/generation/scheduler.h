@@ -37,7 +37,8 @@ struct StepPlan {
 
 class Scheduler {
  public:
-  Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size);
+  /// `num_states`: 0 for a model without states, else at least 2.
+  Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size, std::int64_t num_states = 0);
 
   /// The group's pending sequences are to be generated. Throws ValueError if one could not fit the cache alone.
   void add(PromptGroup* group);
@@ -64,6 +65,9 @@ class Scheduler {
   void abort();
 
   const BlockManager& blocks() const { return blocks_; }
+  const StateSlots& states() const { return states_; }
+  /// States that a full batch uses: of running sequences, and of prompts whose sequences are about to run.
+  static std::int64_t states_needed(const SchedulerConfig& config) { return 2 * config.max_batch_size; }
   std::int64_t num_running() const { return static_cast<std::int64_t>(running_.size()); }
   std::int64_t preemptions() const { return preemptions_; }
   /// Blocks that a lone sequence needs at most.
@@ -74,17 +78,19 @@ class Scheduler {
   void admit(StepPlan& plan);
   bool prefill(PromptGroup* group, StepPlan& plan);
   bool admit_next(PromptGroup* group, StepPlan& plan);
-  bool make_room(std::int64_t blocks, const PromptGroup* keep, const StepPlan& plan);
+  bool make_room(std::int64_t blocks, std::int64_t states, const PromptGroup* keep, const StepPlan& plan);
   bool drop_waiting_prompt(const PromptGroup* keep);
   void preempt_last();
   void wait_again(Sequence* s);
   void pause_due();
+  void give_up(Sequence* sequence);
   void release_prompt(PromptGroup* group);
   void plan_sequence(Sequence* sequence, std::int64_t length, StepPlan& plan);
   std::int64_t budget(const StepPlan& plan) const { return config_.prefill_chunk_tokens - plan.prefill_tokens; }
 
   SchedulerConfig config_;
   BlockManager blocks_;
+  StateSlots states_;
   std::vector<Sequence*> running_;  // in the order of admission
   std::deque<PromptGroup*> queue_;  // groups with pending sequences, by priority
   std::int64_t preemptions_ = 0;

@@ -9,6 +9,7 @@
 #include "common/random.h"
 #include "generation/block_manager.h"
 #include "generation/sampling_params.h"
+#include "generation/state_slots.h"
 
 namespace nemo_rl::model {
 class DecoderModel;
@@ -36,9 +37,10 @@ struct Sequence {
   std::vector<kernels::SampledToken> likeliest;  ///< where the last token was drawn; params.num_likeliest of them
   FinishReason finish_reason = FinishReason::none;
 
-  BlockTable blocks;        ///< held while it runs
-  std::int64_t cached = 0;  ///< positions whose keys and values lie in `blocks`
-  std::string text_tail;    ///< see StopStrings::append
+  BlockTable blocks;                       ///< held while it runs
+  std::int64_t cached = 0;                 ///< positions whose keys and values lie in `blocks`
+  std::int64_t state = StateSlots::kNone;  ///< slot of its states behind these positions, held while it runs
+  std::string text_tail;                   ///< see StopStrings::append
 
   bool finished() const { return finish_reason != FinishReason::none; }
   std::int64_t prompt_length() const;
@@ -57,10 +59,11 @@ struct PromptGroup {
   /// The model whose adapters compute these tokens, over the base that the
   /// runner's model shares with it; nullptr: the runner's model as it is.
   std::shared_ptr<const model::DecoderModel> adapted;
-  std::int64_t priority = 0;      ///< order of arrival
-  std::deque<Sequence*> pending;  ///< next to admit first
-  BlockTable blocks;              ///< the prompt's cache, held while generations wait for it
-  std::int64_t cached = 0;        ///< prompt positions in `blocks`
+  std::int64_t priority = 0;               ///< order of arrival
+  std::deque<Sequence*> pending;           ///< next to admit first
+  BlockTable blocks;                       ///< the prompt's cache, held while generations wait for it
+  std::int64_t cached = 0;                 ///< prompt positions in `blocks`
+  std::int64_t state = StateSlots::kNone;  ///< slot of the prompt's states, held as `blocks` are
 
   std::int64_t length() const { return static_cast<std::int64_t>(tokens.size()); }
   bool ready() const { return cached == length(); }

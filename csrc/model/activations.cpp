@@ -14,13 +14,13 @@ LayerActivations buffers(const Decoder& decoder, std::int64_t l, std::int64_t pl
     return workspace.take(place, slot, {T, columns}, type);
   };
   LayerActivations a;
-  a.qkv = take(LayerSlot::qkv, c.qkv_size(), S);
-  if (c.qk_norm != QkNorm::none) a.qkv_raw = take(LayerSlot::qkv_raw, c.qkv_size(), S);
-  a.attn = take(LayerSlot::attn, c.query_size(), S);
+  const auto mixer = decoder.mixer(l).kept();
+  a.qkv = take(LayerSlot::qkv, mixer.qkv, S);
+  if (mixer.qkv_raw > 0) a.qkv_raw = take(LayerSlot::qkv_raw, mixer.qkv_raw, S);
+  a.attn = take(LayerSlot::attn, mixer.attn, S);
   if (keep == Keep::nothing) return a;
-  if (c.qk_norm == QkNorm::head)
-    a.q_rstd = take(LayerSlot::q_rstd, c.num_heads, A), a.k_rstd = take(LayerSlot::k_rstd, c.num_kv_heads, A);
-  if (c.qk_norm == QkNorm::whole) a.q_rstd = take(LayerSlot::q_rstd, 1, A), a.k_rstd = take(LayerSlot::k_rstd, 1, A);
+  if (mixer.q_rstd > 0) a.q_rstd = take(LayerSlot::q_rstd, mixer.q_rstd, A);
+  if (mixer.k_rstd > 0) a.k_rstd = take(LayerSlot::k_rstd, mixer.k_rstd, A);
   const auto branch = [&](bool has_norm, LayerSlot out, LayerSlot rstd) {
     return has_norm ? Branch{take(out, c.hidden_size, A), take(rstd, 1, A)} : Branch{};
   };
@@ -28,12 +28,18 @@ LayerActivations buffers(const Decoder& decoder, std::int64_t l, std::int64_t pl
   a.gate_up = take(LayerSlot::gate_up, mlp.gate_up, S);
   if (mlp.shared_gate_up > 0) a.shared_gate_up = take(LayerSlot::shared_gate_up, mlp.shared_gate_up, S);
   if (!c.norms.before_attention.empty()) a.rstd_in = take(LayerSlot::rstd_in, 1, A);
-  a.lse = take(LayerSlot::lse, c.num_heads, A);
+  if (mixer.lse > 0) a.lse = take(LayerSlot::lse, mixer.lse, A);
   a.attn_branch = branch(!c.norms.after_attention.empty(), LayerSlot::attn_branch, LayerSlot::attn_branch_rstd);
   a.h_mid = take(LayerSlot::h_mid, c.hidden_size, A);
   if (!c.norms.before_mlp.empty()) a.rstd_mid = take(LayerSlot::rstd_mid, 1, A);
   a.mlp_branch = branch(!c.norms.after_mlp.empty(), LayerSlot::mlp_branch, LayerSlot::mlp_branch_rstd);
   return a;
+}
+
+/// Layers of one kind have buffers of one shape.
+std::size_t kind_of(const Decoder& decoder, std::int64_t l) {
+  const auto& layer = decoder.config().layers[static_cast<std::size_t>(l)];
+  return (layer.has_experts ? 1 : 0) + (layer.is_recurrent ? 2 : 0);
 }
 
 at::Tensor stream_of(const Decoder& decoder, std::int64_t layer, std::int64_t T, Workspace& workspace) {
@@ -43,8 +49,15 @@ at::Tensor stream_of(const Decoder& decoder, std::int64_t layer, std::int64_t T,
 }  // namespace
 
 NothingKept::NothingKept(const Decoder& decoder, std::int64_t T, Workspace& workspace)
-    : h_(workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype())),
-      shared_(buffers(decoder, 0, 0, T, Keep::nothing, workspace)) {}
+    : decoder_(decoder),
+      workspace_(workspace),
+      h_(workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype())) {}
+
+LayerActivations NothingKept::layer(std::int64_t l) {
+  auto& shared = shared_[kind_of(decoder_, l)];
+  if (!shared.qkv.defined()) shared = buffers(decoder_, l, 0, h_.size(0), Keep::nothing, workspace_);
+  return shared;
+}
 
 at::Tensor SavedActivations::stream(std::int64_t l) { return stream_of(decoder_, l, token_ids().numel(), workspace_); }
 
@@ -63,7 +76,7 @@ KeptSink::KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<cons
 }
 
 LayerActivations KeptSink::layer(std::int64_t l) {
-  auto& shared = shared_[decoder_.config().layers[static_cast<std::size_t>(l)].has_experts ? 1 : 0];
+  auto& shared = shared_[kind_of(decoder_, l)];
   if (!shared.qkv.defined())
     shared = buffers(decoder_, l, 0, static_cast<std::int64_t>(nodes_.size()), Keep::for_backward, workspace_);
   return shared;

@@ -40,17 +40,19 @@ class ActivationSource {
   at::Tensor token_ids_, positions_;
 };
 
-/// Keeps nothing: all layers share their buffers, and the residual stream is one tensor.
+/// Keeps nothing: layers of one kind share their buffers, and the residual stream is one tensor.
 class NothingKept : public ActivationSink {
  public:
   NothingKept(const Decoder& decoder, std::int64_t T, Workspace& workspace);
   bool keeps() const override { return false; }
   at::Tensor stream(std::int64_t) override { return h_; }
-  LayerActivations layer(std::int64_t) override { return shared_; }
+  LayerActivations layer(std::int64_t l) override;
 
  private:
+  const Decoder& decoder_;
+  Workspace& workspace_;
   at::Tensor h_;
-  LayerActivations shared_;
+  LayerActivations shared_[4];  ///< of each kind of layer
 };
 
 /// Keeps all layers until their backward; of each only its input when `checkpoint`.
@@ -89,7 +91,7 @@ class KeptSink : public ActivationSink {
   std::span<const KeptActivations::Node> nodes_;
   Workspace& workspace_;
   at::Tensor streams_[2];
-  LayerActivations shared_[2];  ///< of layers without and with experts
+  LayerActivations shared_[4];  ///< of each kind of layer
 };
 
 /// From there, without a forward. `kept` must hold these rows until the backward, which takes a layer's at a time.

@@ -18,6 +18,7 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
   };
   if (part.size == 1) return c;
   NRL_CHECK_ARG(!has_experts(), "tensor parallelism cannot split a mixture of experts");
+  NRL_CHECK_ARG(!has_recurrent(), "tensor parallelism cannot split a recurrent layer");
   divide(c.num_heads, "attention heads");
   divide(c.num_kv_heads, "key/value heads");
   divide(c.intermediate_size, "columns of the MLP");
@@ -30,6 +31,8 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
 }
 
 bool ModelConfig::has_experts() const { return std::ranges::any_of(layers, &LayerConfig::has_experts); }
+
+bool ModelConfig::has_recurrent() const { return std::ranges::any_of(layers, &LayerConfig::is_recurrent); }
 
 bool ModelConfig::has_dense_mlp() const { return !std::ranges::all_of(layers, &LayerConfig::has_experts); }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/recurrence.h"
 #include "kernels/swiglu.h"
 #include "kernels/weight_blocks.h"
 
@@ -32,9 +33,10 @@ enum class QkNorm {
 
 /// What one layer of a decoder does otherwise than another.
 struct LayerConfig {
-  std::int64_t window = 0;   ///< tokens that attention sees at most, its own included; 0: all
-  int rope = 0;              ///< which of ModelConfig::ropes turns queries and keys; kNoRope: none
-  bool has_experts = false;  ///< its MLP is ModelConfig::experts
+  std::int64_t window = 0;    ///< tokens that attention sees at most, its own included; 0: all
+  int rope = 0;               ///< which of ModelConfig::ropes turns queries and keys; kNoRope: none
+  bool has_experts = false;   ///< its MLP is ModelConfig::experts
+  bool is_recurrent = false;  ///< its mixer is a gated delta net (ModelConfig::gated_delta) instead of attention
   static constexpr int kNoRope = -1;
 };
 
@@ -78,6 +80,7 @@ struct ModelConfig {
   std::vector<LayerConfig> layers;
   std::vector<RopeConfig> ropes;
   ExpertsConfig experts;
+  kernels::GatedDeltaShape gated_delta;  ///< of recurrent layers
   double rms_norm_eps = 1e-6;
   double norm_offset = 0;           ///< norms multiply by offset + w: 1 in Gemma
   double attention_scale = 0;       ///< of the scores
@@ -89,6 +92,7 @@ struct ModelConfig {
   bool tie_word_embeddings = false;
   bool qkv_bias = false;     ///< Qwen2; Llama with attention_bias
   bool output_bias = false;  ///< bias of o_proj: Llama with attention_bias
+  bool output_gate = false;  ///< each query head comes with a gate, whose sigmoid multiplies its result: Qwen3.5
   bool mlp_bias = false;
   bool fused_tensors = false;  ///< the checkpoint has q, k, v and gate, up as one tensor each: Phi 3
   QkNorm qk_norm = QkNorm::none;
@@ -114,6 +118,7 @@ struct ModelConfig {
   /// Whether gate and up are one product that reads its weights in pairs of rows (silu), or an ordinary product.
   bool has_gated_product() const { return activation == kernels::Gate::silu; }
   bool has_experts() const;
+  bool has_recurrent() const;
   bool has_dense_mlp() const;
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers.size()); }
   std::int64_t query_size() const { return num_heads * head_dim; }

@@ -6,7 +6,6 @@
 #include "ops/index_tensor.h"
 #include "ops/linear.h"
 #include "ops/rms_norm.h"
-#include "ops/rope.h"
 
 namespace nemo_rl::model {
 namespace {
@@ -41,7 +40,13 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::
   }
   NRL_CHECK_ARG(!config_.has_experts() || device().is_cpu(),
                 "a mixture of experts is computed on the CPU only, not on ", device().str());
-  for (std::int64_t l = 0; l < config_.num_layers(); ++l) mlps_.push_back(mlp_of(config_, l));
+  NRL_CHECK_ARG(!config_.has_recurrent() || device().is_cpu(), "a recurrent layer is computed on the CPU only, not on ",
+                device().str());
+  NRL_CHECK_ARG(
+      !config_.output_gate || (config_.qk_norm == QkNorm::head && !config_.qkv_bias && !config_.fused_tensors),
+      "gates of attention come with norms of each query head, without biases and fused tensors");
+  for (std::int64_t l = 0; l < config_.num_layers(); ++l)
+    mixers_.push_back(mixer_of(config_, l)), mlps_.push_back(mlp_of(config_, l));
   for (const auto& layer : config_.layers)
     NRL_CHECK_ARG(layer.window >= 0 && layer.rope < static_cast<int>(ropes_.size()), "a layer has window ",
                   layer.window, " and rotary table ", layer.rope, " of ", ropes_.size());
@@ -62,7 +67,7 @@ at::Tensor Decoder::on_device(const at::Tensor& positions) {
   return positions.to(device());
 }
 
-at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
+at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const History& history,
                             std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
                             const ops::PackedWeights* packed, RowAdapters adapters) {
   const std::int64_t T = token_ids.numel(), R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers() - 1;
@@ -76,19 +81,19 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
     auto a = sink.layer(l);
     a.h_in = h;
     if (l == last && stop_early) {
-      run_attention(l, places, attention, a, s);
+      const auto mixed = run_mixer(l, places, history, a, s);
       const auto index = ops::index_tensor(rows.data(), R, h);
-      auto attn = workspace.take(Slot::rows_attn, {R, config_.query_size()}, compute_dtype());
+      auto of_rows = workspace.take(Slot::rows_attn, {R, mixed.size(1)}, compute_dtype());
       auto h_rows = workspace.take(Slot::rows_h, {R, config_.hidden_size}, accumulate_dtype());
-      at::index_select_out(attn, a.attn, 0, index);
+      at::index_select_out(of_rows, mixed, 0, index);
       at::index_select_out(h_rows, h, 0, index);
-      a.attn = attn, a.h_in = h_rows;
-      const auto of_rows = adapters_of(rows, adapters);
-      finish_layer(l, a, h_rows, scratch(R, {workspace, packed, of_rows}));
+      a.h_in = h_rows;
+      const auto adapters_of_rows = adapters_of(rows, adapters);
+      finish_layer(l, of_rows, a, h_rows, scratch(R, {workspace, packed, adapters_of_rows}));
       return h_rows;
     }
     h = sink.stream(l + 1);
-    run_layer(l, places, attention, a, h, s);
+    run_layer(l, places, history, a, h, s);
     sink.put(l, a);
   }
   LayerActivations behind;
@@ -138,47 +143,30 @@ Decoder::Scratch Decoder::scratch(std::int64_t T, const ProductContext& context)
 }
 
 /// a.h_in -> h_out, which may be a.h_in where a.h_mid is undefined.
-void Decoder::run_layer(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
+void Decoder::run_layer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
                         const at::Tensor& h_out, const Scratch& s) {
-  run_attention(l, positions, attention, a, s);
-  finish_layer(l, a, h_out, s);
+  const auto mixed = run_mixer(l, positions, history, a, s);
+  finish_layer(l, mixed, a, h_out, s);
 }
 
-/// Up to what attention returns: a.qkv, a.attn, a.lse.
-void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const Attention& attention,
-                            LayerActivations& a, const Scratch& s) {
-  const auto& p = layer(l);
-  const auto& c = config_;
+/// What the layer's output product reads.
+at::Tensor Decoder::run_mixer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
+                              const Scratch& s) {
   const auto w = weights(l, s.context);
   w.ask_ahead(&LayerParameters::qkv_weight);
-  const auto x = normalised(a.h_in, p.norm_before_attention, a.rstd_in, s.normed);
-  w.forward(&LayerParameters::qkv_weight, x, p.qkv_bias, c.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw);
-  w.ask_ahead(&LayerParameters::o_weight);
-  if (c.qk_norm != QkNorm::none) normalise_heads(p, a);
-  rotate(l, a.qkv, positions, /*inverse=*/false);
-  attention(l, a.qkv, a.attn, a.lse);
+  const auto x = normalised(a.h_in, layer(l).norm_before_attention, a.rstd_in, s.normed);
+  return mixer(l).forward(w, x, a, {positions, rope(l), history, s.context.workspace});
 }
 
-void Decoder::rotate(std::int64_t l, const at::Tensor& qkv, const at::Tensor& positions, bool inverse) const {
+const RopeTable* Decoder::rope(std::int64_t l) const {
   const int rope = config_.layers[static_cast<std::size_t>(l)].rope;
-  if (rope == LayerConfig::kNoRope) return;
-  const auto& table = ropes_[static_cast<std::size_t>(rope)];
-  ops::rope(qkv, config_.num_heads + config_.num_kv_heads, config_.head_dim, positions, table.cos(), table.sin(),
-            inverse);
+  return rope == LayerConfig::kNoRope ? nullptr : &ropes_[static_cast<std::size_t>(rope)];
 }
 
 /// y = the norm of x with this weight; rstd may be undefined.
 void Decoder::normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y,
                         const at::Tensor& rstd) const {
   ops::rms_norm_forward(x, weight, config_.rms_norm_eps, config_.norm_offset, y, if_defined(rstd));
-}
-
-/// qkv_raw -> qkv: queries and keys normalised, values as they are.
-void Decoder::normalise_heads(const LayerParameters& p, LayerActivations& a) const {
-  const std::int64_t Q = config_.query_size(), KV = config_.num_kv_heads * config_.head_dim;
-  normalise(a.qkv_raw.narrow(1, 0, Q), p.q_norm, a.qkv.narrow(1, 0, Q), a.q_rstd);
-  normalise(a.qkv_raw.narrow(1, Q, KV), p.k_norm, a.qkv.narrow(1, Q, KV), a.k_rstd);
-  a.qkv.narrow(1, Q + KV, KV).copy_(a.qkv_raw.narrow(1, Q + KV, KV));
 }
 
 /// h += what product(y, accumulate) gives, or the norm of that where the architecture has one, times
@@ -198,8 +186,9 @@ void Decoder::add_branch(const Product& product, const at::Tensor& norm, const B
   h.add_(added);
 }
 
-/// Attention's output product and the MLP: what they add to the residual stream.
-void Decoder::finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor& h_out, const Scratch& s) {
+/// The output product of `mixed` and the MLP: what they add to the residual stream.
+void Decoder::finish_layer(std::int64_t l, const at::Tensor& mixed, LayerActivations& a, const at::Tensor& h_out,
+                           const Scratch& s) {
   const auto& p = layer(l);
   const auto w = weights(l, s.context);
   if (a.h_mid.defined()) a.h_mid.copy_(a.h_in);
@@ -207,7 +196,7 @@ void Decoder::finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor
   // of several slices the first adds the bias
   const auto o_bias = config_.slice.rank == 0 ? p.o_bias : at::Tensor();
   add_branch([&](const at::Tensor& y,
-                 bool accumulate) { w.forward(&LayerParameters::o_weight, a.attn, o_bias, y, accumulate); },
+                 bool accumulate) { w.forward(&LayerParameters::o_weight, mixed, o_bias, y, accumulate); },
              p.norm_after_attention, a.attn_branch, h, s);
   mlp(l).ask_ahead(w);
   const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);

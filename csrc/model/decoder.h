@@ -1,5 +1,5 @@
 // The decoder on packed tokens: T tokens of many sequences, without padding. One forward serves training, scoring and
-// generation. Only two things differ: the Attention callback says where keys and values come from, and the
+// generation. Only two things differ: the History says where keys, values and states come from, and the
 // ActivationSink says what is kept of the layers. ModelConfig (norms, biases, activation) and LayerParameters describe
 // a layer.
 //
@@ -13,6 +13,7 @@
 #include "model/gradient_views.h"
 #include "model/layer_activations.h"
 #include "model/layer_weights.h"
+#include "model/mixer.h"
 #include "model/mlp.h"
 #include "model/parameters.h"
 #include "model/rope_table.h"
@@ -24,11 +25,6 @@ namespace nemo_rl::model {
 class ActivationSink;
 class ActivationSource;
 
-/// attention(layer, qkv, out, lse): out [T, N·H]; lse is undefined where nothing is kept.
-using Attention = std::function<void(std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse)>;
-/// attention_backward(layer, qkv, out, d_out, lse, d_qkv)
-using AttentionBackward = std::function<void(std::int64_t layer, const at::Tensor& qkv, const at::Tensor& out,
-                                             const at::Tensor& d_out, const at::Tensor& lse, at::Tensor& d_qkv)>;
 using LayerDone = std::function<void(std::int64_t layer)>;
 
 class Decoder {
@@ -40,6 +36,7 @@ class Decoder {
   const ModelConfig& config() const { return config_; }
   const DecoderParameters& parameters() const { return parameters_; }
   ops::AttentionHeads attention_heads(std::int64_t layer) const;
+  const Mixer& mixer(std::int64_t l) const { return *mixers_[static_cast<std::size_t>(l)]; }
   const Mlp& mlp(std::int64_t l) const { return *mlps_[static_cast<std::size_t>(l)]; }
   distributed::Peers* peers() const { return peers_; }
   /// The matrices of layer `l`, for its products.
@@ -65,16 +62,15 @@ class Decoder {
   /// on the CPU, for parameters on any device. They may lie on the parameters' device if the ids are checked and the
   /// positions reserved already. If `sink` keeps nothing, the other rows stop once the last layer has their keys and
   /// values. `packed`: as of ops::linear_forward. `adapters`: of the T rows.
-  at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
+  at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const History& history,
                      std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
                      const ops::PackedWeights* packed = nullptr, RowAdapters adapters = {});
 
   /// Adds the gradients of what is trained, but the head's and the final norm's, to `grads`; dh [T, D] is the gradient
   /// of the forward's result and is overwritten. `source`: what that forward left. `layer_done`: hears the number of
   /// each layer, the last one first, when its gradients are complete; may be empty.
-  void backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention,
-                const AttentionBackward& attention_backward, const GradientViews& grads, Workspace& workspace,
-                const LayerDone& layer_done = {});
+  void backward(ActivationSource& source, const at::Tensor& dh, const History& history, const GradientViews& grads,
+                Workspace& workspace, const LayerDone& layer_done = {});
 
   /// y [R, D] S = what the head multiplies: the final norm of h [R, D], times logit_multiplier; rstd [R, 1] may be
   /// undefined.
@@ -103,16 +99,16 @@ class Decoder {
   void embed(const at::Tensor& token_ids, const at::Tensor& h) const;
   void embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_embedding) const;
   at::Tensor on_device(const at::Tensor& positions);
-  void rotate(std::int64_t l, const at::Tensor& qkv, const at::Tensor& positions, bool inverse) const;
+  const RopeTable* rope(std::int64_t l) const;
   void normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y, const at::Tensor& rstd) const;
-  void run_layer(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
+  void run_layer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
                  const at::Tensor& h_out, const Scratch& s);
-  void run_attention(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
-                     const Scratch& s);
-  void finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor& h_out, const Scratch& s);
+  at::Tensor run_mixer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
+                       const Scratch& s);
+  void finish_layer(std::int64_t l, const at::Tensor& mixed, LayerActivations& a, const at::Tensor& h_out,
+                    const Scratch& s);
   at::Tensor normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd,
                         const at::Tensor& out) const;
-  void normalise_heads(const LayerParameters& p, LayerActivations& a) const;
   template <class Product>
   void add_branch(const Product& product, const at::Tensor& norm, const Branch& branch, const at::Tensor& h,
                   const Scratch& s) const;
@@ -123,13 +119,13 @@ class Decoder {
                           const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const;
   void backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerGradients& grads,
                     Workspace& workspace);
-  void backward_attention(std::int64_t l, const LayerActivations& a, const at::Tensor& positions, const at::Tensor& dh,
-                          const AttentionBackward& attention_backward, const GradientViews& grads,
-                          Workspace& workspace);
+  void backward_mixer(std::int64_t l, const LayerActivations& a, const at::Tensor& positions, const at::Tensor& dh,
+                      const History& history, const GradientViews& grads, Workspace& workspace);
 
   ModelConfig config_;
   DecoderParameters parameters_;
   std::vector<RopeTable> ropes_;
+  std::vector<std::unique_ptr<Mixer>> mixers_;
   std::vector<std::unique_ptr<Mlp>> mlps_;
   distributed::Peers* peers_;
   const AddedAdapters* added_ = nullptr;

@@ -7,17 +7,16 @@
 
 namespace nemo_rl::model {
 
-void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention,
-                       const AttentionBackward& attention_backward, const GradientViews& grads, Workspace& workspace,
-                       const LayerDone& layer_done) {
+void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const History& history,
+                       const GradientViews& grads, Workspace& workspace, const LayerDone& layer_done) {
   const auto positions = on_device(source.positions());
   for (std::int64_t l = config_.num_layers() - 1; l >= grads.first_layer(); --l) {
     auto a = source.layer(l);
     if (source.holds_input_alone(l))
-      run_layer(l, positions, attention, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
+      run_layer(l, positions, history, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
                 scratch(dh.size(0), {workspace}));
     backward_mlp(l, a, dh, grads.layer(l), workspace);
-    backward_attention(l, a, positions, dh, attention_backward, grads, workspace);
+    backward_mixer(l, a, positions, dh, history, grads, workspace);
     if (layer_done) layer_done(l);
   }
   if (const auto& embedding = grads.dense().embedding; embedding.defined()) {
@@ -65,35 +64,28 @@ void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::
   add_input_gradient(d_normed, a.h_mid, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
 }
 
-void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, const at::Tensor& positions,
-                                 const at::Tensor& dh, const AttentionBackward& attention_backward,
-                                 const GradientViews& grads, Workspace& workspace) {
+void Decoder::backward_mixer(std::int64_t l, const LayerActivations& a, const at::Tensor& positions,
+                             const at::Tensor& dh, const History& history, const GradientViews& grads,
+                             Workspace& workspace) {
   const auto wanted = grads.layer(l);
   const auto &p = layer(l), &g = wanted.dense();
   const auto w = weights(l, {workspace});
-  const auto& c = config_;
-  const std::int64_t T = dh.size(0), D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
+  const std::int64_t T = dh.size(0), D = config_.hidden_size;
   const auto S = compute_dtype();
   const auto dy = branch_gradient(dh, a.attn_branch, p.norm_after_attention, g.norm_after_attention, workspace);
-  if (wanted.wants(&LayerParameters::o_weight)) wanted.add(&LayerParameters::o_weight, dy, a.attn, workspace);
+  if (wanted.wants(&LayerParameters::o_weight))
+    wanted.add(&LayerParameters::o_weight, dy, mixer(l).result(p, a, workspace), workspace);
   if (g.o_bias.defined()) ops::add_column_sums(dy, g.o_bias);
-  const auto d_attn = workspace.take(Slot::d_attn, {T, Q}, S);
-  w.backward_input(&LayerParameters::o_weight, dy, d_attn);
-  auto d_qkv = workspace.take(Slot::d_qkv, {T, c.qkv_size()}, S);
-  attention_backward(l, a.qkv, a.attn, d_attn, a.lse, d_qkv);
-  rotate(l, d_qkv, positions, /*inverse=*/true);
-  if (c.qk_norm != QkNorm::none) {
-    const auto d_q = d_qkv.narrow(1, 0, Q), d_k = d_qkv.narrow(1, Q, KV);
-    ops::rms_norm_backward(d_q, a.qkv_raw.narrow(1, 0, Q), p.q_norm, c.norm_offset, a.q_rstd, d_q, false, g.q_norm);
-    ops::rms_norm_backward(d_k, a.qkv_raw.narrow(1, Q, KV), p.k_norm, c.norm_offset, a.k_rstd, d_k, false, g.k_norm);
-  }
+  const auto d_mixed = workspace.take(Slot::d_attn, {T, mixer(l).columns()}, S);
+  w.backward_input(&LayerParameters::o_weight, dy, d_mixed);
+  const auto d_product = mixer(l).backward(p, d_mixed, a, g, {positions, rope(l), history, workspace});
   if (wanted.wants(&LayerParameters::qkv_weight))
-    wanted.add(&LayerParameters::qkv_weight, d_qkv,
+    wanted.add(&LayerParameters::qkv_weight, d_product,
                normalised(a.h_in, p.norm_before_attention, {}, workspace.take(Slot::normed, {T, D}, S)), workspace);
-  if (g.qkv_bias.defined()) ops::add_column_sums(d_qkv, g.qkv_bias);
+  if (g.qkv_bias.defined()) ops::add_column_sums(d_product, g.qkv_bias);
   if (!grads.goes_below(l)) return;
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
-  w.backward_input(&LayerParameters::qkv_weight, d_qkv, d_normed);
+  w.backward_input(&LayerParameters::qkv_weight, d_product, d_normed);
   add_input_gradient(d_normed, a.h_in, p.norm_before_attention, a.rstd_in, dh, g.norm_before_attention);
 }
 

@@ -17,10 +17,10 @@ struct Branch {
 struct LayerActivations {
   at::Tensor h_in;     ///< [T, D] A: the residual stream before the layer
   at::Tensor rstd_in;  ///< [T, 1] A (where a norm stands before attention)
-  at::Tensor qkv_raw;  ///< [T, (N+2K)H] S before qk-norm (only with qk-norm)
+  at::Tensor qkv_raw;  ///< [T, (N+2K)H] S before qk-norm (only with qk-norm), or the projection of a recurrent layer
   at::Tensor q_rstd, k_rstd;
-  at::Tensor qkv;       ///< [T, (N+2K)H] S after bias, qk-norm and RoPE
-  at::Tensor attn;      ///< [T, N·H] S
+  at::Tensor qkv;       ///< [T, (N+2K)H] S after bias, qk-norm and RoPE, or after the short convolution
+  at::Tensor attn;      ///< [T, N·H] S: the result of attention, or of the gated delta rule, before a gate
   at::Tensor lse;       ///< [T, N] A
   Branch attn_branch;   ///< what attention adds, before its norm
   at::Tensor h_mid;     ///< [T, D] A: after attention. Undefined: the MLP goes on in h_in, which nobody reads later

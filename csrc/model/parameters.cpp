@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "common/check.h"
+#include "model/mixer.h"
 #include "model/mlp.h"
 #include "runtime/large_tensor.h"
 #include "runtime/tensor.h"
@@ -54,34 +55,21 @@ std::vector<std::int64_t> shape_of(std::int64_t rows, std::int64_t columns) {
 
 std::vector<LayerTensor> layer_tensors(const ModelConfig& c, std::int64_t l) {
   using P = LayerParameters;
-  const std::int64_t D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
   std::vector<LayerTensor> all;
-  constexpr int kRows = 0, kColumns = 1, kWhole = ParameterSpec::kWhole;
-  const auto add = [&](bool is_there, at::Tensor P::* field, int split, std::vector<LayerTensor::Part> parts,
-                       std::int64_t columns = 0) {
-    if (is_there) all.push_back({field, std::move(parts), columns, c.slice.size > 1 ? split : kWhole});
-  };
   const auto norm = [&](const std::string& name, at::Tensor P::* field) {
-    add(!name.empty(), field, kWhole, {{name + ".weight", D}});
+    if (!name.empty()) all.push_back({field, {{name + ".weight", c.hidden_size}}});
+  };
+  const auto add = [&](std::vector<LayerTensor> tensors) {
+    for (auto& tensor : tensors) {
+      if (c.slice.size == 1) tensor.split = ParameterSpec::kWhole;
+      all.push_back(std::move(tensor));
+    }
   };
   norm(c.norms.before_attention, &P::norm_before_attention);
-  if (c.fused_tensors) add(true, &P::qkv_weight, kRows, {{"self_attn.qkv_proj.weight", Q + 2 * KV}}, D);
-  else
-    add(true, &P::qkv_weight, kRows,
-        {{"self_attn.q_proj.weight", Q}, {"self_attn.k_proj.weight", KV}, {"self_attn.v_proj.weight", KV}}, D);
-  add(c.qkv_bias, &P::qkv_bias, kRows,
-      {{"self_attn.q_proj.bias", Q}, {"self_attn.k_proj.bias", KV}, {"self_attn.v_proj.bias", KV}});
-  const bool whole = c.qk_norm == QkNorm::whole;
-  add(c.qk_norm != QkNorm::none, &P::q_norm, kWhole, {{"self_attn.q_norm.weight", whole ? Q : c.head_dim}});
-  add(c.qk_norm != QkNorm::none, &P::k_norm, kWhole, {{"self_attn.k_norm.weight", whole ? KV : c.head_dim}});
-  add(true, &P::o_weight, kColumns, {{"self_attn.o_proj.weight", D}}, Q);
-  add(c.output_bias, &P::o_bias, kWhole, {{"self_attn.o_proj.bias", D}});
+  add(mixer_of(c, l)->tensors());
   norm(c.norms.after_attention, &P::norm_after_attention);
   norm(c.norms.before_mlp, &P::norm_before_mlp);
-  for (auto& tensor : mlp_of(c, l)->tensors()) {
-    if (c.slice.size == 1) tensor.split = kWhole;
-    all.push_back(std::move(tensor));
-  }
+  add(mlp_of(c, l)->tensors());
   norm(c.norms.after_mlp, &P::norm_after_mlp);
   return all;
 }
@@ -112,7 +100,9 @@ ParameterLayout::ParameterLayout(const ModelConfig& c) {
       }
       b.align();
       for (const auto& part : tensor.parts) {
-        auto shape = shape_of(part.rows, tensor.columns), whole = shape;
+        auto shape = shape_of(part.rows, tensor.columns);
+        if (tensor.is_depthwise) shape.insert(shape.begin() + 1, 1);
+        auto whole = shape;
         std::int64_t begin = 0;
         if (tensor.split != ParameterSpec::kWhole) {
           auto& extent = whole[static_cast<std::size_t>(tensor.split)];

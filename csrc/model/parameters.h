@@ -31,7 +31,10 @@ struct LayerParameters {
   at::Tensor qkv_weight;             ///< [(N+2K)·H, D]
   at::Tensor qkv_bias;               ///< [(N+2K)·H]
   at::Tensor q_norm, k_norm;         ///< [H] each, or [N·H] and [K·H]
-  at::Tensor o_weight;               ///< [D, N·H]
+  at::Tensor conv_weight;            ///< [C, W] of a gated delta net, whose projection is qkv_weight
+  at::Tensor A_log, dt_bias;         ///< [U]
+  at::Tensor gated_norm;             ///< [dv]
+  at::Tensor o_weight;               ///< [D, N·H], or [D, U·dv]
   at::Tensor o_bias;                 ///< [D]
   at::Tensor norm_after_attention;   ///< [D]
   at::Tensor norm_before_mlp;        ///< [D]
@@ -60,6 +63,7 @@ struct LayerTensor {
   std::int64_t columns = 0;           ///< 0: a vector
   int split = ParameterSpec::kWhole;  ///< as in ParameterSpec
   bool takes_adapters = true;
+  bool is_depthwise = false;  ///< in the checkpoint [rows, 1, columns]: a convolution of each channel
 };
 /// Whether the matrix lies in blocks (ModelConfig::quantization), outside the flat buffer.
 bool lies_in_blocks(const ModelConfig& config, const LayerTensor& tensor);

@@ -20,7 +20,7 @@ enum class Slot {
   act,      ///< [T, I] gated activation
   branch_out,             ///< [T, D] what attention or the MLP adds to the stream, where a norm comes between
   branch,                 ///< [T, D] the same normalised
-  rows_attn,              ///< [R, N·H] the last layer's attention of the wanted rows
+  rows_attn,              ///< [R, N·H] what the last layer's output product reads of the wanted rows
   rows_h,                 ///< [R, D] their residual stream
   rows_normed,            ///< [R, D] their final norm
   logits,                 ///< [R, V]
@@ -31,8 +31,10 @@ enum class Slot {
   d_gate_up,              ///< [T, 2I]
   d_normed,               ///< [T, D]
   d_branch,               ///< [T, D] gradient behind the norm of `branch`
-  d_attn,                 ///< [T, N·H]
+  mixed,                  ///< [T, N·H] what a layer's output product reads, where a gate comes behind its mixer
+  d_attn,                 ///< [T, N·H] its gradient
   d_qkv,                  ///< [T, (N+2K)H]
+  d_mixer_raw,            ///< gradient of a layer's first product, where it is not d_qkv
   expert_logits,          ///< [T, E] of a router
   expert_d_logits,        ///< [T, E] their gradient in the compute type
   expert_x,               ///< [T · chosen, D] a layer's tokens by their experts

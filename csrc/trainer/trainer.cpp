@@ -17,10 +17,17 @@ namespace nemo_rl::trainer {
 namespace {
 
 /// `sequences` and `decoder` must outlive the result.
-model::Attention attention_over(const std::vector<ops::AttentionSequence>& sequences, const model::Decoder& decoder) {
-  return [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
+model::History history_of(const std::vector<ops::AttentionSequence>& sequences, const model::Decoder& decoder) {
+  model::History history;
+  history.attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
     ops::attention_forward(qkv, sequences, decoder.attention_heads(layer), o, lse);
   };
+  history.attention_backward = [&](std::int64_t layer, const at::Tensor& qkv, const at::Tensor& o,
+                                   const at::Tensor& d_o, const at::Tensor& lse, at::Tensor& d_qkv) {
+    ops::attention_backward(qkv, o, d_o, lse, sequences, decoder.attention_heads(layer), d_qkv);
+  };
+  if (decoder.config().has_recurrent()) history.sequences = ops::recurrent_sequences(sequences);
+  return history;
 }
 
 /// `pairs` may lie on another device where they are only read.
@@ -65,7 +72,7 @@ void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t
   auto& decoder = model_->decoder();
   packed_ = pack_batch(batch, samples, options.share_prefix);
   pending_ = options.keep;
-  const auto attention = attention_over(packed_.sequences, decoder);
+  const auto history = history_of(packed_.sequences, decoder);
   auto& wanted = packed_.query.rows;
   auto& workspace = model_->workspace();
   activations_.reset();
@@ -78,12 +85,12 @@ void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t
   } else if (options.keep) {
     auto saved = std::make_unique<model::SavedActivations>(decoder, packed_.token_ids, packed_.positions,
                                                            options.checkpoint, workspace);
-    h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, all_rows(packed_.token_ids.numel()), *saved,
+    h_ = decoder.forward(packed_.token_ids, packed_.positions, history, all_rows(packed_.token_ids.numel()), *saved,
                          workspace);
     activations_ = std::move(saved);
   } else {
     model::NothingKept nothing(decoder, packed_.token_ids.numel(), workspace);
-    h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, wanted, nothing, workspace);
+    h_ = decoder.forward(packed_.token_ids, packed_.positions, history, wanted, nothing, workspace);
     std::iota(wanted.begin(), wanted.end(), 0);  // h_ holds these rows alone
   }
 }
@@ -239,10 +246,10 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   auto& decoder = model_->decoder();
   const std::int64_t T = token_ids.numel();
   const std::vector<ops::AttentionSequence> whole{{0, T, 0, 0}};
-  const auto attention = attention_over(whole, decoder);
+  const auto history = history_of(whole, decoder);
   model::NothingKept nothing(decoder, T, model_->workspace());
   const auto h =
-      decoder.forward(token_ids, at::arange(T, at::kLong), attention, all_rows(T), nothing, model_->workspace());
+      decoder.forward(token_ids, at::arange(T, at::kLong), history, all_rows(T), nothing, model_->workspace());
   const auto normed = at::empty(h.sizes(), h.options().dtype(decoder.compute_dtype()));
   decoder.final_norm(h, normed, at::Tensor());
   auto logits = at::empty({T, decoder.parameters().lm_head.size(0)}, h.options());
@@ -303,15 +310,10 @@ void Trainer::backward() {
 
 void Trainer::backward_body(const at::Tensor& dh) {
   auto& decoder = model_->decoder();
-  const auto attention = attention_over(packed_.sequences, decoder);
-  const model::AttentionBackward attention_backward = [&](std::int64_t layer, const at::Tensor& qkv,
-                                                          const at::Tensor& o, const at::Tensor& d_o,
-                                                          const at::Tensor& lse, at::Tensor& d_qkv) {
-    ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, decoder.attention_heads(layer), d_qkv);
-  };
+  const auto history = history_of(packed_.sequences, decoder);
   NRL_CHECK(activations_ != nullptr, "backward without a forward that keeps its activations");
   const auto done = std::exchange(last_backward_, false) ? gradients_.begin_sum() : model::LayerDone();
-  decoder.backward(*activations_, dh, attention, attention_backward, gradients_.views(), model_->workspace(), done);
+  decoder.backward(*activations_, dh, history, gradients_.views(), model_->workspace(), done);
   if (done) gradients_.backward_done();
   activations_.reset();
 }

@@ -22,15 +22,22 @@ def test_grpo_learns_to_reverse_digits(tmp_path, seed):
     assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
 
 
-EXPERTS = {
-    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+KINDS_OF_LAYERS = {
+    "experts": {
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+    },
+    "recurrent": {
+        "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    },
 }  # fmt: skip
 
 
 @pytest.mark.long
-def test_grpo_learns_to_reverse_digits_with_a_mixture_of_experts(tmp_path):
-    experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
-    run = tiny.train(tmp_path, *tiny.FAST, *experts, "grpo.seed=2", "grpo.max_num_steps=200", until=0.9)
+@pytest.mark.parametrize("kind, seed", [("experts", 2), ("recurrent", 1), ("recurrent", 2), ("recurrent", 3)])
+def test_grpo_learns_to_reverse_digits_with_other_kinds_of_layers(tmp_path, kind, seed):
+    layers = [f"++policy.hf_config_overrides.{key}={value}" for key, value in KINDS_OF_LAYERS[kind].items()]
+    run = tiny.train(tmp_path, *tiny.FAST, *layers, f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9)
     rewards = [row["reward"] for row in run.history]
     assert rewards[0] < 0.2
     assert sum(rewards[-5:]) / 5 > 0.9
@@ -210,7 +217,7 @@ def test_the_same_run_twice_is_the_same_run(tmp_path):
 @pytest.mark.parametrize(
     "architecture",
     [
-        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe",
+        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text",
     ],
 )  # fmt: skip
 def test_every_architecture_generates_with_the_logprobs_of_training(architecture, precision, tmp_path):
@@ -222,6 +229,9 @@ def test_every_architecture_generates_with_the_logprobs_of_training(architecture
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 32,
         }
+    if architecture == "qwen3_5_text":
+        made |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        made |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     overrides = [f"policy.hf_config_overrides.{key}={value}" for key, value in made.items()]
     run = tiny.train(tmp_path, *tiny.SMALL, *overrides, f"policy.precision={precision}", "grpo.max_num_steps=4")
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 4

@@ -42,6 +42,7 @@ def make_bases(root: Path) -> dict[str, Path]:
         Phi3Config,
         Qwen2Config,
         Qwen2MoeConfig,
+        Qwen3_5TextConfig,
         Qwen3Config,
         Qwen3MoeConfig,
         SmolLM3Config,
@@ -60,6 +61,10 @@ def make_bases(root: Path) -> dict[str, Path]:
         "granite": GraniteConfig(**{**SMALL, "hidden_size": 64}, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=4.0),
         "gemma2": Gemma2Config(**SMALL, head_dim=16, sliding_window=8, final_logit_softcapping=3.0),
         "gemma3": Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        "qwen3_5": Qwen3_5TextConfig(
+            **SMALL, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+        ),
         "gelu": Olmo2Config(**{**SMALL, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
     }  # fmt: skip
     folders = {}
@@ -191,9 +196,25 @@ def _base_model(weights):
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
 
+def within_images(folder):
+    """As Qwen3.5 is released: the text model's section and tensors within a model with a vision tower and further heads."""
+    known = json.loads((folder.path / "config.json").read_text())
+    outer = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "vision_config": {"depth": 1},
+    }
+    (folder.path / "config.json").write_text(json.dumps(outer | {"text_config": known, "tie_word_embeddings": False}))
+    more = {"model.visual.pos_embed.weight": torch.ones(3, 4), "mtp.fc.weight": torch.ones(2, 2)}
+    return folder.tensors(
+        lambda w: {name.replace("model.", "model.language_model.", 1): t for name, t in w.items()} | more
+    )
+
+
 WHOLE = {
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5")},
+    "text model within one of images": of("qwen3_5", lambda f: within_images(f)),
     **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2", "smollm3", "granite", "phi3", "qwen3_moe", "mixtral")},
     "experts as released folders have them": of("qwen3_moe", lambda f: f.config(["num_local_experts", "mlp_only_layers"], num_experts=4)),
     **{f"linear, format {n}": case for n, case in both_formats(LINEAR).items()},
@@ -304,5 +325,9 @@ FAULTY = {
     "gelu": ("llama", lambda f: f.config(hidden_act="gelu"), f"{CONFIG}: hidden_act 'gelu'"),
     "size is a text": ("llama", lambda f: f.config(hidden_size="32"), f"{CONFIG}: hidden_size is '32'"),
     "heads do not divide": ("llama", lambda f: f.config(num_key_value_heads=3), f"{CONFIG}: num_attention_heads 4 is not a multiple"),
+    "recurrent heads of 24": ("qwen3_5", lambda f: f.config(linear_value_head_dim=24), f"{CONFIG}: linear_key_head_dim 16 and linear_value_head_dim 24"),
+    "recurrent heads do not divide": ("qwen3_5", lambda f: f.config(linear_num_key_heads=3), f"{CONFIG}: linear_num_value_heads 2 is not a multiple"),
+    "layers of other kinds": ("qwen3_5", lambda f: f.config(layer_types=["mamba", "full_attention"]), rf"{CONFIG}: layer_types has \['mamba'\]"),
+    "no text section": ("qwen3_5", lambda f: f.config(model_type="qwen3_5"), f"{CONFIG}: text_config is None"),
     "flag is a text": ("llama", lambda f: f.config(tie_word_embeddings="false"), f"{CONFIG}: tie_word_embeddings is 'false'"),
 }  # fmt: skip

@@ -33,6 +33,7 @@ def configurations() -> dict:
         Phi3Config,
         Qwen2Config,
         Qwen2MoeConfig,
+        Qwen3_5TextConfig,
         Qwen3Config,
         Qwen3MoeConfig,
         SmolLM3Config,
@@ -62,6 +63,13 @@ def configurations() -> dict:
     phi3 = {**BASE, "hidden_size": 64}
     experts = dict(num_experts=6, num_experts_per_tok=3)
     qwen_moe = {**BASE, **experts, "moe_intermediate_size": 24}
+    recurrent = dict(
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+    )
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
         "llama": LlamaConfig(**BASE, head_dim=16),
@@ -113,6 +121,12 @@ def configurations() -> dict:
             **{**qwen_moe, "hidden_size": 64}, shared_expert_intermediate_size=40, decoder_sparse_step=2, norm_topk_prob=True,
             use_sliding_window=True, sliding_window=11, max_window_layers=2,
         ),
+        "qwen3_5": Qwen3_5TextConfig(**{**BASE, "num_hidden_layers": 4}, **recurrent, head_dim=16),
+        "qwen3_5_tied_other_layers": Qwen3_5TextConfig(
+            **BASE, **{**recurrent, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}, head_dim=24, tie_word_embeddings=True,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True),
+        ),
     }  # fmt: skip
 
 
@@ -127,7 +141,10 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
-                parameter.copy_((not name.startswith("gemma")) + 0.2 * torch.randn_like(parameter))
+                from_zero = name.startswith(("gemma", "qwen3_5")) and "linear_attn" not in parameter_name
+                parameter.copy_((not from_zero) + 0.2 * torch.randn_like(parameter))
+            elif parameter.dim() == 3 and "conv1d" in parameter_name:
+                parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
     model.save_pretrained(folder)
@@ -159,6 +176,15 @@ class Float64Torch:
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
+
+
+def recur_in_float64(monkeypatch) -> None:
+    """transformers computes the gated delta rule and norms in float32, whatever the model's type; a recurrence adds up the rounding.
+    From here on they are computed in float64."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch", Float64Torch())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 def compute_in_float64(model, monkeypatch) -> None:

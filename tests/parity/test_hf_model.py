@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import build, by_checkpoint_names, configurations
+from models import build, by_checkpoint_names, configurations, recur_in_float64
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
@@ -52,8 +52,10 @@ def test_logits_equal_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_equal_transformers(name, tmp_path):
+def test_gradients_equal_transformers(name, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
+    if name.startswith("qwen3_5"):
+        recur_in_float64(monkeypatch)
     model = load(tmp_path, torch.float64)
     trainer = C.Trainer(model)
     batch, ids, lengths, mask = ragged_batch()
@@ -71,7 +73,19 @@ def test_gradients_equal_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe"]
+    "name",
+    [
+        "llama_tied",
+        "qwen2",
+        "qwen3",
+        "olmo3",
+        "granite_tied_biases",
+        "phi3",
+        "gemma3",
+        "qwen3_moe",
+        "qwen2_moe",
+        "qwen3_5",
+    ],
 )
 def test_ten_adamw_steps_equal_torch(name, tmp_path):
     hf = build(name, tmp_path)
@@ -117,6 +131,8 @@ def test_ten_adamw_steps_equal_torch(name, tmp_path):
         "olmoe",
         "mixtral",
         "qwen2_moe",
+        "qwen3_5",
+        "qwen3_5_tied_other_layers",
     ],
 )
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])

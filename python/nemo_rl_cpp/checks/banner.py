@@ -20,6 +20,7 @@ from nemo_rl_cpp.config.optimizer import adapted_modules, adapter_sizes, modules
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
 from nemo_rl_cpp.models import memory
+from nemo_rl_cpp.models.model_sizes import known_model, model_sizes
 from nemo_rl_cpp.threads import cores, threads_at_start
 
 from .data import data_sections, made_up_quickly
@@ -66,14 +67,14 @@ def _evaluation(config: WholeConfig) -> Iterator[tuple[str, str]]:
 
 
 def _model(name: str, overrides: dict[str, object] | None, precision: str) -> str:
-    known = memory.known_model(name)
-    sizes = memory.model_sizes(name, overrides) or (known.sizes if known is not None and not overrides else None)
+    known = known_model(name)
+    sizes = model_sizes(name, overrides) or (known.sizes if known is not None and not overrides else None)
     count = f", {count_text(sizes.parameters)} parameters" if sizes is not None else ""
     return f"{name}{count}, {precision}"
 
 
 def _adapters(model: TrainedModelConfig) -> str:
-    lora, sizes = model.lora, memory.model_sizes(model.model_name, model.hf_config_overrides)
+    lora, sizes = model.lora, model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return f"dim {lora.dim}"
     modules = len(adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors))

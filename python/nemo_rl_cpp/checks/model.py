@@ -30,6 +30,7 @@ from nemo_rl_cpp.models import memory, model_folder
 from nemo_rl_cpp.models.hf_config import check_length, read_config_file
 from nemo_rl_cpp.models.memory import size_text
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
+from nemo_rl_cpp.models.model_sizes import model_sizes
 from nemo_rl_cpp.models.weight_files import weight_files
 
 _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent at most
@@ -51,6 +52,7 @@ class _Use(NamedTuple):
     slices_key: str = ""
     device: str = "cpu"
     quantization: str | None = None
+    trained: TrainedModelConfig | None = None
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
@@ -107,11 +109,12 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
             model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
             section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section), config.cluster.device,
             model.quantization,
+            model,
         )  # fmt: skip
         yield use
         if section == "policy":
             for key, name in config.teachers.items():
-                yield use._replace(key=key, name=name, overrides=None)
+                yield use._replace(key=key, name=name, overrides=None, trained=None)
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
@@ -132,6 +135,8 @@ def _check_model(use: _Use) -> Iterator[Finding]:
             replace(folder, quantization=use.quantization).check_quantization(key)
         folder.check_slices(use.slices, use.slices_key)
         folder.check_device(use.device)
+        if use.trained is not None:
+            folder.check_recurrent(use.trained, use.key.partition(".")[0])
         folder.check_weights()
     except (SourceError, OSError) as error:
         yield Finding("error", use.key, f"is {use.name}: {error}")
@@ -194,7 +199,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
             "warning", f"{key}.enabled", f"is true, and {TINY_RANDOM} is in no folder that PEFT could load: the saved "
             "adapter names no base, so use the merged model, in whose folder it lies"
         )  # fmt: skip
-    sizes = None if model.lora is None else memory.model_sizes(model.model_name, model.hf_config_overrides)
+    sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return
     modules = adapted_modules(model.lora, sizes.num_hidden_layers, sizes.fused_tensors)
@@ -208,7 +213,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
 
 def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     """Yield a finding if balancing is requested for the experts of a native model."""
-    sizes = memory.model_sizes(model.model_name, model.hf_config_overrides)
+    sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
         yield from (Finding("error", f"{section}.{key}", why) for key, why in balance_wanted(model))
 

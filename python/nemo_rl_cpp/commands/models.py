@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from nemo_rl_cpp.command_line import at_least, command_parser
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.memory import KNOWN_MODELS, forecast, generation_bytes, machine_memory, size_text
+from nemo_rl_cpp.models.memory import forecast, generation_bytes, machine_memory, size_text
+from nemo_rl_cpp.models.model_sizes import KNOWN_MODELS
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
-    from nemo_rl_cpp.models.memory import KnownModel
+    from nemo_rl_cpp.models.model_sizes import KnownModel
 
 _EXAMPLES = """examples:
   nemo-rl-cpp models

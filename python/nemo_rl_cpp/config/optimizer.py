@@ -19,7 +19,7 @@ from .base import Count, NonNegative, Positive, Real, Section, key, section
 from .errors import Report
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.models.memory import ModelSizes
+    from nemo_rl_cpp.models.model_sizes import ModelSizes
 
     from .policy import TrainedModelConfig
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from nemo_rl_cpp.files.yaml_text import Plain
 
 Form = Mapping[str, Plain]  # a configuration with the defaults of its model_type
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 
 def _all_full(form: Form) -> list[str]:
@@ -55,6 +55,14 @@ def _smollm3_layer_types(form: Form) -> list[str]:
     if not form["use_sliding_window"]:
         return _all_full(form)
     return form.get("layer_types") or [FULL if rotary else SLIDING for rotary in _smollm3_rotary(form)]
+
+
+def _recurrent_between(form: Form) -> list[str]:
+    """Use layer_types if set; otherwise every full_attention_interval-th layer has attention."""
+    every = form["full_attention_interval"]
+    return form.get("layer_types") or [
+        FULL if (i + 1) % every == 0 else RECURRENT for i in range(form["num_hidden_layers"])
+    ]
 
 
 def _granite_factors(form: Form) -> dict[str, float]:
@@ -128,6 +136,7 @@ class Architecture(NamedTuple):
         only: keys for which only one value is supported.
         activation: key of the MLP's activation.
         experts: description of a mixture of experts; None: every layer has one MLP.
+        output_gate: the query's matrix also gives a gate, whose sigmoid multiplies the attention's result.
     """
 
     title: str
@@ -147,6 +156,15 @@ class Architecture(NamedTuple):
     only: Mapping[str, Plain] = {}
     activation: str = "hidden_act"
     experts: Experts | None = None
+    output_gate: bool = False
+
+
+RECURRENT_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+"""Keys of the sizes of a RECURRENT layer."""
+WITH_A_TEXT_SECTION = {"qwen3_5": "qwen3_5_text"}
+"""model_type of models of images and text -> that of their text_config, which alone is computed."""
 
 
 # transformers 5's defaults for keys that config.json omits.
@@ -215,6 +233,12 @@ _OLMOE = {
 _MIXTRAL = {
     **_MISTRAL, **_EXPERTS, "rms_norm_eps": 1e-5, "sliding_window": None, "num_experts_per_tok": 2, "num_local_experts": 8,
 }  # fmt: skip
+_QWEN3_5 = {
+    **_EVERY, "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 32768, "attention_bias": False, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
@@ -261,6 +285,10 @@ SUPPORTED_ARCHITECTURES = {
     "qwen2_moe": Architecture(
         "Qwen2Moe", _QWEN2_MOE, biases=("qkv",), layer_types=_alternating_where_switched_on, only={"qkv_bias": True},
         experts=Experts(shared="shared_expert_intermediate_size"),
+    ),
+    "qwen3_5_text": Architecture(
+        "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True, layer_types=_recurrent_between,
+        lists_layers=True, output_gate=True, only={"attention_bias": False},
     ),
 }  # fmt: skip
 """model_type -> its description. Add an entry to support a new architecture."""

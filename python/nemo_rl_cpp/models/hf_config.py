@@ -14,8 +14,11 @@ from nemo_rl_cpp.models import rope
 from nemo_rl_cpp.models.architectures import (
     EXPERT_COUNTS,
     FULL,
+    RECURRENT,
+    RECURRENT_SIZES,
     SLIDING,
     SUPPORTED_ARCHITECTURES,
+    WITH_A_TEXT_SECTION,
     Architecture,
     Experts,
     layers_with_experts,
@@ -104,6 +107,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
         ModelFolderError: an unsupported architecture or option, or an invalid value; the key is named.
     """
     overrides = overrides or {}
+    config = text_section(config)
     kind = overrides.get("model_type", config.get("model_type"))
     if not isinstance(kind, str) or kind not in SUPPORTED_ARCHITECTURES:
         raise ModelFolderError(
@@ -137,6 +141,19 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
         key = f"{section}.{kind_of_layer}" if kind_of_layer else section
         rope.check_rope(rope.of_kind(form, kind_of_layer), key, is_partial=made.partial_rotary)
     return form
+
+
+def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
+    """Return the configuration of the text model of a model of images and text, whose vision tower and further
+    prediction heads are not computed; any other configuration unchanged."""
+    kind, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
+    if kind is None:
+        return config
+    if not isinstance(section, Mapping):
+        raise ModelFolderError(f"text_config is {section!r}, but the section of the text model was expected")
+    named = {"model_type": kind, "architectures": ["Qwen3_5ForCausalLM"]}
+    beside = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    return {**section, **beside, **named}
 
 
 def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
@@ -222,6 +239,8 @@ def _check(form: Mapping[str, Plain]) -> None:
     _check_layers(form)
     if made.experts is not None:
         _check_experts(form, made.experts)
+    if RECURRENT_SIZES[0] in made.defaults:
+        _check_recurrent(form, made)
 
 
 def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
@@ -241,6 +260,34 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
         raise ModelFolderError(f"decoder_sparse_step is {every!r}, but a whole number above 0 was expected")
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ModelFolderError(f"mlp_only_layers is {dense!r}, but a list of numbers of layers was expected")
+
+
+def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
+    """Check the sizes of the recurrent layers, and which layers they are."""
+    for key in (*RECURRENT_SIZES, "full_attention_interval"):
+        if not _is_size(form[key]):
+            raise ModelFolderError(f"{key} is {form[key]!r}, but a whole number above 0 was expected")
+    key_heads, value_heads, key_dim, value_dim, taps = (form[key] for key in RECURRENT_SIZES)
+    if value_heads % key_heads:
+        raise ModelFolderError(
+            f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
+        )
+    if key_dim % 16 or key_dim > 256 or value_dim % 16:
+        raise ModelFolderError(
+            f"linear_key_head_dim {key_dim} and linear_value_head_dim {value_dim} are not supported: the kernels need multiples of 16, "
+            "for keys up to 256"
+        )
+    if taps > 8:
+        raise ModelFolderError(f"linear_conv_kernel_dim {taps} is not supported: the kernels need at most 8")
+    kinds = made.layer_types(form)
+    if not isinstance(kinds, list) or len(kinds) != form["num_hidden_layers"]:
+        raise ModelFolderError(
+            f"layer_types is {kinds!r}, but a list of num_hidden_layers {form['num_hidden_layers']} entries was expected"
+        )
+    if other := {kind for kind in kinds if kind not in (FULL, RECURRENT)}:
+        raise ModelFolderError(
+            f"layer_types has {sorted(map(str, other))}, which is not supported: {FULL} and {RECURRENT} are"
+        )
 
 
 def _check_layers(form: Mapping[str, Plain]) -> None:
@@ -336,6 +383,7 @@ _ARCHITECTURE = (
     *_FACTORS,
     *_SOFTCAPS,
     *_EXPERTS,
+    *RECURRENT_SIZES,
     *_WINDOW,
 )
 
@@ -361,7 +409,7 @@ def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
     kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept} | {
         "hidden_act": _ACTIVATIONS[form[made.activation]]
     }
-    if not has_window(form):
+    if not has_window(form) and RECURRENT not in made.layer_types(form):
         kept = {key: value for key, value in kept.items() if key not in _WINDOW}
     return kept
 
@@ -392,6 +440,8 @@ def native_config(
     experts = {} if made.experts is None else {"experts": _experts(form, made.experts)}
     return {
         **experts,
+        **_recurrent(form, made),
+        "output_gate": made.output_gate,
         "vocab_size": form["vocab_size"],
         "hidden_size": form["hidden_size"],
         "intermediate_size": form["intermediate_size"],
@@ -436,6 +486,15 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
     }
 
 
+def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
+    """Return the sizes of the recurrent layers, and which layers they are; empty if there are none."""
+    layers = [layer for layer, kind in enumerate(made.layer_types(form)) if kind == RECURRENT]
+    if not layers:
+        return {}
+    names = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_width")
+    return {"gated_delta": {"layers": layers, **{name: form[key] for name, key in zip(names, RECURRENT_SIZES)}}}
+
+
 def _layers(
     form: Mapping[str, Plain], made: Architecture, longest: int
 ) -> tuple[list[tuple[int, int | None]], list[tuple[list[float], float]]]:
@@ -446,7 +505,7 @@ def _layers(
     for kind, rotary in zip(made.layer_types(form), made.rotary(form), strict=True):
         slides = kind == SLIDING and form.get("sliding_window") is not None
         table = rope.KINDS.index(kind) if made.local_rope is not None else 0
-        layers.append((form["sliding_window"] if slides else 0, table if rotary else None))
+        layers.append((form["sliding_window"] if slides else 0, table if rotary and kind != RECURRENT else None))
     return layers, ropes
 
 
@@ -455,7 +514,7 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
     hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
     query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads
     products = {
-        "self_attn.q": (query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
+        "self_attn.q": (2 * query if native["output_gate"] else query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
         "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner),
     }  # fmt: skip
     if native["fused_tensors"]:
@@ -473,15 +532,24 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
         "self_attn.o": "output_bias",
     }
     with_experts = native.get("experts", {}).get("layers", ())
+    recurrent = native.get("gated_delta", {}).get("layers", ())
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
     for layer in range(len(native["layers"])):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{norm}.weight": [hidden] for norm in native["norms"].values()}
-        shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}
+        if layer in recurrent:
+            shapes |= {prefix + name: shape for name, shape in _recurrent_shapes(native["gated_delta"], hidden).items()}
+        else:
+            shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}
         if layer in with_experts:
             shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden).items()}
         for name, (rows, columns) in products.items():
-            if layer in with_experts and name.startswith("mlp."):
+            if (
+                name.startswith("mlp.")
+                and layer in with_experts
+                or name.startswith("self_attn.")
+                and layer in recurrent
+            ):
                 continue
             shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
             if native[biased.get(name, "mlp_bias")]:
@@ -492,6 +560,18 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
     elif not native["tie_word_embeddings"]:
         shapes["lm_head.weight"] = [native["vocab_size"], hidden]
     return shapes
+
+
+def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
+    """Return name and shape of every parameter of a gated delta net, without the layer prefix."""
+    heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
+    mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
+    shapes = {
+        "in_proj_qkv.weight": [mixed, hidden], "in_proj_z.weight": [values, hidden], "in_proj_b.weight": [heads, hidden],
+        "in_proj_a.weight": [heads, hidden], "conv1d.weight": [mixed, 1, sizes["conv_width"]], "A_log": [heads], "dt_bias": [heads],
+        "norm.weight": [sizes["value_dim"]], "out_proj.weight": [hidden, values],
+    }  # fmt: skip
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:

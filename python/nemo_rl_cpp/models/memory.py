@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.optimizer import adapter_sizes
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
-from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.hf_config import read_config_file
+from nemo_rl_cpp.models.model_sizes import ModelSizes, known_model, model_sizes
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
@@ -48,132 +44,13 @@ def swap_memory() -> float:
     return sum(float(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """The sizes of a decoder, from config.json."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    tie_word_embeddings: bool
-    experts: int = 1
-    """number of expert MLPs per layer"""
-    experts_per_token: int = 1
-    shared_expert_size: int = 0
-    """columns of the MLP that all tokens pass through"""
-    fused_tensors: bool = False
-    """the checkpoint stores q, k, v in one matrix, and gate, up in one matrix"""
-
-    def as_config(self) -> dict[str, object]:
-        """Return the sizes under their names in config.json."""
-        own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors")
-        sizes = {name: value for name, value in asdict(self).items() if name not in own}
-        if self.experts > 1:
-            sizes |= {
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.intermediate_size,
-                "shared_expert_intermediate_size": self.shared_expert_size,
-            }
-        return sizes
-
-    def slice(self, count: int) -> ModelSizes:
-        """Return the sizes of one of `count` slices (tensor parallelism)."""
-        return replace(
-            self,
-            intermediate_size=self.intermediate_size // count,
-            num_attention_heads=self.num_attention_heads // count,
-            num_key_value_heads=self.num_key_value_heads // count,
-            vocab_size=self.vocab_size // count,
-        )
-
-    @property
-    def layer_parameters(self) -> int:
-        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attention = self.hidden_size * (2 * query + 2 * key_value)
-        columns = self.experts * self.intermediate_size + self.shared_expert_size
-        return attention + 3 * self.hidden_size * columns + 2 * self.hidden_size
-
-    @property
-    def embedding_parameters(self) -> int:
-        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights, without biases and head norms (far below one percent)."""
-        return self.num_hidden_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
-
-    @property
-    def backbone_parameters(self) -> int:
-        """Number of weights of a value model, whose head has one column instead of an untied LM head."""
-        head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return self.parameters - head + self.hidden_size
-
-
-class KnownModel(NamedTuple):
-    """A model on the Hub: its name, its `model_type`, and its sizes."""
-
-    name: str
-    model_type: str
-    sizes: ModelSizes
-
-
-_TABLE = tomllib.loads(Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8"))
-KNOWN_MODELS = tuple(
-    KnownModel(name, model_type, ModelSizes(*sizes))
-    for model_type, rows in _TABLE.items()
-    for name, sizes in rows.items()
-)
-_VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|coder|thinking-2507|instruct-2507)$")
-
-
-def known_model(name: str) -> KnownModel | None:
-    """Return the model of a Hub name, with or without the owner; variants such as -Instruct have the same sizes."""
-    owner, _, short = name.lower().rpartition("/")
-    short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
-    while short:
-        for model in KNOWN_MODELS:
-            known = model.name.lower()
-            if short == known.rpartition("/")[2] and owner in ("", known.rpartition("/")[0]):
-                return model
-        shorter = _VARIANT.sub("", short)
-        if shorter == short:
-            return None
-        short = shorter
-    return None
-
-
 _CHUNK = 2**24
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
     """Return the bytes of float32 logits of `chunk` tokens (`policy.logprob_chunk_size`), plus three arrays of the same
     size for the backward pass (models/hf/outputs.py)."""
     return 16.0 * min(tokens * vocab_size, _CHUNK if chunk is None else chunk * vocab_size)
-
-
-def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return the expert sizes in config.json under the names of `ModelSizes`; empty for a model without experts."""
-    count = next((value for name in _EXPERTS if is_count(value := known.get(name))), None)
-    if count is None:
-        return {}
-    chosen = known.get("num_experts_per_tok")
-    found = {"experts": count, "experts_per_token": chosen if is_count(chosen) else 1}
-    if is_count(width := known.get("moe_intermediate_size")):
-        found["intermediate_size"] = width
-    if is_count(shared := known.get("shared_expert_intermediate_size")):
-        found["shared_expert_size"] = shared
-    return found
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a value of config.json is a whole number above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def tape_bytes(sizes: ModelSizes, width: int) -> int:
@@ -210,35 +87,6 @@ class Phase:
     @property
     def total(self) -> float:
         return sum(size for _, size in self.parts)
-
-
-def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
-    """Return the sizes from the model folder's config.json and the overrides.
-
-    Return None if the folder is missing, or its file is unreadable or lacks sizes (other checks report it).
-    """
-    known: dict[str, object] = {}
-    if (Path(model_name).expanduser() / "config.json").is_file():
-        try:
-            known = read_config_file(Path(model_name).expanduser())
-        except ModelFolderError:
-            return None  # the checks of the model report the reason
-    elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):
-        known = packaged.sizes.as_config()  # the packaged model may not be downloaded yet
-    known |= overrides or {}
-    made = SUPPORTED_ARCHITECTURES.get(str(known.get("model_type")))
-    if made is not None:
-        known = {**made.defaults, **known}
-    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
-    sizes = {name: value for name in (*needed, *optional) if is_count(value := known.get(name))}
-    if len(sizes) < len(needed) + len(optional):
-        return None
-    heads = sizes["num_attention_heads"]
-    derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
-    tied = bool(known.get("tie_word_embeddings", False))
-    fused = made is not None and made.fused_tensors
-    return ModelSizes(**derived | sizes | expert_sizes(known), tie_word_embeddings=tied, fused_tensors=fused)
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
@@ -300,6 +148,7 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     table = {
         "generation": (
             ("KV cache", _kv_cache(policy, sizes, sequences)),
+            *_states(policy, sizes, sequences, config.loop.prompts_per_round),
             ("logits", sequences * whole.vocab_size * 4.0),
             *_gathered(policy, sizes.parameters, count),
         ),
@@ -332,7 +181,7 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     return [Phase(name, tuple(in_all(*part) for part in (*resting, *parts)) + apart) for name, parts in table.items()]
 
 
-_ONCE = ("master weights", "optimizer", "KV cache", "logits")
+_ONCE = ("master weights", "optimizer", "KV cache", "recurrent states", "logits")
 """Parts that are sharded over processes, once per slice of a model; all other parts exist in every process."""
 
 
@@ -410,9 +259,18 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
     """Return the bytes of keys and values of all concurrent sequences, or the budget if that is less."""
     generation: GenerationConfig = policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
-    a_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
+    layers = sizes.num_hidden_layers - sizes.recurrent_layers
+    a_token = 2 * layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
     full = float(sequences * length * a_token)
     return min(full, generation.kv_cache_gb * 1e9) if generation.kv_cache_gb else full
+
+
+def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> tuple[tuple[str, float], ...]:
+    """Return the states of recurrent layers, of the concurrent sequences and of their prompts (csrc/generation/engine.cpp)."""
+    if not sizes.recurrent_layers:
+        return ()
+    state = sizes.recurrent_values * sizes.linear_key_head_dim * 4 + 3 * sizes.convolved * _width(policy)
+    return (("recurrent states", float(sizes.recurrent_layers * state * (sequences + min(prompts, sequences)))),)
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
@@ -437,6 +295,10 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
     if model.backend == "hf":
         return float(tokens * tape_bytes(sizes, width))
     heads = 2 * (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
+    if sizes.recurrent_layers:  # the average of all layers
+        queries = 2 * sizes.num_attention_heads * sizes.head_dim
+        recurrent = 2 * sizes.convolved + 2 * sizes.recurrent_values
+        heads += queries + (recurrent - heads - queries) * sizes.recurrent_layers // sizes.num_hidden_layers
     columns = sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size
     return float(tokens * (4 * sizes.hidden_size + heads + 3 * columns) * width)
 
@@ -527,6 +389,7 @@ def fit_text(config: TrainMasterConfig) -> str:
         "activations": "set policy.dtensor_cfg.activation_checkpointing=true, or lower policy.train_micro_batch_size",
         "logits": "set policy.generation.max_batch_size",
         "logits of a micro-batch": "lower policy.sequence_packing.train_mb_tokens, or policy.train_micro_batch_size",
+        "recurrent states": "set policy.generation.max_batch_size",
         "KV cache": "set policy.generation.kv_cache_gb, or lower policy.max_total_sequence_length",
     }.get(largest, "take a smaller model, or a machine with more memory")
     return (

@@ -16,6 +16,7 @@ from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_param
 
 if TYPE_CHECKING:
     from nemo_rl_cpp._native import C
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 BLOCK_WEIGHTS = 32
 """Weights of a row that share one scale in a quantised matrix (csrc/kernels/weight_blocks.h)."""
@@ -80,6 +81,10 @@ class ModelFolder:
         native = self.native()
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
+        if self.quantization and "gated_delta" in native:
+            raise ModelFolderError(
+                f"{key} is {self.quantization}, but {self.config['model_type']} has recurrent layers, whose matrices are not quantised: set {key}=null"
+            )
         experts = native.get("experts", {})
         widths |= {
             f"experts' {name}": experts[name] for name in ("intermediate_size", "shared_size") if name in experts
@@ -112,6 +117,10 @@ class ModelFolder:
             raise ModelFolderError(
                 f"{key} is {count}, but the model is a mixture of experts ({self.config['model_type']}), which slices cannot; set it to 1"
             )
+        if count > 1 and "gated_delta" in native:
+            raise ModelFolderError(
+                f"{key} is {count}, but the model has recurrent layers ({self.config['model_type']}), which slices cannot; set it to 1"
+            )
         if count > 1 and native["fused_tensors"]:
             raise ModelFolderError(
                 f"{key} is {count}, but tensors of the model hold queries, keys and values together ({self.config['model_type']}), which slices cannot; set it to 1"
@@ -127,6 +136,25 @@ class ModelFolder:
             raise ModelFolderError(
                 f"{self.config['model_type']} is a mixture of experts, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
             )
+
+        if device != "cpu" and "gated_delta" in self.native():
+            raise ModelFolderError(
+                f"{self.config['model_type']} has recurrent layers, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
+            )
+
+    def check_recurrent(self, model: TrainedModelConfig, section: str) -> None:
+        """Raise ModelFolderError if the model has recurrent layers and its `section` of the configuration requests what
+        they cannot do yet."""
+        if "gated_delta" not in self.native():
+            return
+        has = f"but {self.config['model_type']} has recurrent layers"
+        if model.lora is not None:
+            key = f"{section}.dtensor_cfg.lora_cfg.enabled"
+            raise ModelFolderError(f"{key} is true, {has}, whose matrices get no adapters: set it to false")
+        generation = getattr(model, "generation", None)
+        if generation is not None and generation.runs_vllm:
+            key = f"{section}.generation.backend"
+            raise ModelFolderError(f"{key} is vllm, {has}, whose weights are not sent to vLLM: set it to native")
 
     def note_router(self, section: str) -> None:
         """Note once that the router is trained, if megatron_cfg requests a frozen one, as NeMo RL's files do."""

@@ -199,7 +199,8 @@ def rope_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
     key = section_name(config)
     section = config.get(key)
     if isinstance(section, Mapping) and _kind(section) == "default" and not _nested(section):
-        unread = [name for name in section if name not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")]
+        read = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+        unread = [name for name in section if name not in read]  # mrope orders the positions of images
         if unread:
             yield f"{key} has {', '.join(unread)} but no rope_type that reads them: nothing is scaled, as in transformers 5"
 

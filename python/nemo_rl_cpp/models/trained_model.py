@@ -127,6 +127,7 @@ class TrainedModel(NoOffload):
         folder.check_quantization(f"{self.section}.quantization")
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
         folder.check_device(str(self.device))
+        folder.check_recurrent(config, self.section)
         if config.megatron_cfg.enabled and config.megatron_cfg.freeze_moe_router:
             folder.note_router(self.section)
         return folder

@@ -200,9 +200,8 @@ def fill_parameters(
         else:
             missing.discard(name)
         if name not in shapes:
-            if name != HEAD and not name.endswith(
-                "rotary_emb.inv_freq"
-            ):  # a tied head, or a head that a critic does not need
+            # a tied head, or a head that a critic does not need
+            if name != HEAD and not name.endswith("rotary_emb.inv_freq") and not name.startswith(_NOT_COMPUTED):
                 extra.append(name)
         elif list(tensor.shape) != list(shapes[name]):
             wrong.append(f"{name} is {list(tensor.shape)}, expected {list(shapes[name])}")
@@ -229,8 +228,14 @@ def fill_parameters(
         raise ModelFolderError(f"the weights in {folder} do not fit its config.json: {listed}{advice}")
 
 
+_NOT_COMPUTED = ("mtp.", "model.visual.")
+"""Further prediction heads and the vision tower of Qwen3.5."""
+
+
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Add the prefix `model.`, which checkpoints of base models lack."""
+    """Add the prefix `model.`, which checkpoints of base models lack, and remove that of the text model within a model
+    of images and text."""
+    name = name.replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 
 

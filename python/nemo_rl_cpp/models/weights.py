@@ -217,8 +217,10 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> N
         name = spec.name
         if isinstance(spec, C.BlockSpec):
             pack_blocks(model, spec, draw(spec.shape, std))
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("norm.weight", ".dt_bias")):
             views[name].fill_(1.0)
+        elif name.endswith(".A_log"):
+            views[name].copy_(torch.rand(spec.whole, generator=generator).mul_(16.0).clamp_(min=0.01).log_())
         elif name.endswith(".bias") or name == "score.weight":
             views[name].zero_()
         else:

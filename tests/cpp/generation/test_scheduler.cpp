@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <set>
 #include <stdexcept>
 
 #include "generation/scheduler.h"
@@ -9,8 +10,8 @@ namespace {
 
 /// Groups of equal prompts driven by hand: every row of logits yields token 1.
 struct Bench {
-  Bench(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size)
-      : scheduler(config, num_blocks, block_size) {}
+  Bench(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size, std::int64_t num_states = 0)
+      : scheduler(config, num_blocks, block_size, num_states) {}
 
   PromptGroup* add(std::int64_t prompt, std::int64_t G, std::int64_t max_new) {
     groups.push_back(std::make_unique<PromptGroup>());
@@ -115,6 +116,30 @@ TEST(Scheduler, AbortFreesEverything) {
   bench.scheduler.abort();
   EXPECT_EQ(bench.scheduler.blocks().num_used(), 0);
   EXPECT_FALSE(bench.scheduler.has_unfinished());
+}
+
+TEST(Scheduler, EachSequenceContinuesTheStateOfItsOwnTokens) {
+  // few blocks and few states: prompts are dropped and sequences preempted
+  Bench bench({4, 7}, 12, 2, Scheduler::states_needed({4, 7}));
+  for (const std::int64_t prompt : {2, 5, 9}) bench.add(prompt, 3, 12);
+  std::vector<std::int64_t> tokens(8, 0);  // that each state has seen
+  for (int steps = 0; bench.scheduler.has_unfinished(); ++steps) {
+    ASSERT_LT(steps, 1000);
+    const StepPlan plan = bench.step();
+    for (const StateCopy& copy : plan.batch.state_copies)
+      tokens.at(static_cast<std::size_t>(copy.to)) = tokens.at(static_cast<std::size_t>(copy.from));
+    std::set<std::int64_t> used;
+    for (const SequenceSlice& slice : plan.batch.slices) {
+      EXPECT_TRUE(used.insert(slice.state).second);
+      auto& seen = tokens.at(static_cast<std::size_t>(slice.state));
+      if (slice.context_length == 0) seen = 0;
+      EXPECT_EQ(seen, slice.context_length);
+      seen += slice.query_length;
+    }
+  }
+  EXPECT_GT(bench.scheduler.preemptions(), 0);
+  EXPECT_EQ(bench.scheduler.states().num_used(), 0);
+  for (const auto& s : bench.sequences) EXPECT_EQ(s->generated.size(), 12u);
 }
 
 TEST(Scheduler, RefusesWhatCanNeverRun) {

@@ -1,6 +1,7 @@
 """What is said about a model and its tokenizer before a run, by files that are written here without torch."""
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -22,7 +23,7 @@ CONFIG = {
 def write_weights(folder, config):
     entries, place = {}, 0
     for name, shape in parameter_shapes(native_config(config)).items():
-        size = 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        size = 4 * math.prod(shape)
         entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [place, place + size]}
         place += size
     header = json.dumps(entries).encode()
@@ -433,6 +434,29 @@ def test_model_folder_of_the_critic_is_checked(model, tmp_path):
 )
 def test_settings_unsupported_for_experts_are_reported_before_a_run(model, tmp_path, override, sentence):
     folder = model_folder(tmp_path / "experts", model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
+    found = [
+        finding.message
+        for finding in check(grpo(folder, *(f"++{part}" for part in override.split(" "))))
+        if finding.level == "error"
+    ]
+    assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    "override, sentence",
+    [
+        ("policy.max_total_sequence_length=256", None),
+        ("cluster.device=cuda", "qwen3_5_text has recurrent layers, which the native core computes on the CPU only"),
+        ("policy.dtensor_cfg.lora_cfg.enabled=true", "lora_cfg.enabled is true, but qwen3_5_text has recurrent layers"),
+        (
+            "policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1",
+            "policy.generation.backend is vllm, but qwen3_5_text has recurrent layers",
+        ),
+    ],
+)
+def test_settings_unsupported_for_recurrent_layers_are_reported_before_a_run(model, tmp_path, override, sentence):
+    heads = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
+    folder = model_folder(tmp_path / "recurrent", model_type="qwen3_5_text", full_attention_interval=2, **heads)
     found = [
         finding.message
         for finding in check(grpo(folder, *(f"++{part}" for part in override.split(" "))))

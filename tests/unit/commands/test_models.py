@@ -1,7 +1,8 @@
 import pytest
 from nemo_rl_cpp.commands import models
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.memory import KNOWN_MODELS, forecast_text, known_model, model_sizes, with_known_sizes
+from nemo_rl_cpp.models.memory import forecast, forecast_text, with_known_sizes
+from nemo_rl_cpp.models.model_sizes import KNOWN_MODELS, known_model, model_sizes
 
 # billions of parameters as the models' cards give them
 PARAMETERS = {
@@ -12,6 +13,7 @@ PARAMETERS = {
     "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-14B": 14.768, "Qwen3-32B": 32.762, "Olmo-3-1025-7B": 7.298, "SmolLM3-3B": 3.075,
     "granite-3.3-2b-instruct": 2.534, "Phi-3.5-mini-instruct": 3.821, "Phi-4-mini-instruct": 3.836, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0,
     "Qwen3-30B-A3B": 30.53, "OLMoE-1B-7B-0924": 6.919, "Mixtral-8x7B": 46.70, "Qwen1.5-MoE-A2.7B": 14.32,
+    "Qwen3.5-0.8B": 0.752, "Qwen3.5-9B": 8.954,
 }  # fmt: skip
 
 
@@ -55,3 +57,18 @@ def test_dry_run_knows_the_sizes_of_popular_models_before_download():
     assert "Peak memory by phase" in forecast_text(config) and not config.policy.hf_config_overrides
     other = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=somebody/else"])
     assert with_known_sizes(other) is other and "not known" in forecast_text(other)
+
+
+def test_the_forecast_counts_the_states_of_recurrent_layers():
+    from nemo_rl_cpp.config import load_grpo_config
+
+    config = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=Qwen/Qwen3.5-0.8B", "policy.precision=bfloat16"])
+    (generation,) = (phase for phase in forecast(with_known_sizes(config)) if phase.name == "generation")
+    rollouts = config.loop.prompts_per_round * config.loop.num_generations_per_prompt
+    sequences = min(config.policy.generation.max_batch_size or rollouts, rollouts)
+    prompts = min(config.loop.prompts_per_round, sequences)
+    state = 16 * 128 * 128 * 4 + 3 * 3 * 16 * 128 * 2  # float32 states of 16 heads; three inputs of q, k and v
+    parts = dict(generation.parts)
+    assert parts["recurrent states"] == 18 * state * (sequences + prompts)
+    length = config.policy.generation.effective_max_model_len(config.policy.max_total_sequence_length)
+    assert parts["KV cache"] <= sequences * length * 6 * 2 * 2 * 256 * 2  # of the six layers with attention

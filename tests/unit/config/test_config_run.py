@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from nemo_rl_cpp import cli, run_grpo_math, run_ppo
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
-from nemo_rl_cpp.models.memory import forecast, model_sizes
+from nemo_rl_cpp.models.memory import forecast
+from nemo_rl_cpp.models.model_sizes import model_sizes
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -2,7 +2,8 @@
 
 import pytest
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
-from nemo_rl_cpp.models.memory import forecast, forecast_text, model_sizes
+from nemo_rl_cpp.models.memory import forecast, forecast_text
+from nemo_rl_cpp.models.model_sizes import model_sizes
 
 D, INNER, L, V, HEADS, SIZE = 64, 96, 3, 1000, 4, 16
 MODEL = (

@@ -54,6 +54,10 @@ LAYERS = {
     "qwen2_moe": {
         "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1],
     },
+    "qwen3_5_text": {
+        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+    },
 }  # fmt: skip
 
 
@@ -87,6 +91,26 @@ def test_generation_logprobs_equal_the_trainers_bit_for_bit(family, precision, t
             assert outputs["generation_lengths"].min() >= 1
     finally:
         torch.set_num_threads(before)
+
+
+RECURRENT = {"model_type": "qwen3_5_text", **LAYERS["qwen3_5_text"]}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_states_of_recurrent_layers_survive_chunks_preemption_and_small_batches(chunk):
+    """A cache of few blocks preempts sequences, whose states are computed again; groups share one prompt and copy its state."""
+    inputs, outputs = prompts([40, 33, 1], 4, seed=3), []
+    for batch, gigabytes in ((64, 1.0), (3, 1.0), (12, 7.5e-5)):
+        engine = dict(max_batch_size=batch, prefill_chunk_tokens=chunk, kv_cache_gb=gigabytes)
+        policy = make_policy("float32", RECURRENT, **engine, max_new_tokens=90, stop_token_ids=[])
+        generation = policy.create_generation()
+        outputs.append(generation.generate(inputs))
+    assert generation.get_logger_metrics()["preemptions"] > 0
+    for output in outputs[1:]:
+        assert torch.equal(output["output_ids"], outputs[0]["output_ids"])
+        assert torch.equal(output["logprobs"], outputs[0]["logprobs"])
+    scored = policy.get_logprobs(as_training_data(inputs, outputs[0], 4))["logprobs"]
+    assert torch.equal(scored, outputs[0]["logprobs"] * as_training_data(inputs, outputs[0], 4)["token_mask"])
 
 
 WIDE = dict(model_type="llama", vocab_size=2000, hidden_size=256, intermediate_size=800, num_hidden_layers=2, num_attention_heads=4,

@@ -9,8 +9,8 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.optimizer import LoraConfig, adapted_modules, adapter_sizes, matches
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
-from nemo_rl_cpp.models.memory import ModelSizes
 from nemo_rl_cpp.models.model_folder import tiny_random
+from nemo_rl_cpp.models.model_sizes import ModelSizes
 from nemo_rl_cpp.models.weights import initialize_weights, named_whole
 from row_batch import padded_rows
 

@@ -99,5 +99,6 @@ def test_models_that_cannot_be_sliced_are_rejected_with_the_reason():
     assert "tensors of the model hold queries, keys and values together (phi3)" in refused(
         "llama_gqa", 2, model_type="phi3", architectures=["Phi3ForCausalLM"]
     )
+    assert "has recurrent layers (qwen3_5_text)" in refused("llama_gqa", 2, model_type="qwen3_5_text")
     assert "is a mixture of experts (mixtral)" in refused("llama_gqa", 2, model_type="mixtral")
     assert "normalises all heads of the queries and keys together (olmo2)" in refused("llama_gqa", 2, **olmo)

@@ -22,6 +22,10 @@ FAMILIES = {
         "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],
         "shared_expert_intermediate_size": 32,
     },
+    "qwen3_5": LLAMA | {
+        "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
     "granite": LLAMA | {"model_type": "granite", "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
 }  # fmt: skip
 PLENTY = 1 << 28

@@ -1,0 +1,133 @@
+#include "model/attention_mixer.h"
+
+#include "model/gated_delta_net.h"
+#include "ops/rms_norm.h"
+#include "ops/rope.h"
+#include "runtime/tensor.h"
+
+namespace nemo_rl::model {
+
+std::vector<LayerTensor> AttentionMixer::tensors() const {
+  using P = LayerParameters;
+  const auto& c = c_;
+  const std::int64_t D = c.hidden_size, Q = c.query_size(), KV = key_size();
+  constexpr int kRows = 0, kColumns = 1, kWhole = ParameterSpec::kWhole;
+  std::vector<LayerTensor> all;
+  if (c.fused_tensors) all.push_back({&P::qkv_weight, {{"self_attn.qkv_proj.weight", Q + 2 * KV}}, D, kRows});
+  else
+    all.push_back({&P::qkv_weight,
+                   {{"self_attn.q_proj.weight", c.output_gate ? 2 * Q : Q},
+                    {"self_attn.k_proj.weight", KV},
+                    {"self_attn.v_proj.weight", KV}},
+                   D,
+                   kRows});
+  if (c.qkv_bias)
+    all.push_back({&P::qkv_bias,
+                   {{"self_attn.q_proj.bias", Q}, {"self_attn.k_proj.bias", KV}, {"self_attn.v_proj.bias", KV}},
+                   0,
+                   kRows});
+  if (c.qk_norm != QkNorm::none) {
+    const bool whole = c.qk_norm == QkNorm::whole;
+    all.push_back({&P::q_norm, {{"self_attn.q_norm.weight", whole ? Q : c.head_dim}}, 0, kWhole});
+    all.push_back({&P::k_norm, {{"self_attn.k_norm.weight", whole ? KV : c.head_dim}}, 0, kWhole});
+  }
+  all.push_back({&P::o_weight, {{"self_attn.o_proj.weight", D}}, Q, kColumns});
+  if (c.output_bias) all.push_back({&P::o_bias, {{"self_attn.o_proj.bias", D}}, 0, kWhole});
+  return all;
+}
+
+Mixer::Kept AttentionMixer::kept() const {
+  Kept kept{c_.qk_norm == QkNorm::none ? 0 : raw_size(), c_.qkv_size(), c_.query_size(), 0, 0, c_.num_heads};
+  if (c_.qk_norm == QkNorm::head) kept.q_rstd = c_.num_heads, kept.k_rstd = c_.num_kv_heads;
+  if (c_.qk_norm == QkNorm::whole) kept.q_rstd = kept.k_rstd = 1;
+  return kept;
+}
+
+/// Up to the attention's result: a.qkv, a.attn, a.lse.
+at::Tensor AttentionMixer::forward(const LayerWeights& w, const at::Tensor& x, LayerActivations& a,
+                                   const MixerStep& step) const {
+  w.forward(&LayerParameters::qkv_weight, x, w.tensors().qkv_bias, c_.qk_norm == QkNorm::none ? a.qkv : a.qkv_raw);
+  w.ask_ahead(&LayerParameters::o_weight);
+  if (c_.qk_norm != QkNorm::none) normalise_heads(w.tensors(), a);
+  rotate(a.qkv, step, /*inverse=*/false);
+  step.history.attention(layer_, a.qkv, a.attn, a.lse);
+  return result(w.tensors(), a, step.workspace);
+}
+
+at::Tensor AttentionMixer::result(const LayerParameters&, const LayerActivations& a, Workspace& workspace) const {
+  if (!c_.output_gate) return a.attn;
+  const auto y = workspace.take(Slot::mixed, a.attn.sizes(), a.attn.scalar_type());
+  ops::head_gate_forward(a.attn, query_part(a.qkv_raw, 1), y);
+  return y;
+}
+
+at::Tensor AttentionMixer::query_part(const at::Tensor& raw, std::int64_t which) const {
+  const std::int64_t H = c_.head_dim;
+  return raw.narrow(1, 0, 2 * c_.query_size()).unflatten(1, {c_.num_heads, 2 * H}).narrow(2, which * H, H);
+}
+
+void AttentionMixer::rotate(const at::Tensor& qkv, const MixerStep& step, bool inverse) const {
+  if (step.rope == nullptr) return;
+  ops::rope(qkv, c_.num_heads + c_.num_kv_heads, c_.head_dim, step.positions, step.rope->cos(), step.rope->sin(),
+            inverse);
+}
+
+void AttentionMixer::normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y,
+                               const at::Tensor& rstd) const {
+  ops::rms_norm_forward(x, weight, c_.rms_norm_eps, c_.norm_offset, y, if_defined(rstd));
+}
+
+/// qkv_raw -> qkv: queries and keys normalised, values as they are.
+void AttentionMixer::normalise_heads(const LayerParameters& p, LayerActivations& a) const {
+  const std::int64_t Q = c_.query_size(), KV = key_size();
+  auto queries = a.qkv_raw.narrow(1, 0, Q);
+  if (c_.output_gate) {
+    queries = a.qkv.narrow(1, 0, Q);
+    queries.unflatten(1, {c_.num_heads, c_.head_dim}).copy_(query_part(a.qkv_raw, 0));
+  }
+  const auto keys_values = a.qkv_raw.narrow(1, raw_size() - 2 * KV, 2 * KV);
+  normalise(queries, p.q_norm, a.qkv.narrow(1, 0, Q), a.q_rstd);
+  normalise(keys_values.narrow(1, 0, KV), p.k_norm, a.qkv.narrow(1, Q, KV), a.k_rstd);
+  a.qkv.narrow(1, Q + KV, KV).copy_(keys_values.narrow(1, KV, KV));
+}
+
+/// The queries before their norm, side by side.
+at::Tensor AttentionMixer::raw_queries(const LayerActivations& a, Workspace& workspace) const {
+  const std::int64_t Q = c_.query_size(), T = a.qkv_raw.size(0);
+  if (!c_.output_gate) return a.qkv_raw.narrow(1, 0, Q);
+  const auto queries = workspace.take(Slot::mixed, {T, Q}, a.qkv_raw.scalar_type());
+  queries.view({T, c_.num_heads, c_.head_dim}).copy_(query_part(a.qkv_raw, 0));
+  return queries;
+}
+
+at::Tensor AttentionMixer::backward(const LayerParameters& p, const at::Tensor& d_result, const LayerActivations& a,
+                                    const LayerParameters& g, const MixerStep& step) const {
+  const std::int64_t T = d_result.size(0), Q = c_.query_size(), KV = key_size();
+  const auto S = d_result.scalar_type();
+  at::Tensor d_raw;
+  if (c_.output_gate) {
+    d_raw = step.workspace.take(Slot::d_mixer_raw, {T, raw_size()}, S);
+    ops::head_gate_backward(d_result, a.attn, query_part(a.qkv_raw, 1), d_result, query_part(d_raw, 1));
+  }
+  auto d_qkv = step.workspace.take(Slot::d_qkv, {T, c_.qkv_size()}, S);
+  step.history.attention_backward(layer_, a.qkv, a.attn, d_result, a.lse, d_qkv);
+  rotate(d_qkv, step, /*inverse=*/true);
+  if (c_.qk_norm != QkNorm::none) {
+    const auto d_q = d_qkv.narrow(1, 0, Q), d_k = d_qkv.narrow(1, Q, KV);
+    const auto raw_keys = a.qkv_raw.narrow(1, raw_size() - 2 * KV, KV);
+    ops::rms_norm_backward(d_q, raw_queries(a, step.workspace), p.q_norm, c_.norm_offset, a.q_rstd, d_q, false,
+                           g.q_norm);
+    ops::rms_norm_backward(d_k, raw_keys, p.k_norm, c_.norm_offset, a.k_rstd, d_k, false, g.k_norm);
+  }
+  if (!c_.output_gate) return d_qkv;
+  query_part(d_raw, 0).copy_(d_qkv.narrow(1, 0, Q).unflatten(1, {c_.num_heads, c_.head_dim}));
+  d_raw.narrow(1, 2 * Q, 2 * KV).copy_(d_qkv.narrow(1, Q, 2 * KV));
+  return d_raw;
+}
+
+std::unique_ptr<Mixer> mixer_of(const ModelConfig& config, std::int64_t l) {
+  if (config.layers[static_cast<std::size_t>(l)].is_recurrent) return std::make_unique<GatedDeltaNet>(config, l);
+  return std::make_unique<AttentionMixer>(config, l);
+}
+
+}  // namespace nemo_rl::model

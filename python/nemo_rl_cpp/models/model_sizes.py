@@ -1,0 +1,210 @@
+"""The sizes of decoders, from config.json or the table of known models. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, TypeGuard
+
+from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.models.architectures import FULL, RECURRENT, RECURRENT_SIZES, SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.hf_config import read_config_file, text_section
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a decoder, from config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    experts: int = 1
+    """number of expert MLPs per layer"""
+    experts_per_token: int = 1
+    shared_expert_size: int = 0
+    """columns of the MLP that all tokens pass through"""
+    fused_tensors: bool = False
+    """the checkpoint stores q, k, v in one matrix, and gate, up in one matrix"""
+    recurrent_layers: int = 0
+    """layers with a gated delta net of these sizes; the others' queries come with gates"""
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+
+    def as_config(self) -> dict[str, object]:
+        """Return the sizes under their names in config.json."""
+        own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers")
+        if not self.recurrent_layers:
+            own += RECURRENT_SIZES
+        sizes = {name: value for name, value in asdict(self).items() if name not in own}
+        if self.recurrent_layers:
+            others = self.num_hidden_layers - self.recurrent_layers
+            sizes["layer_types"] = [RECURRENT] * self.recurrent_layers + [FULL] * others
+        if self.experts > 1:
+            sizes |= {
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.experts_per_token,
+                "moe_intermediate_size": self.intermediate_size,
+                "shared_expert_intermediate_size": self.shared_expert_size,
+            }
+        return sizes
+
+    def slice(self, count: int) -> ModelSizes:
+        """Return the sizes of one of `count` slices (tensor parallelism)."""
+        return replace(
+            self,
+            intermediate_size=self.intermediate_size // count,
+            num_attention_heads=self.num_attention_heads // count,
+            num_key_value_heads=self.num_key_value_heads // count,
+            vocab_size=self.vocab_size // count,
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        gates = query if self.recurrent_layers else 0
+        return self.hidden_size * (2 * query + 2 * key_value + gates) + self._mlp_parameters
+
+    @property
+    def _mlp_parameters(self) -> int:
+        """Number of weights of a layer's MLP and norms."""
+        columns = self.experts * self.intermediate_size + self.shared_expert_size
+        return 3 * self.hidden_size * columns + 2 * self.hidden_size
+
+    @property
+    def recurrent_values(self) -> int:
+        """Columns of a recurrent layer's output product."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of a recurrent layer's short convolution."""
+        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.recurrent_values
+
+    @property
+    def recurrent_parameters(self) -> int:
+        """Number of weights of a layer with recurrence."""
+        rows = self.convolved + self.recurrent_values + 2 * self.linear_num_value_heads
+        return self.hidden_size * (rows + self.recurrent_values) + self._mlp_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, without biases and head norms (far below one percent)."""
+        attention = (self.num_hidden_layers - self.recurrent_layers) * self.layer_parameters
+        recurrent = self.recurrent_layers * self.recurrent_parameters
+        return attention + recurrent + self.embedding_parameters + self.hidden_size
+
+    @property
+    def backbone_parameters(self) -> int:
+        """Number of weights of a value model, whose head has one column instead of an untied LM head."""
+        head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return self.parameters - head + self.hidden_size
+
+
+class KnownModel(NamedTuple):
+    """A model on the Hub: its name, its `model_type`, and its sizes."""
+
+    name: str
+    model_type: str
+    sizes: ModelSizes
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8"))
+KNOWN_MODELS = tuple(
+    KnownModel(name, model_type, ModelSizes(*sizes))
+    for model_type, rows in _TABLE.items()
+    for name, sizes in rows.items()
+)
+_VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|coder|thinking-2507|instruct-2507)$")
+
+
+def known_model(name: str) -> KnownModel | None:
+    """Return the model of a Hub name, with or without the owner; variants such as -Instruct have the same sizes."""
+    owner, _, short = name.lower().rpartition("/")
+    short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
+    while short:
+        for model in KNOWN_MODELS:
+            known = model.name.lower()
+            if short == known.rpartition("/")[2] and owner in ("", known.rpartition("/")[0]):
+                return model
+        shorter = _VARIANT.sub("", short)
+        if shorter == short:
+            return None
+        short = shorter
+    return None
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
+    """Return the expert sizes in config.json under the names of `ModelSizes`; empty for a model without experts."""
+    count = next((value for name in _EXPERTS if is_count(value := known.get(name))), None)
+    if count is None:
+        return {}
+    chosen = known.get("num_experts_per_tok")
+    found = {"experts": count, "experts_per_token": chosen if is_count(chosen) else 1}
+    if is_count(width := known.get("moe_intermediate_size")):
+        found["intermediate_size"] = width
+    if is_count(shared := known.get("shared_expert_intermediate_size")):
+        found["shared_expert_size"] = shared
+    return found
+
+
+def recurrent_sizes(known: Mapping[str, object]) -> dict[str, int]:
+    """Return the sizes of recurrent layers under the names of `ModelSizes`; empty for a model without them."""
+    kinds, every, layers = (known.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers"))
+    names = RECURRENT_SIZES[:4]
+    if not all(is_count(known.get(name)) for name in names) or not is_count(layers):
+        return {}
+    listed = kinds if isinstance(kinds, list) else None
+    count = listed.count(RECURRENT) if listed else layers - layers // every if is_count(every) else 0
+    return {"recurrent_layers": count, **{name: known[name] for name in names}} if count else {}
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether a value of config.json is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
+    """Return the sizes from the model folder's config.json and the overrides.
+
+    Return None if the folder is missing, or its file is unreadable or lacks sizes (other checks report it).
+    """
+    known: dict[str, object] = {}
+    if (Path(model_name).expanduser() / "config.json").is_file():
+        try:
+            known = dict(text_section(read_config_file(Path(model_name).expanduser())))
+        except ModelFolderError:
+            return None  # the checks of the model report the reason
+    elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):
+        known = packaged.sizes.as_config()  # the packaged model may not be downloaded yet
+    known |= overrides or {}
+    made = SUPPORTED_ARCHITECTURES.get(str(known.get("model_type")))
+    if made is not None:
+        known = {**made.defaults, **known}
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
+    sizes = {name: value for name in (*needed, *optional) if is_count(value := known.get(name))}
+    if len(sizes) < len(needed) + len(optional):
+        return None
+    heads = sizes["num_attention_heads"]
+    derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
+    tied = bool(known.get("tie_word_embeddings", False))
+    fused = made is not None and made.fused_tensors
+    more = expert_sizes(known) | recurrent_sizes(known)
+    return ModelSizes(**derived | sizes | more, tie_word_embeddings=tied, fused_tensors=fused)

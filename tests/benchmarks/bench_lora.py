@@ -1,9 +1,9 @@
-"""A training step with LoRA against one of all weights: time, and what a process grows by at its peak.
+"""A training step with LoRA, merged and apart, against one of all weights: time, and what a process grows by at its peak.
 
-    uv run python tests/benchmarks/bench_lora.py [--precision bfloat16] [--dim 8] [--rounds 5] [--lengths mixed] [--prompt 0]
+    uv run python tests/benchmarks/bench_lora.py [--precision bfloat16] [--dim 8] [--rounds 5] [--lengths mixed] [--prompt 0] [--sides lora apart]
 
-SmolLM2-135M on the samples of bench_training_step.py, 2,048 tokens: forward, loss, backward, clipping, AdamW, and with LoRA the merge of all
-adapters. Each side runs in a process of its own, a step in turn; the first step is a warm-up. Times are those of the clock and of the
+SmolLM2-135M on the samples of bench_training_step.py, 2,048 tokens: forward, loss, backward, clipping, AdamW, and with `lora` the merge of all
+adapters (`apart`: lora_cfg.merge false). Times and memory are also given relative to the first side. Each side runs in a process of its own, a step in turn; the first step is a warm-up. Times are those of the clock and of the
 process's threads, which a busy machine changes less. Memory is the process's peak, weights and
 optimizer included, less what it had before it built the model.
 """
@@ -20,8 +20,10 @@ from bench_training_step import LENGTHS, TOKENS, our_step
 from harness import peak_mb, tune_malloc
 from training_samples import Samples
 
+WAYS = ("all_weights", "lora", "apart")
 
-def side(connection: Connection, folder: str, arguments: argparse.Namespace, adapters: bool) -> None:
+
+def side(connection: Connection, folder: str, arguments: argparse.Namespace, way: str) -> None:
     """In a process: [seconds of the step, those of its threads, MB of the peak so far] for each seed."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.config.optimizer import modules_of_layers
@@ -31,12 +33,11 @@ def side(connection: Connection, folder: str, arguments: argparse.Namespace, ada
     tune_malloc()
     torch.set_num_threads(arguments.threads)
     before, native = peak_mb(), native_config(read_config(folder))
-    model = C.DecoderModel(native, getattr(torch, arguments.precision), not adapters)
+    model = C.DecoderModel(native, getattr(torch, arguments.precision), way == "all_weights")
     load_weights(model, folder)
-    if adapters:
-        model.adapt(
-            arguments.dim, 4.0 * arguments.dim, [f"{m}.weight" for m in modules_of_layers(len(native["layers"]))]
-        )
+    if way != "all_weights":
+        targets = [f"{m}.weight" for m in modules_of_layers(len(native["layers"]))]
+        model.adapt(arguments.dim, 4.0 * arguments.dim, targets, merge=way == "lora")
         model.masters.copy_(torch.randn(model.masters.shape, generator=torch.Generator().manual_seed(0)) * 0.01)
         model.masters_changed()
     step = our_step(model, TOKENS)
@@ -55,14 +56,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sides", nargs="+", choices=WAYS, default=list(WAYS))
     arguments = parser.parse_args()
     from nemo_rl_cpp.hub.sources import resolve_model
 
     folder, context = str(resolve_model("smollm2-135m-instruct")), multiprocessing.get_context("spawn")
     ends, processes = {}, []
-    for name in ("all_weights", "lora"):
+    for name in arguments.sides:
         ends[name], theirs = context.Pipe()
-        processes.append(context.Process(target=side, args=(theirs, folder, arguments, name == "lora")))
+        processes.append(context.Process(target=side, args=(theirs, folder, arguments, name)))
         processes[-1].start()
     rows: dict[str, list[list[float]]] = {name: [] for name in ends}
     for seed in range(arguments.rounds + 1):
@@ -72,13 +74,16 @@ def main() -> None:
     for end, process in zip(ends.values(), processes, strict=True):
         end.send(None)
         process.join()
-    result: dict[str, object] = {"memory_of_lora": round(rows["lora"][-1][2] / rows["all_weights"][-1][2], 3)}
+    result: dict[str, object] = {}
     for name, steps in rows.items():
         seconds, of_threads, peaks = zip(*steps[1:], strict=True)
         result[name] = {"seconds": round(statistics.median(seconds), 3), "thread_seconds": round(statistics.median(of_threads), 3), "peak_mb": round(peaks[-1])}  # fmt: skip
-    for column, name in enumerate(("time_of_lora", "thread_time_of_lora")):
-        ratios = [lora[column] / full[column] for full, lora in zip(rows["all_weights"][1:], rows["lora"][1:], strict=True)]  # fmt: skip
-        result[name] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
+    first = rows[arguments.sides[0]]
+    for name in arguments.sides[1:]:
+        result[f"memory_of_{name}"] = round(rows[name][-1][2] / first[-1][2], 3)
+        for column, what in enumerate(("time", "thread_time")):
+            ratios = [own[column] / theirs[column] for theirs, own in zip(first[1:], rows[name][1:], strict=True)]
+            result[f"{what}_of_{name}"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
     print(json.dumps({"precision": arguments.precision, "dim": arguments.dim, "threads": arguments.threads, **result}))
 
 

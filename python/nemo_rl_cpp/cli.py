@@ -5,6 +5,8 @@ import sys
 from _signal import SIGINT, signal  # the module `signal` is slow to import, because it creates enums
 from collections.abc import Sequence
 
+from nemo_rl_cpp import __version__
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("runs:train", "train with GRPO, DAPO, ProRLv2 or PPO, as the configuration says"),
     "eval": ("runs:evaluate", "evaluate a model or a checkpoint"),
@@ -68,7 +70,6 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
 
 def _command(words: Sequence[str]) -> str | None:
     """Return the command given by the first argument. Otherwise print the help, or why it is no command."""
-    from nemo_rl_cpp import __version__
     from nemo_rl_cpp.argument_checks import did_you_mean
     from nemo_rl_cpp.command_line import Exit
 

@@ -7,7 +7,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.policy import ValueConfig
 from nemo_rl_cpp.models.hf_config import native_config, read_config
-from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.weights import load_weights, named_views
 from test_hf_model import ragged_batch
 

@@ -4,10 +4,13 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, is_dotted
 from nemo_rl_cpp.environments.loading import environment_class, environment_target, reward_function
 from nemo_rl_cpp.errors import Finding
@@ -32,10 +35,6 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
     """Return the tokenizer with the run's template (None if not on this machine) and findings about the template."""
-    from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
-    from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-    from nemo_rl_cpp.data.tokenizer import get_tokenizer
-
     section, prefix = (config.tokenizer, "tokenizer") if evaluation else (config.policy.tokenizer, "policy.tokenizer")
     value = section.chat_template if "chat_template" in section.model_fields_set else "default"
     key = f"{prefix}.chat_template"
@@ -62,7 +61,6 @@ def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None,
 
 def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield each data set's dotted key and its section with the defaults filled in."""
-    from nemo_rl_cpp.config.access import as_written
     from nemo_rl_cpp.data.datasets.utils import sections_of
 
     plain = as_written(data)

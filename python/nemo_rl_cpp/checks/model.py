@@ -16,6 +16,7 @@ from nemo_rl_cpp.config.optimizer import adapted_modules, experts_adapted, nothi
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.rules_model import balance_wanted
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
+from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.errors import Finding
 from nemo_rl_cpp.hub.sources import (
     TINY_RANDOM,
@@ -249,8 +250,6 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
 
 def _vocabulary(folder: Path) -> tuple[int, int]:
     """Return the largest token id of a folder's tokenizer, and the number of its tokens."""
-    from nemo_rl_cpp.data.tokenizer import Tokenizer
-
     file = folder / "tokenizer.json"
     if file.is_file() and file.open("rb").read(23) == b"version https://git-lfs":
         raise ValueError(f"{file} is a git-lfs pointer: fetch the file itself with `git lfs pull`")

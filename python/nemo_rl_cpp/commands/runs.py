@@ -14,8 +14,7 @@ from nemo_rl_cpp.command_line import OneLineParser, add_common_options, command_
 from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import ConfigError
 from nemo_rl_cpp.config.fold import exactness_text, keys_without_effect_text
-from nemo_rl_cpp.config.loader import LOADERS, kind_of
-from nemo_rl_cpp.config.locate import find_config, shipped_configs
+from nemo_rl_cpp.config.loader import LOADERS, find_config, kind_of, shipped_configs
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.distributed.launch import serving
 from nemo_rl_cpp.dotted_names import search_for_modules

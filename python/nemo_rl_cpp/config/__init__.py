@@ -3,8 +3,14 @@
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
 from .errors import ConfigError, Problem
-from .loader import load_distillation_config, load_eval_config, load_grpo_config, load_ppo_config, load_sft_config
-from .locate import find_config
+from .loader import (
+    find_config,
+    load_distillation_config,
+    load_eval_config,
+    load_grpo_config,
+    load_ppo_config,
+    load_sft_config,
+)
 from .master import (
     DistillationMasterConfig,
     EvalMasterConfig,

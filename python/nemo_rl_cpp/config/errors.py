@@ -64,9 +64,6 @@ class Report:
             dotted = dotted.rpartition(".")[0]
         return f"{self._file}:1" if self._file else ""
 
-    def is_written(self, dotted: str) -> bool:
-        return dotted in self._positions
-
     def nearness(self, dotted: str) -> int:
         """Return the precedence of a key's place: 3 for an override or an argument, 2 for the run's own file, 1 for a
         parent file, 0 for nowhere."""
@@ -94,7 +91,7 @@ class Report:
         if any(self.has_problem(key) for key in keys):
             return
         overridden = (key for key in keys if self._positions.get(key, "").startswith("override "))
-        written = next(overridden, None) or next((key for key in keys if self.is_written(key)), dotted)
+        written = next(overridden, None) or next((key for key in keys if key in self._positions), dotted)
         self.problems.append(Problem(self.where(written), dotted, message))
 
 

@@ -122,7 +122,7 @@ LOGGER_BACKENDS: Table[LoggerEntry] = Table(
         "wandb": _tracker("WandbLogger", WandbConfig, "Weights & Biases", "wandb"),
         "swanlab": _tracker("SwanlabLogger", SwanlabConfig, "SwanLab", "swanlab"),
         "tensorboard": LoggerEntry(
-            "nemo_rl_cpp.loggers.files:TensorboardLogger", TensorboardConfig, "write TensorBoard events", True
+            "nemo_rl_cpp.loggers.tensorboard:TensorboardLogger", TensorboardConfig, "write TensorBoard events", True
         ),
         "mlflow": _tracker("MLflowLogger", MLflowConfig, "MLflow", "mlflow"),
         "trackio": _tracker("TrackioLogger", TrackioConfig, "Trackio", "trackio"),

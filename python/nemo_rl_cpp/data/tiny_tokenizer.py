@@ -1,5 +1,8 @@
 """A character tokenizer of 16 tokens, for models trained from scratch in seconds."""
 
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 
@@ -9,9 +12,6 @@ TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
 
 def tiny_tokenizer() -> Tokenizer:
     """Make a tokenizer of digits, `+`, `=` and four special tokens; a chat is rendered as its joined contents."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-
     backend = Backend(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tokenizers import Tokenizer as Backend
+
 from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.tokenizer_settings import (
     SpecialTokens,
@@ -18,10 +20,10 @@ from nemo_rl_cpp.data.tokenizer_settings import (
     read_settings,
     write_settings,
 )
+from nemo_rl_cpp.hub.sources import resolve_tokenizer
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer as Backend
 
     from nemo_rl_cpp.config.policy import TokenizerConfig
 
@@ -87,8 +89,6 @@ class Tokenizer(SpecialTokens):
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
         """Read tokenizer.json and the files next to it from a folder or a model's folder. Raise ValueError if there is
         no tokenizer.json."""
-        from nemo_rl_cpp.hub.sources import resolve_tokenizer
-
         folder = resolve_tokenizer(
             name_or_path, key="tokenizer.name" if section == "tokenizer" else "policy.model_name"
         )
@@ -99,8 +99,6 @@ class Tokenizer(SpecialTokens):
                 f"AutoTokenizer.from_pretrained({str(name_or_path)!r}).save_pretrained(folder)"
                 + (f", and set {section}.name to that folder" if section else "")
             )
-        from tokenizers import Tokenizer as Backend
-
         backend = Backend.from_file(str(file))
         settings = read_settings(folder, backend.get_added_tokens_decoder().keys())
         config = read_json(folder / "config.json")

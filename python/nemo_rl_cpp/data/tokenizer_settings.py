@@ -6,12 +6,11 @@ import json
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tokenizers import AddedToken
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.pre_tokenizers import PreTokenizer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import PreTokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -113,8 +112,6 @@ def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
     interprets them.
 
     Other classes use the pipeline of tokenizer.json and ignore both keys."""
-    from tokenizers import decoders, models, pre_tokenizers
-
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     prefix = settings.get("add_prefix_space")
@@ -135,8 +132,6 @@ def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
 
 def _parts(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
     """Yield the steps of a pre-tokenizer, sequences flattened."""
-    from tokenizers import pre_tokenizers
-
     if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
         for part in pre_tokenizer:
             yield from _parts(part)
@@ -149,8 +144,6 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> AddedToken:
     """Make a `tokenizers.AddedToken` from a text, or from a dictionary with flags."""
-    from tokenizers import AddedToken
-
     if isinstance(token, Mapping):
         flags = {name: bool(token[name]) for name in _FLAGS if name in token} | flags
     return AddedToken(token_text(token), **flags)

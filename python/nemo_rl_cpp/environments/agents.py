@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from nemo_rl_cpp.config.base import as_model
+from nemo_rl_cpp.config.env import AgentEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.loading import import_object
@@ -159,9 +161,6 @@ class AgentFunctionEnvironment(AgentEnvironment):
     """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
-        from nemo_rl_cpp.config.base import as_model
-        from nemo_rl_cpp.config.env import AgentEnvConfig
-
         config = as_model(cfg, AgentEnvConfig, "env.agent")
         super().__init__(config.max_concurrency, config.timeout_s)
         self._function: AgentFunction = import_object(config.function, "agent")

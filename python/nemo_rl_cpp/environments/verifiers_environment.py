@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_cpp.config.base import as_model
+from nemo_rl_cpp.config.env import VerifiersEnvConfig
 from nemo_rl_cpp.data.datasets.response_datasets.verifiers_tasks import check_verifiers, tasks_of
 from nemo_rl_cpp.environments.agents import AgentEnvironment, AgentResult, AgentTask
 
@@ -34,9 +36,6 @@ class VerifiersEnvironment(AgentEnvironment):
     """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
-        from nemo_rl_cpp.config.base import as_model
-        from nemo_rl_cpp.config.env import VerifiersEnvConfig
-
         check_verifiers("env.verifiers")
         self._config = as_model(cfg, VerifiersEnvConfig, "env.verifiers")
         self._envs: dict[str, Env] = {}

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import gguf
 import numpy as np
+import tokenizers
+from gguf import GGUFReader
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.stages import work
-
-if TYPE_CHECKING:
-    import tokenizers
-    from gguf import GGUFReader
 
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
@@ -49,8 +49,6 @@ _LAYER = {
 
 
 def open_gguf(path: Path) -> GGUFReader:
-    import gguf
-
     return gguf.GGUFReader(str(path))
 
 
@@ -110,9 +108,6 @@ def hf_name(name: str) -> str:
 
 def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> None:
     """Write model.safetensors in float32, because bfloat16 cannot represent all values of four-bit blocks."""
-    import gguf
-    from safetensors.numpy import save_file
-
     weights: dict[str, np.ndarray] = {}
     with work("converting", sum(int(tensor.n_elements) for tensor in reader.tensors), always=True) as advance:
         for tensor in reader.tensors:
@@ -129,8 +124,6 @@ def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> N
 
 def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
     """Return the byte-level BPE tokenizer and the texts of its control tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     kind, pre = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
     if (kind, pre) != ("gpt2", "smollm"):
         raise ValueError(

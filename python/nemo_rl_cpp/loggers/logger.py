@@ -46,11 +46,12 @@ class Logger(LoggerInterface):
         self._ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
         self._files.append(JsonlLogger(self.log_dir))
-        for name, backend in self.backends().items():
+        backends = self.backends()
+        for name in backends:
             if section.is_enabled(name):
                 folder = self.log_dir / name
                 folder.mkdir(exist_ok=True)
-                self.loggers.append(backend(getattr(section, name), log_dir=str(folder)))
+                self.loggers.append(backends[name](getattr(section, name), log_dir=str(folder)))
                 if hasattr(self, f"{name}_logger"):
                     setattr(self, f"{name}_logger", self.loggers[-1])
                 if name == "tensorboard":
@@ -58,9 +59,9 @@ class Logger(LoggerInterface):
         self.gpu_monitor = self._start_monitor(section.gpu_monitoring) if section.monitor_gpus else None
 
     @staticmethod
-    def backends() -> dict[str, Callable[..., LoggerBackend]]:
-        """Return the factory of the backend for each `NAME_enabled`, in the order of creation."""
-        return dict(LOGGER_BACKENDS)
+    def backends() -> Mapping[str, Callable[..., LoggerBackend]]:
+        """Return the factory of the backend for each `NAME_enabled`, in the order of creation; its lookup imports it."""
+        return LOGGER_BACKENDS
 
     new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
     """Makes the sampler of GPUs for `monitor_gpus`."""

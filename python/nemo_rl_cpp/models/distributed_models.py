@@ -21,11 +21,11 @@ from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost, for_workers
 from nemo_rl_cpp.models.generation.interfaces import RefitRendezvous, RefitResult
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, ValueInterface
+from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
 from nemo_rl_cpp.models.policy.train_step import Loss
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import NoOffload, in_layout_of
-from nemo_rl_cpp.models.value.lm_value import Value
 
 
 class PolicyWorker(Policy, EngineHost):  # create_generation is inherited from Policy

@@ -6,13 +6,17 @@ variant of a family. Unsupported variants are rejected.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import gguf
 import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
 
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.tokenizer import Tokenizer
@@ -21,11 +25,7 @@ from nemo_rl_cpp.hub.gguf_conversion import unpermute
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.gguf_tokenizer import add_tokenizer
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
-
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFWriter
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 """Formats of the matrices. Vectors are always float32. In q4_0, embedding and head have 8 bits, which costs little and
@@ -73,11 +73,6 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     Raises:
         ModelFolderError: GGUF cannot represent the model or tokenizer so that llama.cpp computes the same results.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise ModelFolderError("the package gguf writes GGUF files, and it is missing: pip install gguf") from None
-
     config = hf_config.read_config(folder)
     check_family(config)
     tokenizer = Tokenizer.from_pretrained(folder, section="")
@@ -133,8 +128,6 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 def read_gguf(file: Path, config: Mapping[str, Plain]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a file written by `export_gguf`, in float32, under their names in the model folder."""
-    import gguf
-
     names = {there: here for here, there in tensor_names(config).items()}
     for tensor in gguf.GGUFReader(file).tensors:
         if tensor.name in names:
@@ -171,8 +164,6 @@ def check_family(config: Mapping[str, Plain]) -> None:
 
 
 def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, kind: str) -> None:
-    import gguf
-
     family = FAMILIES[config["model_type"]]
     window, kinds = config.get("sliding_window"), SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
     longest = hf_config.max_positions(config)
@@ -207,8 +198,6 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
 
 
 def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
-    import gguf
-
     full = rope.of_kind(config, FULL)
     writer.add_rope_dimension_count(rope.rotary_size(config))
     writer.add_rope_freq_base(float(full["rope_theta"]))
@@ -233,8 +222,6 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
 
 def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     """Return llama.cpp's name of each parameter."""
-    import gguf
-
     architecture = FAMILIES[config["model_type"]].architecture
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
@@ -244,8 +231,6 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
     """Return the format of a tensor if matrices have the format `kind`."""
-    import gguf
-
     if len(shape) < 2:
         kind = "f32"
     elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):
@@ -341,3 +326,100 @@ def compare_with_folder(file: Path, folder: Path) -> Gap:
         theirs.log_softmax(-1), ours.log_softmax(-1), reduction="batchmean", log_target=True
     )
     return Gap(len(ids), float(kl), float((ours - theirs).abs().max()))
+
+
+# ---- the tokenizer. llama.cpp supports two kinds. A byte-level BPE needs llama.cpp's name of its rule that splits text into
+# words. A SentencePiece BPE, stored as merges in tokenizer.json, gets the rank of a merge as the merged token's score.
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _REST: "qwen2"}
+"""Regular expression that splits text into words -> its name in llama.cpp."""
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+    """Write a tokenizer for a model of `vocab_size` tokens, whose responses end at the tokens `ends`.
+
+    Raise ModelFolderError for a kind of tokenizer that llama.cpp does not support.
+    """
+    written = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = written["model"]
+    if model["type"] != "BPE":
+        raise ModelFolderError(f"the tokenizer is of type {model['type']}; as GGUF only BPE is written")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
+    kinds = [int(gguf.TokenType.UNUSED)] * vocab_size
+    for text, i in model["vocab"].items():
+        tokens[i], kinds[i] = text, int(gguf.TokenType.NORMAL)
+    for added in written["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        tokens[added["id"]], kinds[added["id"]] = added["content"], int(kind)
+    if "ByteLevel" in json.dumps(written["pre_tokenizer"]):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_split_name(written["pre_tokenizer"]))
+        writer.add_token_merges(merges)
+    elif model.get("byte_fallback"):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores(_scores(tokens, kinds, merges))
+        writer.add_add_space_prefix(tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).tokens[0] != "a")
+        for i, token in enumerate(tokens):
+            if _BYTE.fullmatch(token):
+                kinds[i] = int(gguf.TokenType.BYTE)
+        if tokenizer.unk_token_id is not None:
+            kinds[tokenizer.unk_token_id] = int(gguf.TokenType.UNKNOWN)
+    else:
+        raise ModelFolderError(
+            "the tokenizer has neither byte-level tokens nor a fallback to bytes, which llama.cpp needs"
+        )
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    _add_special_tokens(writer, tokenizer, ends)
+
+
+def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
+    """Return llama.cpp's name of the rule that splits text into words."""
+    parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [part["type"] for part in parts]
+    patterns = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
+    if kinds == ["Split", "ByteLevel"] and patterns[0] in SPLITS:
+        return SPLITS[patterns[0]]
+    if kinds == ["Digits", "ByteLevel"] and parts[0]["individual_digits"] and parts[1]["use_regex"]:
+        return "smollm"
+    if kinds == ["ByteLevel"] and parts[0]["use_regex"]:
+        return "gpt-2"
+    raise ModelFolderError(
+        f"the tokenizer splits a text into words by {json.dumps(parts)[:200]}, of which llama.cpp's name is not known here; known are "
+        "those of Llama 3, Qwen, SmolLM and GPT-2"
+    )
+
+
+def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> list[float]:
+    """Return a score per token; llama.cpp merges to tokens with higher scores first."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", "", 1), rank)
+    return [float(-ranks.get(token, len(merges) + i)) for i, token in enumerate(tokens)]
+
+
+def _add_special_tokens(writer: GGUFWriter, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+    named = {
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
+        "unk": tokenizer.unk_token_id,
+        "pad": tokenizer.pad_token_id,
+    }
+    for name, i in named.items():
+        if i is not None:
+            getattr(writer, f"add_{name}_token_id")(i)
+    others = [i for i in ends if i != tokenizer.eos_token_id]
+    if others:  # llama.cpp stores one second end token, and finds further end tokens by their texts
+        writer.add_eot_token_id(others[0])
+    encoded = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and encoded[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1] == tokenizer.eos_token_id)
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if template is not None:
+        writer.add_chat_template(template)

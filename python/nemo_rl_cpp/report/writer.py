@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_cpp.config.access import to_json, written
-from nemo_rl_cpp.config.locate import config_folders
+from nemo_rl_cpp.config.loader import config_folders
 from nemo_rl_cpp.config.master import MasterConfig
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain

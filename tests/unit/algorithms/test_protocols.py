@@ -15,15 +15,16 @@ from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig, Tensorboard
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.loading import create_env, environment_class
-from nemo_rl_cpp.loggers.files import JsonlLogger, TensorboardLogger
+from nemo_rl_cpp.loggers.files import JsonlLogger
 from nemo_rl_cpp.loggers.interface import LoggerBackend
+from nemo_rl_cpp.loggers.tensorboard import TensorboardLogger
 from nemo_rl_cpp.models.generation.hf import HfGeneration
 from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.hf.trained import HfPolicy, HfValue
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, ValueInterface
+from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy
-from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.weight_sync import SharedWeights, WeightSynchronizer
 from registered import forget
 

@@ -68,16 +68,9 @@ def resume(root, base, *overrides, model="model", rows="rows.jsonl", **options):
 
 SAID = {
     "policy.optimizer.kwargs.lr=2e-3": "policy.optimizer.kwargs.lr 0.001 -> 0.002",
-    "policy.optimizer.kwargs.weight_decay=0.5": "policy.optimizer.kwargs.weight_decay 0.1 -> 0.5",
-    "policy.generation.temperature=0.7": "policy.generation.temperature 1.0 -> 0.7",
     "grpo.num_prompts_per_step=4 policy.train_global_batch_size=16": "grpo.num_prompts_per_step 8 -> 4",
-    "grpo.max_num_steps=9": "grpo.max_num_steps 2 -> 9",
-    "loss_fn.ratio_clip_max=0.3": "loss_fn.ratio_clip_max 0.2 -> 0.3",
     "loss_fn.reference_policy_kl_penalty=0.01 grpo.skip_reference_policy_logprobs_calculation=false": "loss_fn.reference_policy_kl_penalty 0.0 -> 0.01",
-    "policy.max_grad_norm=0.5": "policy.max_grad_norm 1.0 -> 0.5",
     "policy.generation.stop_strings=[x]": "policy.generation.stop_strings null -> ['x']",
-    "policy.max_total_sequence_length=12": "policy.max_total_sequence_length 16 -> 12",
-    "grpo.use_leave_one_out_baseline=false": "grpo.use_leave_one_out_baseline true -> false",
     "policy.tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'": "policy.tokenizer.chat_template null -> ",
 }
 

@@ -4,7 +4,7 @@ import sys
 import pytest
 from nemo_rl_cpp import cli
 from nemo_rl_cpp.commands import runs
-from nemo_rl_cpp.config.locate import shipped_configs
+from nemo_rl_cpp.config.loader import shipped_configs
 
 
 def test_unknown_command_error_suggests_the_nearest_command(capsys):

@@ -7,7 +7,6 @@ import pytest
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config import (
     find_config,
-    find_prompt,
     load_distillation_config,
     load_eval_config,
     load_grpo_config,
@@ -156,13 +155,6 @@ def test_shipped_configuration_is_found_by_each_of_its_names(monkeypatch, tmp_pa
     )
     (tmp_path / "grpo.yaml").write_text("a: 1\n")
     assert find_config("grpo.yaml") == Path("grpo.yaml")  # the user's own comes first
-
-
-def test_prompts_are_found_from_anywhere(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in ("examples/prompts/cot.txt", "examples/prompts/math.txt"):
-        assert "{}" in find_prompt(name).read_text()
-    assert find_prompt("examples/prompts/none.txt") is None
 
 
 def test_commands_of_nemo_rl_guides_load():

@@ -5,6 +5,7 @@ configuration, the data, or whether the configuration is accepted. Reads are see
 while tiny runs train; checks of the configuration do not count as reads.
 """
 
+import functools
 import importlib.util
 import json
 import re
@@ -279,13 +280,14 @@ def changes(kind):
     return found
 
 
-def observed(kind, key, overrides):
-    """All that a configuration says but `key` itself: other keys, the line about sizes, data and environments; or why it is refused."""
+@functools.cache
+def observed(kind, overrides, with_data):
+    """All that a configuration says: its keys; the line about sizes, or data and environments. A text if it is refused."""
     try:
         config = LOAD[kind](f"{kind}_tiny.yaml", [*FEW, *(f"++{o}" if o[0] != "~" else o for o in overrides)])
-        said = {name: value for name, value in flat(config.model_dump()).items() if name != key}
-        if not key.startswith("data."):
-            return json.dumps([said, fold_text(config)], default=str)
+        keys = flat(config.model_dump())
+        if not with_data:
+            return keys, fold_text(config)
         made = make_data(config, make_tokenizer(config.policy))
     except ValueError as error:
         return f"refused: {str(error).partition(': ')[2]}"
@@ -300,7 +302,16 @@ def observed(kind, key, overrides):
         for side in (made.environments.train, made.environments.validation)
     ]
     made.environments.close()
-    return json.dumps([said, repr(data), re.sub("0x[0-9a-f]+", "", repr(environments))], default=str)
+    return keys, repr(data) + re.sub("0x[0-9a-f]+", "", repr(environments))
+
+
+def observed_but(kind, key, overrides):
+    """What a configuration says, without the value of `key` itself."""
+    found = observed(kind, tuple(overrides), key.startswith("data."))
+    if isinstance(found, str):
+        return found
+    keys, said = found
+    return json.dumps([{name: value for name, value in keys.items() if name != key}, said], default=str)
 
 
 def flat(tree, prefix=""):
@@ -328,7 +339,7 @@ def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
         *before, changed = [
             text.replace("PROMPT", str(tmp_path / "prompt.txt")) for text in (*before, f"{key}={value}")
         ]
-        if observed(kind, key, before) == observed(kind, key, [*before, changed]):
+        if observed_but(kind, key, before) == observed_but(kind, key, [*before, changed]):
             idle.append(key)
     assert idle == [], " ".join(idle)
 

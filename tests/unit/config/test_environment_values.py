@@ -5,7 +5,7 @@ import tiny
 from nemo_rl_cpp import errors
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.access import written
-from nemo_rl_cpp.config.locate import find_config
+from nemo_rl_cpp.config.loader import find_config
 
 PARENT = find_config("grpo_tiny.yaml").resolve()
 SECRET = "s3cr3t-value-of-a-token"

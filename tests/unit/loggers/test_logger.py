@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
-from nemo_rl_cpp.loggers import files as tb_events
+from nemo_rl_cpp.loggers import tensorboard as tb_events
 from nemo_rl_cpp.loggers.folders import get_experiment_dir, get_next_experiment_dir
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.loggers.logger import Logger

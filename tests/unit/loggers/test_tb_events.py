@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from nemo_rl_cpp.loggers import files as tb_events
-from nemo_rl_cpp.loggers.files import SummaryWriter
+from nemo_rl_cpp.loggers import tensorboard as tb_events
+from nemo_rl_cpp.loggers.tensorboard import SummaryWriter
 
 
 def parse(folder):

@@ -9,9 +9,9 @@ from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, Ms
 from nemo_rl_cpp.config.policy import ValueConfig
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.hf.folder import open_frozen
+from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.models.weights import named_views
 
 pytestmark = pytest.mark.slow  # transformers is imported

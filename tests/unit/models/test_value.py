@@ -6,8 +6,8 @@ from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.policy import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner, NonFiniteError, evaluate_value_loss
-from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.models.weights import named_views
 
 LOSS = MseValueLossFn(MseValueLossConfig(scale=0.5, cliprange=0.2))

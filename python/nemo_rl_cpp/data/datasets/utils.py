@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.data.datasets.files import READERS, ChainedDataset, ListDataset, read_file, read_folder
 from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
 from nemo_rl_cpp.files.prompt_files import MissingFileError
+from nemo_rl_cpp.hub.sources import check_on_hub, unreachable
 
 if TYPE_CHECKING:
     import torch
@@ -99,8 +100,6 @@ def _datasets_library(what: str) -> ModuleType:
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
     """Load a data set from the Hub (honours HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT), or from the local
     cache if the Hub is unreachable. Raise SourceError (a ValueError) if neither has it."""
-    from nemo_rl_cpp.hub.sources import check_on_hub, unreachable
-
     reachable = check_on_hub(name, "dataset", "dataset_name or data_path")
     if reachable:
         datasets = _datasets_library(name)

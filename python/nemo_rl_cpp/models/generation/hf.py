@@ -93,7 +93,8 @@ class HfGeneration(BaseEngine):
         """Generate the responses of `rows` concurrently."""
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(work.prompts[row].tolist()), len(distinct)) for row in rows]
-        decoder = decoder_of(self.module)
+        # other states than keys and values (Mamba and the like) would include padding: such sequences are recomputed
+        decoder = CachedDecoder(self.module) if _cache(self.module) is not None else WholeTextDecoder(self.module)
         logits = decoder.begin([torch.tensor(prompt) for prompt in distinct], torch.tensor(index))
         alive, places = list(rows), torch.arange(len(rows))  # rows in flight, and their indices in the decoder's batch
         while True:
@@ -161,12 +162,6 @@ class _Work(ResponseBuffer):
         text, longest = self._tails[row] + added, max(map(len, self.stop_texts[row]))
         self._tails[row] = text[-(longest - 1) :] if longest > 1 else b""
         return any(stop in text for stop in self.stop_texts[row])
-
-
-def decoder_of(module: nn.Module) -> CachedDecoder | WholeTextDecoder:
-    """Return a decoder: with a cache if the architecture only caches keys and values. Other states (Mamba and the like)
-    would include padding, so such sequences are recomputed for each token."""
-    return CachedDecoder(module) if _cache(module) is not None else WholeTextDecoder(module)
 
 
 def bytes_per_token(module: nn.Module) -> float:

@@ -30,12 +30,12 @@ from nemo_rl_cpp.models.hf.folder import HfFolder, open_hf_folder
 from nemo_rl_cpp.models.hf.library import quietly, transformers
 from nemo_rl_cpp.models.hf.outputs import SCORE, ValueNet, keeps_packed_samples_apart
 from nemo_rl_cpp.models.hf.trainer import HfTrainer, ShardedTrainer
+from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.model_folder import note_trained_router
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
 from nemo_rl_cpp.models.policy.train_step import Exactness
 from nemo_rl_cpp.models.trained_model import DTYPES, TrainedModel
-from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.models.weight_files import INDEX_FILE
 from nemo_rl_cpp.models.weights import Slices, remove_weights
 

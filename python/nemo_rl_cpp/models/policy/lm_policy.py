@@ -21,7 +21,7 @@ from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.metrics.timer import Timer
-from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import wanted_tokens
@@ -236,8 +236,6 @@ class Policy(TrainedModel, PolicyInterface):
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
         """Return an engine that reads these weights directly: no copy, no refit."""
-        from nemo_rl_cpp.models.generation.native import generation_on
-
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
         engine = generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options

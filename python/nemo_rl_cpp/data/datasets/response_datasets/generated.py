@@ -1,5 +1,6 @@
 """Generated data sets: arithmetic, reversed digits, functions to write, games."""
 
+import difflib
 from typing import Any
 
 from nemo_rl_cpp.data.datasets.files import ListDataset
@@ -147,8 +148,6 @@ class ReasoningGymDataset(GeneratedDataset):
             raise ValueError("data: the reasoning_gym data set needs a package: pip install reasoning-gym") from None
         known = reasoning_gym.factory.DATASETS
         if task not in known:
-            import difflib
-
             near = difflib.get_close_matches(task, known, n=3)
             raise ValueError(
                 f"data: reasoning_gym has no task {task!r}" + (f"; near are {', '.join(near)}" if near else "")

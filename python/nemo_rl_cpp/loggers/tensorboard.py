@@ -1,0 +1,159 @@
+"""TensorBoard events of a run, which can be truncated to a step."""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import make_histogram, text
+
+from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.config.base import as_model
+from nemo_rl_cpp.config.logger import TensorboardConfig
+from nemo_rl_cpp.files.durable import fsync_path
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
+
+PATTERN = "events.out.tfevents.*"
+
+
+class SummaryWriter:
+    """Appends to the newest event file of a folder, or creates one; with `run`, only to files whose names end in it.
+
+    tensorboardX's writer has a queue that its `flush` does not empty: a process that was killed after `flush` had 94 of
+    100 events in its file. This writer writes each event at once, and a resumed run continues in the same file. A
+    record is: length u64, masked CRC-32C of the length, `Event` message, masked CRC-32C of the message.
+    """
+
+    def __init__(self, log_dir: str | Path, run: str = "") -> None:
+        folder = Path(log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = sorted(folder.glob(f"{PATTERN}{run}"))
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{run}"
+        self.path = files[-1] if files else folder / name
+        if files:
+            # readers stop at a partial record, so a record cut by a kill must be removed
+            truncate_events(self.path, None)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if os.fstat(self._descriptor).st_size == 0:
+            self._append(file_version="brain.Event:2")
+
+    def _append(self, **content: int | str | Summary) -> None:
+        os.write(self._descriptor, _record(Event(wall_time=time.time(), **content).SerializeToString()))
+
+    def flush(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Append a number, stored as float32."""
+        limit = float(np.finfo(np.float32).max)
+        value = float(scalar_value) if not np.isfinite(scalar_value) else min(max(float(scalar_value), -limit), limit)
+        tag = tag.encode(errors="replace").decode()  # a lone surrogate becomes a question mark
+        self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
+
+    def add_histogram(self, tag: str, values: Sequence[float], global_step: int) -> None:
+        """Append a histogram of 30 equal bins over the values (finite, at least one)."""
+        bars = make_histogram(np.asarray(values, dtype=np.float64), 30)
+        tag = tag.encode(errors="replace").decode()
+        self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, histo=bars)]))
+
+    def add_hparams(self, hparam_dict: Mapping[str, object], metric_dict: Mapping[str, object]) -> None:
+        """Append the settings as text, one `name: value` per line. `metric_dict` is ignored."""
+        lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
+        self._append(step=0, summary=text("hyperparams", f"```yaml\n{lines}\n```"))
+
+
+def truncate_events(path: Path, step: int | None) -> None:
+    """Remove partial records, and records of steps after `step` if given. Kept bytes are unchanged. Atomic."""
+    content = path.read_bytes()
+    kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
+    if kept != content:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(kept)
+        fsync_path(temporary)
+        os.replace(temporary, path)
+
+
+def records(content: bytes) -> Iterator[tuple[bytes, Event]]:
+    """Yield (record bytes, event) of an event file, up to the first partial or damaged record."""
+    position = 0
+    while position + 12 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, position)
+        end = position + 12 + length + 4
+        record = content[position:end]
+        if end > len(content) or record[8:12] != _masked_crc(record[:8]):
+            return
+        yield record, Event.FromString(record[12:-4])
+        position = end
+
+
+def _record(payload: bytes) -> bytes:
+    header = struct.pack("<Q", len(payload))
+    return header + _masked_crc(header) + payload + _masked_crc(payload)
+
+
+def _masked_crc(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))
+
+
+class TensorboardLogger(LoggerInterface):
+    """Writes TensorBoard events (see `SummaryWriter`). Needs neither TensorBoard nor torch."""
+
+    def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
+        """`cfg`: `logger.tensorboard`; its `log_dir` takes precedence over the argument. Several runs may share that
+        folder: the names of this run's event files end in the name of its log folder."""
+        given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
+        self.log_dir = str(given or log_dir or "tensorboard")
+        self._run = f".{Path(log_dir).absolute().parent.name}" if given and log_dir else ""
+        self.writer = SummaryWriter(self.log_dir, self._run)
+        self._skipped: set[str] = set()
+
+    def log_metrics(
+        self,
+        metrics: Mapping[str, object],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Add a scalar for every number; skip other values with one message per name."""
+        for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
+            number = scalar_of(value)
+            if number is not None and not isinstance(number, str):
+                self.writer.add_scalar(name, number, step)
+            # strings, such as digests, are in metrics.jsonl only
+            elif name not in self._skipped and not isinstance(value, str):
+                self._skipped.add(name)
+                print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
+
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
+        self.writer.add_hparams(flatten_dict(to_plain(params)), {})
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
+        values = values[np.isfinite(values)]
+        if values.size:
+            self.writer.add_histogram(name, values.tolist(), step)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()
+
+    def truncate_after(self, step: int) -> None:
+        self.writer.close()
+        for path in Path(self.log_dir).glob(f"{PATTERN}{self._run}"):
+            truncate_events(path, step)
+        self.writer = SummaryWriter(self.log_dir, self._run)

@@ -1,1 +1,0 @@
-"""The value model of PPO."""

@@ -28,8 +28,9 @@ from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import NoOffload, in_layout_of
 
 
-class PolicyWorker(Policy, EngineHost):  # create_generation is inherited from Policy
-    """The policy in a worker, with its engines and the sender that refits engines in other workers."""
+class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_generation is used
+    """The policy in a worker process, with the engines that read its weights and the sender of weights to other
+    workers' engines."""
 
     _publisher: C.RefitPublisher | None = None
 
@@ -39,7 +40,7 @@ class PolicyWorker(Policy, EngineHost):  # create_generation is inherited from P
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 
     def broadcast_weights_for_collective(self, version: int) -> RefitResult:
-        """Send the current weights to the engines."""
+        """Send the current weights to the engines of other workers, as `version`."""
         done = self._publisher.publish(list(self.state_dict().items()), version)
         return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
@@ -52,7 +53,7 @@ def _built(
 
 
 def _policy_worker(config: PolicyConfig) -> type[Policy]:
-    """Return the class of a worker's policy. The transformers backend is imported only if it is configured."""
+    """Return the class of the policy in a worker. The transformers backend is imported only if it is configured."""
     if config.backend != "hf":
         return PolicyWorker
     from nemo_rl_cpp.models.hf.trained import HfPolicyWorker
@@ -71,12 +72,12 @@ def value_class(config: ValueConfig) -> type[Value]:
 
 class DistributedModel(NoOffload):
     """One model in all workers of a cluster. Every call goes to all workers with the same batch. Each worker processes
-    its samples (`Ranks`) with the whole model or a slice of it, and this class combines the results.
+    its share of the samples (`Ranks`) with the whole model or a tensor-parallel slice, and this class combines the
+    results.
 
     Args:
         model: the class of the model in each worker.
-        options: its arguments except cluster and ranks.
-    """
+        options: further arguments of that class, without `cluster` and `ranks`."""
 
     def __init__(
         self,
@@ -112,7 +113,8 @@ class DistributedModel(NoOffload):
     def _gather(
         self, method: str, name: str, data: Batch, micro_batch_size: int | None, **options: object
     ) -> BatchedDataDict:
-        """Return {name: [T] or [B, S]}; each rank scores its part of the batch."""
+        """Call `method` in all workers, each for its share of the batch; return {name: [T] or [B, S]} for the whole
+        batch."""
         batch = plain_batch(data)
         of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size, **options)[0][name]
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
@@ -120,11 +122,12 @@ class DistributedModel(NoOffload):
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
     ) -> None:
-        """Save the checkpoint that a single process would save: rank 0 gathers the optimizer's shards and writes."""
+        """Save the same checkpoint as a single process would. Rank 0 gathers the optimizer's shards and writes the
+        files."""
         self.group.call_all("save_checkpoint", absolute(weights_path), absolute(optimizer_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Return the bytes of the tensors that `save_checkpoint` writes."""
+        """Return the total size in bytes of the tensors that `save_checkpoint` writes."""
         return self.group.call_all("checkpoint_bytes", optimizer)[0]
 
     def non_finite_parameters(self) -> list[str]:
@@ -132,7 +135,7 @@ class DistributedModel(NoOffload):
         return list(dict.fromkeys(name for names in self.group.call_all("non_finite_parameters") for name in names))
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """Save any batch whose loss or gradient is not finite to `folder` before the error is raised."""
+        """From now on, save any batch whose loss or gradient is not finite to `folder` before raising the error."""
         self.group.call_all("keep_bad_batches", absolute(folder))
 
     def shutdown(self) -> bool:
@@ -152,7 +155,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """See `Policy.skips_prev_logprobs`. False for transformers, which generates and trains by different code."""
+        """See `Policy.skips_prev_logprobs`. It is False with transformers, whose generation is not bit-identical to
+        training."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     def get_logprobs(
@@ -194,22 +198,24 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def create_generation(
         self, generation_config: GenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
-        """Create an engine in every process, which reads that process's weights: no copy, no refit."""
+        """Create an engine in every worker. It reads the worker's weights in place, so it needs neither a copy nor a
+        refit."""
         blocks = self.config.gradient_blocks, self.config.train_global_batch_size, self.config.shards_gradients
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start the rendezvous of rank 0 with the dedicated engines, which call their own `init_collective`."""
+        """Start the rendezvous of rank 0 with the dedicated engines, which must call their own `init_collective`.
+        Return the pending call."""
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 
     def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:
         """Start sending rank 0's weights to the dedicated engines, which receive them in
-        `update_weights_from_collective`. The call returns a `RefitResult`."""
+        `update_weights_from_collective`. Return the pending call, whose result is a `RefitResult`."""
         return [self.group.run_single_worker_single_data("broadcast_weights_for_collective", 0, version)]
 
     def performance(self) -> dict[str, float]:
-        """See `Policy.performance`; the shares are over all ranks."""
+        """Return the metrics of `Policy.performance`; the shares are over all ranks."""
         shares = {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
         return shares if self.config.backend != "hf" else {"zero_gradient_share": self.zero_gradient_share}
 
@@ -242,8 +248,8 @@ class DistributedValue(DistributedModel, ValueInterface):
 
 
 def plain_batch(data: Batch) -> RaggedBatch:
-    """Return the part of the batch that is sent to workers: tensors, numbers and strings, either per sample or shared.
-    Message logs and environment metadata are not sent."""
+    """Return the part of a batch that workers receive: tensors, numbers and strings, one per sample or shared. Message
+    logs and environment metadata are dropped."""
     batch = RaggedBatch.of(data)
     plain = (Tensor, str, int, float, NoneType)
     samples = {
@@ -255,5 +261,6 @@ def plain_batch(data: Batch) -> RaggedBatch:
 
 
 def absolute(path: object) -> object:
-    """Return an absolute path, which is valid whatever the working directory of a worker is."""
+    """Return an absolute path, so that it is valid in workers with a different working directory; return anything but a
+    path unchanged."""
     return Path(path).expanduser().absolute() if isinstance(path, (str, Path)) else path

@@ -1,4 +1,4 @@
-"""PPO's critic on the native core: the policy's architecture with a scalar head instead of the language-model head."""
+"""PPO's critic on the native core: the policy's architecture with a scalar head in place of the LM head."""
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
@@ -12,12 +12,12 @@ from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 
 
 class Value(TrainedModel, ValueInterface):
-    """A value model in training: values, optimizer steps, checkpoints.
+    """A critic in training: values, optimizer steps, checkpoints.
 
-    V(state before token t) = score · norm(h), h the hidden state after token t - 1. `config.model_name` is any
-    checkpoint of a supported architecture. If it has a `score.weight` [1, D] (a checkpoint of this class, a
-    transformers `...ForSequenceClassification` with one label), that is used; otherwise the head starts at zero, so
-    that the first values are exactly 0 for any seed. (NeMo RL draws a random head.)
+    The value of the state before token t is score · norm(h), where h is the hidden state after token t - 1.
+    `config.model_name` is any checkpoint of a supported architecture. Its `score.weight` [1, D] is used if it has one,
+    as a checkpoint of this class or a transformers `...ForSequenceClassification` with one label does. Otherwise the
+    head starts at zero, so that the first values are exactly 0 for any seed. (NeMo RL initialises the head at random.)
 
     The arguments are those of `TrainedModel`; `config` is the section `value`.
     """
@@ -28,7 +28,7 @@ class Value(TrainedModel, ValueInterface):
     def get_values(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Return {"values": [T], or [B, S] for padded `data`}: the value of the state before each token; 0 if
+        """Return {"values": [T], or [B, S] for padded `data`}: the value of the state before each token. It is 0 if
         `token_mask` or `sample_mask` is 0, at first tokens and on padding. Without masks in `data`, all tokens but the
         first have values."""
         batch = RaggedBatch.of(data)
@@ -45,14 +45,14 @@ class Value(TrainedModel, ValueInterface):
             loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`.
 
         Returns:
-            {"loss", "grad_norm": [global batches], "all_mb_metrics": name -> one value per micro-batch}.
+            {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch}.
         """
         return self.train_part(RaggedBatch.of(data), loss_fn, eval_mode, gbs, mbs).report()
 
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> Updates:
-        """Train on this rank's samples of the batch."""
+        """Train on this rank's samples of the batch; see `train`."""
         gbs = self._global_batch_size(data.size, gbs)
         way = MicroBatchRunner(
             self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss, ranks=self.ranks,
@@ -61,7 +61,8 @@ class Value(TrainedModel, ValueInterface):
         return self._pass_over(data, gbs, way, eval_mode)
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return a config.json with transformers' class with one label, which can load the checkpoint unchanged."""
+        """Return a config.json that names transformers' sequence classifier with one label, which loads the checkpoint
+        unchanged."""
         title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title
         one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}
         return {**self.folder.config, "architectures": [f"{title}ForSequenceClassification"], **one_label}

@@ -1,8 +1,8 @@
-"""Low-rank adapters of a native model: their selection, their initialisation, and their folder in PEFT's format.
+"""LoRA adapters of a native model: selection of matrices, initialisation, and saving in PEFT's format.
 
-The model computes with W' = W + (alpha / dim) · B · A, rounded to its precision, or with `merge` false it adds the
-product of the adapters to that of W (csrc/model/adapters.h). W are the frozen weights of `model_name`; A [dim, in] and
-B [out, dim] are trained, in float32.
+The model computes with W' = W + s · B · A, rounded to its precision, where s = alpha / dim, or alpha / sqrt(dim) with
+use_rslora. With `merge` false it adds the adapters' output to that of W instead (csrc/model/adapters.h). W are the
+frozen weights of `model_name`. A [dim, in] and B [out, dim] are trained in float32.
 """
 
 import json
@@ -26,11 +26,14 @@ from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.saved_adapter import ADAPTER, BASE_FILE, CONFIG_FILE, LORA_A, LORA_B, PREFIX, WEIGHTS_FILE
 from nemo_rl_cpp.models.weights import Slices, named_whole, own_part
 
-_STREAM = 2**32  # above every seed, so that draws differ from those of a randomly initialised model
+_STREAM = (
+    2**32
+)  # larger than any seed, so that adapters and the weights of a random base model are drawn from different seeds
 
 
 def remove_adapter(weights: Path) -> None:
-    """Remove an adapter that `Lora.save` wrote earlier from a folder that now gets weights without adapters."""
+    """Remove an adapter that `Lora.save` wrote from the folder `weights`, which now receives weights without
+    adapters."""
     folder = weights / ADAPTER
     if (folder / BASE_FILE).is_file():  # otherwise a different program wrote it
         for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE):
@@ -41,18 +44,18 @@ def remove_adapter(weights: Path) -> None:
 
 @dataclass
 class Lora:
-    """The adapters of one model.
+    """The LoRA adapters of one model.
 
     Attributes:
-        section: of the configuration, for messages.
+        section: name of the configuration section, for messages.
         modules: the adapted modules, for instance model.layers.0.self_attn.q_proj, in the order of the parameters.
         layers: number of layers of the model.
         dim, alpha, init, merge, use_rslora: as in `lora_cfg`.
         base: the base model's name in PEFT's adapter_config.json.
-        value_head: the model is a critic, whose whole head is trained with the adapters.
-        base_digest: digest of the base weights; empty if this process holds a slice of them.
-        quantization: format of the base's matrices; None: not quantised.
-        base_seed: of the base's weights, if they are random.
+        value_head: the model is a critic, whose whole scalar head is trained with the adapters.
+        base_digest: digest of the base weights; empty if this process holds only a slice of them.
+        quantization: format of the base model's matrices; None: not quantised.
+        base_seed: seed of the base weights, if they are random.
     """
 
     section: str
@@ -71,8 +74,8 @@ class Lora:
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
-        """Return the adapters of a configuration section; None if all weights are trained. Raise ValueError if no
-        matrix of the model is selected."""
+        """Return the adapters that a configuration section requests; None if it trains all weights. Raise ValueError if
+        the section selects no matrix of the model, or one that cannot be adapted."""
         wanted = config.lora
         if wanted is None:
             return None
@@ -101,18 +104,21 @@ class Lora:
 
     @property
     def targets(self) -> list[str]:
-        """The names of the adapted weights."""
+        """Return the names of the adapted weights."""
         return [f"{module}.weight" for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
-        """Return the layouts of the adapters of the model `native`, in its slices and in the whole model."""
+        """Return the layouts of the adapters of the model `native`: that of each tensor-parallel rank, and the whole
+        one."""
         count = ranks.tensor_size
         layouts = [C.ParameterLayout(native, self.dim, self.targets, rank, count) for rank in range(count)]
         return Slices(ranks, layouts, C.ParameterLayout(native, self.dim, self.targets))
 
     def begin(self, model: C.DecoderModel, seed: int, weights_path: str | Path | None, *, is_whole: bool) -> None:
-        """Add adapters to a frozen model with loaded weights: adapters of a checkpoint, or new adapters with A drawn
-        from the seed and B = 0, so that the effective weights are unchanged."""
+        """Add adapters to a frozen model whose weights are loaded.
+
+        They are read from the checkpoint `weights_path`. If that is None, they are new: A is drawn from the seed and B
+        is 0, so that the effective weights are unchanged. `is_whole`: this process holds all weights, not a slice."""
         if is_whole:  # the digest depends on the number of slices
             self.base_digest = f"{model.digest():016x}"
         model.adapt(self.dim, float(self.alpha), self.targets, self.merge, self.use_rslora)
@@ -121,7 +127,7 @@ class Lora:
             self.load(Path(weights_path), model)
 
     def draw(self, model: C.DecoderModel, seed: int) -> None:
-        """Initialise a model's adapters: A drawn from the seed, B = 0."""
+        """Initialise a model's adapters: A is drawn from the seed, and B is 0."""
         generator = torch.Generator().manual_seed(_STREAM * (2 if self.value_head else 1) + seed)
         layout = model.trained_layout
         views = named_whole(layout, model.masters)
@@ -142,7 +148,8 @@ class Lora:
     # ---- the folder
 
     def save(self, weights: Path, layout: C.ParameterLayout, masters: Tensor) -> None:
-        """Write the adapter in PEFT's format into the merged weights' folder; `masters` is in the whole layout."""
+        """Write the adapter in PEFT's format into a subfolder of `weights`. `masters` holds the adapter's float32
+        weights in the layout of the whole model."""
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -174,13 +181,15 @@ class Lora:
         }
 
     def _short_modules(self) -> list[str]:
-        """Return names such as q_proj if they are adapted in every layer; otherwise full names."""
+        """Return names such as q_proj if each is adapted in every layer; otherwise the full names of all adapted
+        modules."""
         modules = set(self.modules)
         short = [name for name in MATRICES if all(module_of(layer, name) in modules for layer in range(self.layers))]
         return short if len(short) * self.layers == len(modules) else list(self.modules)
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
-        """Load what `save` wrote. Raise ValueError if it is missing, or does not fit the settings or the base model."""
+        """Load an adapter that `save` wrote. Raise ValueError if it is missing, or does not match the settings or the
+        base model."""
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(

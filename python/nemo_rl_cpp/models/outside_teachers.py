@@ -1,4 +1,4 @@
-"""Teachers outside the native core: a server that scores token ids, and a model of transformers."""
+"""Teachers outside the native core: a server that scores token ids, and a transformers model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ROWS, _REQUESTS = 8, 8  # rows of a request, and requests at a time
+_ROWS, _REQUESTS = 8, 8  # rows per request, and concurrent requests
 
 
 class ServerTeacher:
-    """Asks a server with vLLM's `/v1/completions` for `prompt_logprobs`: `vllm serve`, or `nemo-rl-cpp serve`.
+    """A teacher on a server with vLLM's `/v1/completions`, which it asks for `prompt_logprobs`. Such servers are `vllm
+    serve` and `nemo-rl-cpp serve`.
 
     Args:
         base_url: ends with `/v1`.
         model: the name under which the server knows the model.
         api_key_env: the environment variable that holds the key; None: no key is sent.
-    """
+
+    Raises ValueError if that variable is not set."""
 
     timeout_s = 600.0
 
@@ -40,8 +42,9 @@ class ServerTeacher:
             self.headers["authorization"] = f"Bearer {os.environ[api_key_env]}"
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Return for each row of token ids the log-probability of each token given those before it, at temperature 1; 0
-        for the first. Raise ValueError if the server refuses, RuntimeError if it does not answer."""
+        """Return, for each row of token ids, the log-probability at temperature 1 of each token given the preceding
+        tokens; 0 for the first. Raise ValueError if the server rejects the request or sends no log-probabilities,
+        RuntimeError if it does not answer."""
         parts = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
         with ThreadPoolExecutor(_REQUESTS) as pool:
             return [row for part in pool.map(self._ask, parts) for row in part]
@@ -72,10 +75,10 @@ class ServerTeacher:
 
 
 class HfTeacher:
-    """A frozen model of transformers, for architectures that the native core does not have.
+    """A teacher that is a frozen transformers model, for architectures that the native core does not support.
 
     Args:
-        model_name: a folder, or a name on the hub.
+        model_name: a folder, or a name on the Hub.
         precision: the dtype of the weights.
         temperature: divides the logits.
     """
@@ -89,7 +92,8 @@ class HfTeacher:
 
     @torch.no_grad()
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Return for each row of token ids the log-probability of each token given those before it; 0 for the first."""
+        """Return, for each row of token ids, the log-probability of each token given the preceding tokens; 0 for the
+        first."""
         return [self._of_row(torch.tensor([ids], device=self.device)) for ids in rows]
 
     def _of_row(self, ids: torch.Tensor) -> list[float]:

@@ -1,4 +1,4 @@
-"""The folder of a saved adapter, in PEFT's format, over a base that is not saved with it. Needs no torch."""
+"""Reads the folder of an adapter in PEFT's format, whose base weights are not saved with it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, RawTensor, raw_tensors, tensor_entries
 
 ADAPTER = "adapter"
-"""The adapter's folder inside the folder of the weights."""
+"""The adapter's subfolder in the folder of the weights."""
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 """The first two are PEFT's files; the last identifies the base weights of the adapter."""
 PREFIX = "base_model.model."
@@ -19,15 +19,15 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter over a quantised base.
+    """A saved adapter of a quantised base model.
 
     Attributes:
-        folder: holds PEFT's two files.
+        folder: the folder with PEFT's two files.
         dim, alpha, use_rslora: as in `lora_cfg`.
         targets: names of the adapted weights.
         base: `model_name` of the run that saved it.
-        seed: of the base's weights, if they are random.
-        quantization: format of the base's matrices.
+        seed: seed of the base weights, if they are random.
+        quantization: format of the base model's matrices.
     """
 
     folder: Path
@@ -40,13 +40,14 @@ class SavedAdapter:
     quantization: str
 
     def tensors(self) -> Iterator[tuple[str, RawTensor]]:
-        """Yield A and B of every target by name: A [dim, in], B [out, dim]."""
+        """Yield (name, tensor) for A [dim, in] and B [out, dim] of every target."""
         for name, tensor in raw_tensors([self.folder / WEIGHTS_FILE]):
             yield name.removeprefix(PREFIX), tensor
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:
-    """Return the adapter of a folder that holds no weights beside it; None for any other folder."""
+    """Return the adapter in the folder `weights` if it has a quantised base model and the folder holds no other
+    weights; otherwise return None."""
     folder = weights / ADAPTER
     if not (folder / BASE_FILE).is_file() or (weights / SINGLE_FILE).is_file() or (weights / INDEX_FILE).is_file():
         return None

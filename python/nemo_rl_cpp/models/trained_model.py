@@ -1,4 +1,4 @@
-"""A model in training on the native core, policy or critic: batching, optimizer steps, checkpoints."""
+"""The common part of policy and critic on the native core: batching, optimizer steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class NoOffload:
-    """A model whose weights, gradients, optimizer state and workspace stay on their device between uses."""
+    """A model whose weights, gradients, optimizer state and workspace stay on their device, so that preparing for a
+    phase and ending it do nothing."""
 
     def _nothing_to_do(self, *args: object, **kwargs: object) -> None: ...
 
@@ -56,7 +57,7 @@ class NoOffload:
 
 
 class TrainedModel(NoOffload):
-    """The common base of `Policy` and `Value`: one process on one device.
+    """The base of `Policy` and `Value`: a model in training, in one process on one device.
 
     Args:
         cluster: one device (`Cluster` of world size 1) that holds the model; None: the CPU.
@@ -65,12 +66,12 @@ class TrainedModel(NoOffload):
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`: optimizer state, master weights and schedule.
         total_steps: length of the run, for schedules that decay until its end.
-        ranks: the processes that train the model together. Each holds all weights or a slice of them, a shard of
-            masters and moments, and its samples of a batch. All make the same calls with the same batch.
-    """
+        ranks: the processes that train the model together. Each holds all weights or a tensor-parallel slice, a shard
+            of master weights and moments, and its samples of a batch. All ranks make the same calls with the same
+                batch."""
 
     section: str
-    """name of the configuration section, "policy" or "value"; error messages use it"""
+    """name of the configuration section, "policy" or "value", for error messages"""
     value_head = False
 
     def __init__(
@@ -136,7 +137,8 @@ class TrainedModel(NoOffload):
         return Slices.of(self.folder.native(), self.ranks)
 
     def _trainer_of(self, model: C.DecoderModel) -> C.Trainer:
-        """Return a trainer for the model. The reference gets a trainer without ranks, because it only scores tokens."""
+        """Return a trainer for the model. A frozen model (reference or teacher) only scores tokens, so its trainer does
+        not communicate with other ranks."""
         if model is not self.model:
             return C.Trainer(model)
         sums = self._sums()
@@ -182,20 +184,21 @@ class TrainedModel(NoOffload):
         return self.schedule.lr
 
     def weight_digest(self) -> str:
-        """Return 16 hexadecimal digits computed from the weights that matrix products read."""
+        """Return a digest of the weights in the run's precision: 16 hexadecimal digits."""
         return f"{self.model.digest():016x}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use. Adapters
-        are merged into them, in copies where training keeps them apart. For a model in slices, the first process of
-        each group returns copies of the whole tensors and the other processes return {}. All processes of the group
-        must call it."""
+        """Return the weights by Hugging Face name, as views of the storage that training (and generation) use.
+
+        With LoRA the adapters are merged into the weights, in a copy unless training uses merged weights. With tensor
+        parallelism all processes of the group must call this: the first one returns copies of the whole tensors, the
+        others return {}."""
         weights = self.model.compute if self.lora is None else self.model.merged()
         whole = self.slices.gather(weights, "the weights")
         return {} if whole is None else named_whole(self.slices.whole, whole)
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict` in the first group and {} in all others; all workers must call it."""
+        """Return `state_dict` in the first data-parallel group and {} in all others. All workers must call this."""
         return self.state_dict() if self.ranks.rank == 0 else {}
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
@@ -216,8 +219,8 @@ class TrainedModel(NoOffload):
     def _score(
         self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
     ) -> Tensor:  # fmt: skip
-        """Return the head's output per wanted token, [T]; 0 at all other tokens. Each rank scores its share, or
-        `rows`."""
+        """Return the log-probability (or critic's value) of each token to score, [T]; 0 at all other tokens. Each rank
+        scores its share of the batch, or `rows`; every rank returns all results."""
         rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob", micro_batch_size)
@@ -230,7 +233,7 @@ class TrainedModel(NoOffload):
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
 
     def _entropies(self, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring) -> Tensor:
-        """Return the entropy at each wanted token in nats, [T], without top-k and top-p; 0 at all other tokens."""
+        """Return the entropy in nats at each token to score, [T], without top-k and top-p; 0 at all other tokens."""
         batching = self._batching("logprob", micro_batch_size)
         rows = self.ranks.part(batch, 0, batch.size)
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
@@ -244,8 +247,8 @@ class TrainedModel(NoOffload):
     def _score_candidates(
         self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, temperature: float, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Return (ids int64 [T, k], log-probabilities [T, k]) at each wanted token, 0 at all other tokens: the likeliest
-        tokens, or those of the batch's `candidate_ids`."""
+        """Return (ids int64 [T, k], log-probabilities [T, k]) of the k most likely tokens at each token to score, or of
+        the batch's `candidate_ids` if it has them; 0 at all other tokens."""
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching, rows = self._batching("logprob", micro_batch_size), self.ranks.part(batch, 0, batch.size)
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
@@ -262,8 +265,8 @@ class TrainedModel(NoOffload):
         return ids if given else self.ranks.whole(ids), self.ranks.whole(logprobs)
 
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
-        """Return a context around a loop over micro-batches, for models whose passes involve all ranks; native models
-        need none."""
+        """Return a context for a loop over micro-batches. It does nothing; models whose forward passes involve all
+        ranks override it."""
         return nullcontext()
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
@@ -278,8 +281,13 @@ class TrainedModel(NoOffload):
         self, batch: RaggedBatch, gbs: int, way: MicroBatchRunner, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
         after_first: Callable[[GlobalBatchResult], None] | None = None,
     ) -> Updates:  # fmt: skip
-        """Take one optimizer step per global batch of `gbs` samples, then one schedule step; neither with `eval_mode`.
-        `first`: options for the first global batch. `after_first` receives its result before the weights change."""
+        """Take one optimizer step per global batch of `gbs` samples, then one schedule step; with `eval_mode` take
+        neither.
+
+        Args:
+            way: runs the micro-batches.
+            first: options of `way.forward_backward` for the first global batch.
+            after_first: receives the result of the first global batch before the weights change."""
         go = way.forward if eval_mode else way.forward_backward
         updates = Updates(batch.size // gbs, in_turns=way.sums.sharded)
         for begin in range(0, batch.size, gbs):
@@ -298,7 +306,7 @@ class TrainedModel(NoOffload):
                 self.ranks.fail_together(error)
             except OtherRankFailedError:
                 if not eval_mode:
-                    way.abandon_sum()  # the failed rank has joined its sum; the next step would receive it
+                    way.abandon_sum()  # the failed rank has joined a gradient sum, which would otherwise mix with that of the next step
                 raise
             if begin == 0 and after_first is not None:
                 after_first(result)
@@ -311,7 +319,8 @@ class TrainedModel(NoOffload):
         return updates
 
     def _step(self, data: RaggedBatch, lr: float, weight_decay: float) -> float:
-        """Take the optimizer step; return the gradient norm before clipping. Save `data` if the norm is not finite."""
+        """Take the optimizer step; return the gradient norm before clipping. If the norm is not finite, save `data` and
+        raise NonFiniteError."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
             lr=lr, beta1=settings.betas[0], beta2=settings.betas[1], eps=settings.eps, weight_decay=weight_decay,
@@ -319,7 +328,7 @@ class TrainedModel(NoOffload):
         )  # fmt: skip
         if not result.finite:
             names: list[str] = []
-            if self.ranks.size == 1:  # with several ranks the sum is sharded
+            if self.ranks.size == 1:  # with several ranks each holds only a shard of the gradient
                 grads = named_whole(self.trained.own, self.trainer.grads)
                 names = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
             bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
@@ -331,8 +340,8 @@ class TrainedModel(NoOffload):
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
-        """Save the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` reproduces the error; return the
-        error with the path."""
+        """Save the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` reproduces the error. Return the
+        error with the path in its message; without `replay_dir`, return it unchanged."""
         if self.replay_dir is None or self.ranks.tensor_rank > 0:  # other tensor ranks would write the same batch
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
@@ -350,9 +359,10 @@ class TrainedModel(NoOffload):
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
     ) -> None:
-        """Save the model in Hugging Face format (weights, config, generation config, tokenizer) to `weights_path`, a
-        quantised one without its weights but with the adapter, and the other state that a bit-identical resume needs (moments, master weights, schedule) to `optimizer_path`. Raise
-        NonFiniteError and write nothing if a parameter is infinite or NaN."""
+        """Save the model in Hugging Face format (weights, config, generation config, tokenizer) to `weights_path`, and
+        all other state that a bit-identical resume needs (moments, master weights, schedule) to `optimizer_path`. Of a
+        quantised model only the adapter is saved, not the weights. If a parameter is infinite or NaN, write nothing and
+        raise NonFiniteError."""
         error, bad = None, self.non_finite_parameters()
         if bad:
             error = NonFiniteError(
@@ -391,7 +401,8 @@ class TrainedModel(NoOffload):
             self.tokenizer.save_pretrained(str(weights_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Return the bytes of the tensors that `save_checkpoint` writes, with or without the optimizer's tensors."""
+        """Return the total size in bytes of the tensors that `save_checkpoint` writes; `optimizer` includes the
+        optimizer's tensors."""
         size, trained = self.slices.whole.total, self.trained.whole.total
         moments = (
             sum(trained * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
@@ -416,7 +427,7 @@ class TrainedModel(NoOffload):
         return list(bad)
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """Save any batch whose loss or gradient is not finite to `folder` before the error is raised."""
+        """From now on, save any batch whose loss or gradient is not finite to `folder` before raising the error."""
         self.replay_dir = folder
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -426,7 +437,8 @@ class TrainedModel(NoOffload):
         return tensors
 
     def _save_optimizer(self, folder: Path) -> None:
-        """Save one state that does not depend on the number of ranks; the first rank gathers and writes it."""
+        """Gather the optimizer state on the first rank, which saves it. The files do not depend on the number of
+        ranks."""
         whole = {name: self._whole(tensor, name) for name, tensor in self._optimizer_tensors().items()}
         if not self.ranks.is_first:
             return
@@ -436,7 +448,8 @@ class TrainedModel(NoOffload):
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        """Gather the ranks' shards of a flat buffer on the first rank; return None on the other ranks."""
+        """Gather the ranks' shards of a flat buffer on the first rank and return it there; return None on other
+        ranks."""
         gathered = self.ranks.gather_shards(own, self.trainer.shard, self.trained.own.total, what)
         return self.trained.gather(gathered, what)
 
@@ -465,7 +478,7 @@ class TrainedModel(NoOffload):
         self.schedule.load_state_dict(state["schedule"])
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
-        """Fill this rank's shard of an optimizer tensor from the whole saved tensor."""
+        """Copy this rank's shard of an optimizer tensor from `saved`, the tensor of the whole model."""
         begin, end = self.trainer.shard
         tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 
@@ -477,5 +490,5 @@ class TrainedModel(NoOffload):
 
 
 def in_layout_of(data: Batch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
-    """Return a result [T] in the layout of the caller's batch: [T] for a RaggedBatch, [B, S] for padded tensors."""
+    """Return per-token results [T] in the layout of `data`: [T] for a RaggedBatch, [B, S] for padded tensors."""
     return of_tokens if isinstance(data, RaggedBatch) else batch.padded(of_tokens)

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder's safetensors files, and compares them with a model's parameters. Needs no torch."""
+"""Reads the safetensors files of a Hugging Face folder and compares them with a model's parameters. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class RawTensor(NamedTuple):
-    """A tensor in its file: `dtype` as safetensors writes it ("F32", "BF16"), `data` memory-mapped, valid until the
-    next tensor is requested."""
+    """A tensor as it is stored in its file. `dtype` is safetensors' name of it ("F32", "BF16"); `data` is memory-mapped
+    and only valid until the next tensor is requested."""
 
     dtype: str
     shape: list[int]
@@ -49,10 +49,10 @@ class TensorEntry(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's safetensors files, chosen as in transformers: model.safetensors, otherwise the index's files.
+    """Return the safetensors files of a folder. As in transformers, this is model.safetensors if it exists, otherwise
+    the files of the index.
 
-    Raises ModelFolderError if there are none, the index is damaged, or a file is missing or lies outside the folder.
-    """
+    Raises ModelFolderError if there are none, the index is damaged, or a file is missing or lies outside the folder."""
     folder = Path(folder)
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -78,7 +78,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _other_weights(folder: Path) -> str:
-    """Return a text on other weights in a folder without safetensors, and the remedy."""
+    """Return the end of an error message for a folder without usable safetensors: the other weights in it, and the
+    remedy."""
     if found := sorted(file.name for file in folder.glob("*.safetensors")):
         return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
     others = (file.name for pattern in ("*.bin", "*.gguf", "consolidated*", "*.pt*") for file in folder.glob(pattern))
@@ -91,10 +92,10 @@ def _other_weights(folder: Path) -> str:
 
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Read the header of a safetensors file: eight bytes with its length, then JSON; the tensors follow without gaps.
+    """Return name -> entry from the header of a safetensors file. The file begins with the header's length in eight
+    bytes and the header in JSON; the tensors follow without gaps.
 
-    Raises ModelFolderError if the file is truncated, or its header does not describe it.
-    """
+    Raises ModelFolderError if the file is truncated or does not match its header."""
     # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
         with file.open("rb") as handle:
@@ -138,7 +139,8 @@ def _damaged(file: Path, error: Exception) -> ModelFolderError:
 
 
 def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]]:
-    """Yield every tensor entry of the files. Raise ModelFolderError also if two files hold the same name."""
+    """Yield (file, name, entry) for every tensor of the files. Raise ModelFolderError for a damaged file, or if two
+    files hold the same name."""
     places: dict[str, Path] = {}
     for file in files:
         for name, entry in tensor_entries(file).items():
@@ -151,7 +153,8 @@ def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]
 
 
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
-    """Yield every tensor of the files by name, without a copy. (The safetensors library needs torch for bfloat16.)"""
+    """Yield (name, tensor) for every tensor of the files, without copying. (The safetensors library needs torch for
+    bfloat16.)"""
     by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
     for file, name, entry in all_entries(files):
         by_file.setdefault(file, []).append((name, entry))
@@ -165,7 +168,9 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
                 for name, (dtype, shape, begin, end) in entries:
                     with data[begin:end] as tensor:
                         yield name, RawTensor(dtype, shape, tensor)
-                    if hasattr(mmap, "MADV_DONTNEED"):  # pages of a tensor that was read count as this process's memory
+                    if hasattr(
+                        mmap, "MADV_DONTNEED"
+                    ):  # otherwise the pages of tensors already read would count as this process's memory
                         content.madvise(mmap.MADV_DONTNEED)
         except OSError as error:
             raise _damaged(file, error) from None
@@ -180,10 +185,10 @@ def fill_parameters(
     tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
     put: Callable[[str, RawTensor | TensorEntry], None],
 ) -> None:
-    """Call put(name, tensor) for every parameter of `shapes` that `tensors` (of `folder`) contains.
+    """Call put(name, tensor) for every parameter of `shapes` that `tensors` contains. `folder` is named in errors.
 
-    A causal checkpoint may be read into a value model: its head is skipped, and score.weight may be missing. With tied
-    weights, the head may replace a missing embedding.
+    A critic can be filled from a causal language model: the LM head is skipped, and score.weight may be missing. With
+    tied weights, the LM head may replace a missing embedding.
 
     Raises:
         ModelFolderError: a tensor is missing, unexpected, duplicate, or of the wrong shape or dtype; all are named.
@@ -200,7 +205,7 @@ def fill_parameters(
         else:
             missing.discard(name)
         if name not in shapes:
-            # a tied head, or a head that a critic does not need
+            # a tied LM head, or one that a critic does not need
             if name != HEAD and not name.endswith("rotary_emb.inv_freq") and not name.startswith(_NOT_COMPUTED):
                 extra.append(name)
         elif list(tensor.shape) != list(shapes[name]):
@@ -233,14 +238,14 @@ _NOT_COMPUTED = ("mtp.", "model.visual.")
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Add the prefix `model.`, which checkpoints of base models lack, and remove that of the text model within a model
-    of images and text."""
+    """Return the parameter's name in `shapes`: the prefix `model.` is added, which checkpoints of base models lack, and
+    `language_model.` is removed, which marks the text model in checkpoints of vision-language models."""
     name = name.replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 
 
 def check_parameters(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise the errors that loading the weights would raise, by reading only the files' headers."""
+    """Raise the errors that loading the weights would raise, after reading only the files' headers."""
     entries = ((name, entry) for _, name, entry in all_entries(weight_files(folder)))
     fill_parameters(folder, shapes, entries, lambda name, entry: None)
 
@@ -249,7 +254,7 @@ def check_parameters(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def head_differs(folder: Path) -> bool:
-    """Return whether the weights hold a head that differs from the embedding; False if either is missing."""
+    """Return whether the weights hold an LM head that differs from the embedding; False if either is missing."""
     found = {}
     for file, name, entry in all_entries(weight_files(folder)):
         known = _known_name(name, {HEAD, EMBEDDING})
@@ -265,7 +270,7 @@ def head_differs(folder: Path) -> bool:
 
 
 def decoded(dtype: str, raw: bytes | memoryview) -> np.ndarray:
-    """Return a tensor's bytes as float32 numbers, those of F64 as float64."""
+    """Return a tensor's bytes as a float32 array, or as a float64 array if its dtype is F64."""
     import numpy as np
 
     if dtype == "BF16":
@@ -275,7 +280,7 @@ def decoded(dtype: str, raw: bytes | memoryview) -> np.ndarray:
 
 
 def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
-    """Yield the tensor's values in order, about a million at a time, as numpy arrays of float32 or float64."""
+    """Yield the tensor's values in order as numpy arrays, float32 or float64, of about a million values each."""
     handle.seek(entry.begin)
     width, left = _BYTES[entry.dtype], (entry.end - entry.begin) // _BYTES[entry.dtype]
     while left:

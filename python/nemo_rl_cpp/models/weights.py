@@ -1,5 +1,5 @@
-"""Weights of a native model: by name, in the slices of tensor parallelism, and read from or written to a Hugging Face
-folder (safetensors, one file or sharded)."""
+"""The weights of a native model: views by name, tensor-parallel slices, and reading and writing Hugging Face folders
+(safetensors, one file or sharded)."""
 
 import json
 import math
@@ -30,24 +30,24 @@ from nemo_rl_cpp.stages import work
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 _DRAWN_AT_ONCE = 1 << 24
-"""Numbers of a random matrix that exist in float32 at a time."""
+"""Elements of a random matrix that exist in float32 at a time."""
 FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
-    """Return this process's part of a parameter [spec.whole], as a view."""
+    """Return a view of this process's slice of `whole`, a parameter of shape spec.whole."""
     if spec.split < 0:
         return whole
     return whole.narrow(spec.split, spec.begin, spec.shape[spec.split])
 
 
 class Slices:
-    """The slices of one model on this process and its tensor-parallel peers.
+    """The layouts of one model's tensor-parallel slices.
 
     Args:
-        ranks: its `tensor` communicator connects the peers.
-        layouts: of the flat buffers of all peers.
-        whole: of the whole model's flat buffer.
+        ranks: its `tensor` communicator connects the tensor-parallel ranks.
+        layouts: layout of the flat buffers of each tensor-parallel rank.
+        whole: layout of the whole model's flat buffer.
     """
 
     def __init__(self, ranks: Ranks, layouts: Sequence[C.ParameterLayout], whole: C.ParameterLayout) -> None:
@@ -55,17 +55,17 @@ class Slices:
 
     @classmethod
     def of(cls, native: dict[str, Plain], ranks: Ranks) -> Self:
-        """Return the slices of the whole model `native`, see `ModelFolder.native`."""
+        """Return the slices of a model. `native` describes the whole model, see `ModelFolder.native`."""
         count = ranks.tensor_size
         return cls(ranks, [C.ParameterLayout(native, rank, count) for rank in range(count)], C.ParameterLayout(native))
 
     @property
     def own(self) -> C.ParameterLayout:
-        """The layout of this process's flat buffers."""
+        """Return the layout of this process's flat buffers."""
         return self.layouts[self.ranks.tensor_rank]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this process's slice of a flat buffer of the whole model."""
+        """Return this process's slice of `whole`, a flat buffer of the whole model."""
         if self.ranks.tensor_size == 1:
             return whole
         flat = whole.new_zeros(self.own.total)
@@ -74,8 +74,8 @@ class Slices:
         return flat
 
     def gather(self, flat: Tensor | None, what: str) -> Tensor | None:
-        """Gather a flat buffer of the whole model on the first peer, from all slices; return None on the other peers,
-        and if this process takes no part (`flat` is None)."""
+        """Gather a flat buffer of the whole model from all slices on tensor-parallel rank 0 and return it there. Return
+        None on the other ranks, and in a process that takes no part (`flat` is None)."""
         if self.ranks.tensor_size == 1 or flat is None:
             return flat
         peers, phase = self.ranks.tensor, f"gathering the slices of {what}"
@@ -97,7 +97,7 @@ def _view(flat: Tensor, spec: C.ParameterSpec) -> Tensor:
 
 
 def named_whole(layout: C.ParameterLayout, flat: Tensor) -> dict[str, Tensor]:
-    """Return every parameter by its Hugging Face name, as a view of a flat buffer in this layout."""
+    """Return every parameter by its Hugging Face name, as a view of the flat buffer, which has this layout."""
     return {spec.name: _view(flat, spec) for spec in layout.specs}
 
 
@@ -107,11 +107,11 @@ def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) ->
 
 
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
-    """Fill a native `DecoderModel`, or its slice, from the folder's safetensors files.
+    """Fill a native `DecoderModel`, or its tensor-parallel slice, from the folder's safetensors files.
 
-    A causal checkpoint may be read into a value model: its head is skipped and the scalar head starts at zero (so that
-    the first values are 0). Weights in a different dtype are converted; the matrices of a quantised model are packed
-    one by one, from the dtype of the file.
+    A critic can be loaded from a causal language model: the LM head is skipped, and the scalar head starts at zero, so
+    that the first values are 0. Weights in a different dtype are converted. The matrices of a quantised model are
+    quantised one by one, from the dtype of the file.
 
     Raises:
         ModelFolderError: no weights, a damaged file, or a missing, unexpected or misshapen tensor; all are named.
@@ -139,24 +139,25 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
 
 
 def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> None:
-    """Quantise one matrix of a model, [rows, columns] of any floating dtype."""
+    """Quantise one matrix `weights` [rows, columns] of any floating dtype, and store it in the model."""
     is_read = weights.dtype in (torch.float32, torch.bfloat16)
     C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec))
 
 
 def tensor_of(raw: RawTensor) -> torch.Tensor:
-    """Return a view of the mapped bytes."""
+    """Return the tensor as a view of its memory-mapped bytes."""
     return torch.frombuffer(raw.data, dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove the weights of an earlier save, because two sets of files would be ambiguous."""
+    """Remove the weights of an earlier save from the folder. Together with new weights they would be ambiguous."""
     for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         old.unlink(missing_ok=True)
 
 
 def save_config(folder: Path, config: Mapping[str, Plain], dtype: torch.dtype) -> None:
-    """Write config.json to a folder, from which weights of an earlier save are removed."""
+    """Write config.json into a folder, and remove the weights of an earlier save from it. `dtype` is the weights'
+    dtype."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_weights(folder)
     name = str(dtype).removeprefix("torch.")
@@ -168,8 +169,9 @@ def save_weights(
     model: C.DecoderModel, folder: str | Path, config: Mapping[str, Plain], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write config.json and the compute weights (float32 or bfloat16) in transformers' format, sharded if large.
-    `tensors`: the whole weights by name, for a model that holds a slice."""
+    """Write config.json and the weights in the model's precision in transformers' format, sharded if large.
+
+    `tensors`: the whole weights by name, if the model holds only a slice."""
     folder = Path(folder)
     save_config(folder, config, model.compute.dtype)
     tensors = named_views(model.layout, model.compute) if tensors is None else tensors
@@ -179,7 +181,7 @@ def save_weights(
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.contiguous().clone()  # a view would bring the flat buffer's storage
+        shards[-1][name] = tensor.contiguous().clone()  # a view would save the storage of the whole flat buffer
         size += tensor.nbytes
     if len(shards) == 1:
         save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})
@@ -196,20 +198,22 @@ def save_weights(
 
 
 def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> None:
-    """Initialise a random model: normal matrices, unit norms, zero biases; equal seeds give equal weights.
+    """Initialise a random model: normal matrices, unit norms, zero biases. Equal seeds give equal weights.
 
-    An untied language-model head gets a tenth of the other matrices' spread, so that the first policy is nearly
-    uniform: reinforcement learning from scratch needs to explore. A quantised model's matrices are drawn as those of the
-    same model without quantisation, and packed from its dtype.
+    An untied LM head gets a tenth of the other matrices' standard deviation, so that the first policy is nearly
+    uniform: reinforcement learning from scratch needs exploration. The matrices of a quantised model are drawn as in
+    the same model without quantisation, and then quantised.
     """
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
     views = named_views(model.layout, flat)
 
     def draw(whole: list[int], spread: float) -> Tensor:
-        """Return normal numbers of the model's dtype; a few rows at a time are float32."""
+        """Return normal numbers of the model's dtype. Only a few rows at a time exist in float32."""
         out = torch.empty(whole, dtype=flat.dtype)
-        for rows in out.split(max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)):  # torch draws sixteen numbers together
+        for rows in out.split(
+            max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)
+        ):  # a multiple of 16, because torch draws 16 numbers at a time
             rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float32).mul_(spread))
         return out
 
@@ -230,7 +234,7 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> N
 
 
 def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
-    """Yield all parameters in the order in which they lie in memory where no matrix is quantised."""
+    """Yield all parameters in the order of their memory in a model without quantised matrices."""
     blocks = deque(model.blocks)
     for i, spec in enumerate(model.specs):
         while blocks and blocks[0].before == i:
@@ -239,7 +243,7 @@ def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
 
 
 def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:
-    """Add an adapter of a checkpoint to a frozen model with loaded weights, apart from them."""
+    """Add the adapter of a checkpoint to a frozen model with loaded weights, without merging it."""
     model.adapt(saved.dim, saved.alpha, list(saved.targets), False, saved.use_rslora)
     views = named_whole(model.trained_layout, model.masters)
     with warnings.catch_warnings():

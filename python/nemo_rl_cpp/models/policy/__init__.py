@@ -1,1 +1,1 @@
-"""The policy: the model that is trained and that generates."""
+"""The policy: the language model that generates responses and is trained."""

@@ -1,4 +1,4 @@
-"""The policy on the native core: one process, one device; the engine reads the policy's weights directly."""
+"""The policy on the native core, in one process on one device. Its engine reads its weights in place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Policy(TrainedModel, PolicyInterface):
         cluster, tokenizer, weights_path, optimizer_path, total_steps, ranks: see `TrainedModel`.
         config: the `policy` section, or a dictionary of its keys.
         init_reference_model: keep a frozen copy of `config.model_name` for `get_reference_policy_logprobs`.
-        teachers: models for `get_teacher_logprobs`, by the configuration keys that name them.
+        teachers: models for `get_teacher_logprobs`; maps the configuration key that names a model to the model's name.
     """
 
     section = "policy"
@@ -57,18 +57,20 @@ class Policy(TrainedModel, PolicyInterface):
         self.teachers = {name: self._teacher(name, key) for name, key in keys.items()}
         self._exact = config.reuse_generation_logprobs != "never"
         self.reused_forward_share = self.zero_gradient_share = 0.0
-        self._steps_since_comparison = 0  # since generation was last compared with a full forward pass
+        self._steps_since_comparison = 0  # training steps since generation was last compared with a full forward pass
         if self.device != "cpu" and config.kept_activations_gb:
             raise ValueError(
                 f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU"
             )
 
     def _reference(self) -> C.DecoderModel:
-        """Return the model at the start of the run: the current model without its adapters, or a frozen copy."""
+        """Return the model at the start of the run: a frozen copy, or with LoRA the current model without its
+        adapters."""
         return self._load(self.folder, trainable=False) if self.lora is None else self.model.base()
 
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
-        """Load a frozen teacher model, for the policy's sequence lengths and ranks."""
+        """Load a frozen teacher. Raise ModelFolderError if the policy's sequences are too long for it, or if it cannot
+        be split over the policy's tensor-parallel ranks."""
         folder = open_model_folder(
             name,
             max_length=self.config.max_total_sequence_length,
@@ -80,7 +82,8 @@ class Policy(TrainedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """Whether training uses generation's log-probabilities as the old policy's (reuse_generation_logprobs)."""
+        """Return whether training takes generation's log-probabilities for the old policy's
+        (reuse_generation_logprobs)."""
         return self._exact
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
@@ -88,9 +91,9 @@ class Policy(TrainedModel, PolicyInterface):
     def get_logprobs(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Return {"logprobs": [T], or [B, S] for padded `data`}: log pi(token | preceding tokens), under generation's
-        temperature, top_p and top_k, as generation reports it. The value is 0 if `token_mask` or `sample_mask` is 0, at
-        first tokens, on padding, and for a token that top-k or top-p removes."""
+        """Return {"logprobs": [T], or [B, S] for padded `data`}: the log-probability of each token given the preceding
+        ones, with generation's temperature, top_p and top_k, as generation reports it. It is 0 if `token_mask` or
+        `sample_mask` is 0, at first tokens, on padding, and for a token that top-k or top-p removes."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(
             logprobs=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size, self.scoring))
@@ -108,8 +111,8 @@ class Policy(TrainedModel, PolicyInterface):
         return BatchedDataDict(reference_logprobs=in_layout_of(data, batch, logprobs))
 
     def get_entropies(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"entropies": [T] or [B, S]}: the entropy in nats of the distribution that each token was drawn from,
-        under the current weights and generation's temperature, without top-k and top-p; 0 at untrained tokens."""
+        """Return {"entropies": [T] or [B, S]}: the entropy in nats of the distribution of each token, under the current
+        weights with generation's temperature, without top-k and top-p; 0 at untrained tokens."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(
             entropies=in_layout_of(data, batch, self._entropies(batch, micro_batch_size, self.scoring))
@@ -117,10 +120,10 @@ class Policy(TrainedModel, PolicyInterface):
 
     def get_sum_pi_squared(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Return {"sum_pi_squared": [T] or [B, S]}: the sum of p^2 over the vocabulary at each token, under the current
-        weights and generation's temperature, without top-k and top-p; 0 at untrained tokens.
+        weights with generation's temperature, without top-k and top-p; 0 at untrained tokens.
 
         With logits z, temperature T and log p_T(y) = z_y / T - log sum exp(z / T), the sum is p_T(y)^2 / p_{T/2}(y) for
-        any token y, here the sampled one."""
+        any token y. Here y is the sampled token."""
         batch, scoring = RaggedBatch.of(data), self.scoring.unfiltered()
         half = Scoring(scoring.temperature / 2)
         ours, sharper = (self._score(self.model, batch, micro_batch_size, s) for s in (scoring, half))
@@ -128,7 +131,8 @@ class Policy(TrainedModel, PolicyInterface):
         return BatchedDataDict(sum_pi_squared=in_layout_of(data, batch, squares))
 
     def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"teacher_logprobs": [T] or [B, S]}, like `get_reference_policy_logprobs`, under `teacher`."""
+        """Return {"teacher_logprobs": [T] or [B, S]}, computed like `get_reference_policy_logprobs`, but under the
+        weights of the model `teacher`."""
         batch = RaggedBatch.of(data)
         logprobs = self._score(self.teachers[teacher], batch, micro_batch_size, self.scoring.unfiltered())
         return BatchedDataDict(teacher_logprobs=in_layout_of(data, batch, logprobs))
@@ -136,9 +140,9 @@ class Policy(TrainedModel, PolicyInterface):
     def get_topk_logprobs(
         self, data: RaggedBatch, k: int, teacher: str | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Return {"ids": int64 [T, k], "logprobs": [T, k]}: the likeliest tokens at each trained token, likeliest first,
-        under the policy or a teacher, at generation's temperature without top-k and top-p; 0 at untrained tokens. If the
-        data has `candidate_ids` [T, k], these are scored instead."""
+        """Return {"ids": int64 [T, k], "logprobs": [T, k]}: the k most likely tokens at each trained token, most likely
+        first, under the policy or the model `teacher`, with generation's temperature, without top-k and top-p; 0 at
+        untrained tokens. If the data has `candidate_ids` [T, k], return these ids and their log-probabilities."""
         model = self.model if teacher is None else self.teachers[teacher]
         ids, logprobs = self._score_candidates(model, data, micro_batch_size, self.scoring.temperature, k)
         return BatchedDataDict(ids=ids, logprobs=logprobs)
@@ -156,16 +160,17 @@ class Policy(TrainedModel, PolicyInterface):
     ) -> TrainingResult:
         """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
 
-        If the data has no `prev_logprobs`, the rollout's weights must be the current weights. The first update then
-        uses its own forward pass as the old policy's log-probabilities. Later updates use generation's if all are
-        bit-identical; otherwise mismatches are counted, and the later rows are scored before the first update.
+        If the data has no `prev_logprobs`, the current weights must be those that generated the responses. The first
+        update then takes the log-probabilities of its own forward pass for the old policy's. Later updates take
+        generation's if all are bit-identical to that pass. Otherwise the mismatches are counted, and the rows of later
+        updates are scored before the first update.
 
         Returns:
-            {"loss", "grad_norm": [global batches], "all_mb_metrics": name -> one value per micro-batch (see
+            {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch (see
             `collect_metrics`), "prev_logprobs": [T], or [B, S] for padded `data`, under the policy before the first
-            update, for further calls on the same data; "packed_tokens"}. Afterwards `reused_forward_share` is the share
-            of tokens without a forward pass in training, and `zero_gradient_share` the share without a backward pass.
-        """
+            update, for further calls on the same data; "packed_tokens", "exactness"}. Afterwards `reused_forward_share`
+            is the share of tokens without a forward pass in training, and `zero_gradient_share` the share without a
+            backward pass."""
         batch = RaggedBatch.of(data)
         done = self.train_part(batch, loss_fn, eval_mode, gbs, mbs)
         self.zero_gradient_share, self.reused_forward_share = done.shares(self.reused_forward_share)
@@ -200,7 +205,8 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the log-probabilities for later updates: generation's if bit-identical, otherwise newly computed."""
+        """Return the old policy's log-probabilities for the later updates: generation's if they are bit-identical to
+        those of the first forward pass, otherwise newly computed ones."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -208,17 +214,17 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, None, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Drop kept activations once per check period, so that this step makes a full forward pass. With kept
-        activations, an error before the head (layers that read stale weights) is not detected."""
+        """Discard kept activations every `kept_activations_check_period` steps, so that this step runs a full forward
+        pass. A step on kept activations does not detect an error in the layers, such as a read of stale weights."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
             self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Let the next step train on generation's activations, once both forward passes were bit-identical on this
-        machine. A step makes its own forward pass if they differ, with activation_checkpointing, with tensor
-        parallelism, or if memory cannot hold the `tokens` of a step (most micro-batches would lack some)."""
+        """Let the next step train on generation's activations, if this step's forward pass was bit-identical to
+        generation's. The next step runs its own forward pass if the passes differed, with activation_checkpointing,
+        with tensor parallelism, off the CPU, or if memory cannot hold the activations of a step's `tokens`."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -227,7 +233,7 @@ class Policy(TrainedModel, PolicyInterface):
         if not agree or not fits or limit == 0 or not possible:
             self.model.keep_activations(0)
         elif self.model.max_kept_bytes == 0:
-            self.model.release_workspace()  # a backward pass from kept activations holds one layer at a time
+            self.model.release_workspace()  # a backward pass on kept activations needs the workspace of one layer only
             self.model.keep_activations(limit)
 
     # ---- generation and the rest of the interface ---------------------------------------------------------------------
@@ -235,7 +241,7 @@ class Policy(TrainedModel, PolicyInterface):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
-        """Return an engine that reads these weights directly: no copy, no refit."""
+        """Return an engine that reads these weights in place, so that it needs neither a copy nor a refit."""
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
         engine = generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options
@@ -255,8 +261,8 @@ class PolicyUpdates:
     """The result of one `train` call for this rank's samples.
 
     Attributes:
-        exactness: of the first global batch; None if nothing was compared.
-        prev_logprobs: [T] under the policy before the first update, for all ranks' samples.
+        exactness: comparison of the log-probabilities of the first global batch; None if nothing was compared.
+        prev_logprobs: [T] log-probabilities under the policy before the first update, for all ranks' samples.
         reused_tokens: number of tokens without a forward pass in training.
         on_policy: whether this call computed `prev_logprobs`.
     """
@@ -278,12 +284,13 @@ class PolicyUpdates:
         return cls(updates, exactness, first.prev_logprobs, reused, first.on_policy)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (zero_gradient_share, reused_forward_share), the latter unchanged on later passes over a batch."""
+        """Return (zero_gradient_share, reused_forward_share). A later pass over the same batch returns `last_reused` as
+        the second share."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused
 
     def report(self, data: Batch, batch: RaggedBatch) -> TrainingResult:
-        """Return the result of `train` in the layout of `data`; `batch` is the same batch, ragged."""
+        """Return the result of `train` in the layout of `data`; `batch` holds the same samples without padding."""
         prev = in_layout_of(data, batch, self.prev_logprobs)
         return self.updates.report() | {"exactness": self.exactness, "prev_logprobs": prev}

@@ -1,5 +1,5 @@
-"""Splits the rows of a global batch into micro-batches: packed within a token budget by `sequence_packing.algorithm`,
-or by dynamic batching."""
+"""Splits the rows of a global batch into micro-batches: by number of rows, by packing within a token budget
+(`sequence_packing.algorithm`), or by dynamic batching."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Bins = list[list[int]]
 
 
 def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
-    """Pack by first fit, in a shuffled order that depends only on the number of costs."""
+    """Pack by first fit in a shuffled order, which depends only on the number of costs."""
     order = list(range(len(costs)))
     random.Random(0).shuffle(order)  # a separate generator, so that a resumed run packs identically
     return C.pack_first_fit(costs, order, capacity)
 
 
 def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str) -> Bins:
-    """Pack rows into bins, ordered by their first rows.
+    """Pack `rows` into bins of at most `max_tokens` tokens; return the bins ordered by their first rows.
 
-    Each of `rows` (ascending) has a wanted token (see `wanted_tokens`). Neighbouring rows with the same prompt stay
-    together if the budget allows, because the prompt is then computed once. A row longer than the budget gets its own
-    bin.
+    `rows` is ascending, and each row has a token to score (see `wanted_tokens`). With `share_prefix`, adjacent rows
+    with the same prompt stay in one bin if the budget allows, because their prompt is then computed once. A row longer
+    than the budget gets a separate bin.
     """
     units, costs = C.prompt_units(batch, rows, max_tokens, share_prefix)
     chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []
@@ -37,10 +37,10 @@ def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefi
 
 
 def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
-    """Group rows of similar lengths, shortest first, while rows x longest length stays within `max_tokens`.
+    """Group rows of similar length, shortest first, while (number of rows) x (longest length) is at most `max_tokens`.
 
-    Lengths are rounded up to a multiple of `multiple`, at most `width`. A row longer than the budget gets its own bin.
-    """
+    Lengths are rounded up to a multiple of `multiple`, but to at most `width`. A row longer than the budget gets a
+    separate bin."""
     if not rows:
         return []
     own = [min(lengths[row], max_tokens) for row in rows]
@@ -51,10 +51,10 @@ def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: in
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How rows are split into micro-batches: by number of samples, or by a token budget.
+    """The settings by which rows are split into micro-batches: a number of samples, or a token budget.
 
-    With a budget, rows are packed by `algorithm` (`sequence_packing`), or, with `length_round` > 0, grouped by their
-    lengths, rounded up to a multiple of it (`dynamic_batching`).
+    With a budget, rows are packed by `algorithm` (`sequence_packing`). If `length_round` > 0, they are grouped by
+    length instead, rounded up to a multiple of `length_round` (`dynamic_batching`).
     """
 
     max_samples: int = 0
@@ -67,13 +67,13 @@ class MicroBatching:
 
 
 class RowBatch(C.RowBatch):
-    """A batch with its native view; samples share prompts by `group_id` (no sharing without that name).
+    """A batch for the native trainer. Samples with equal `group_id` share their prompt; without `group_id`, none do.
 
     Attributes:
         data: the batch.
-        wanted: bool [T], see `wanted_tokens`.
-        targets: int64 [T, K]: the tokens that are scored at the place of a wanted one, with results [T, K]; None for
-            the wanted tokens themselves, with results [T].
+        wanted: bool [T] the tokens to score, see `wanted_tokens`.
+        targets: int64 [T, K] candidates that are scored in place of each token to score, which gives results [T, K]; if
+            None, the tokens themselves are scored, which gives results [T].
     """
 
     def __init__(self, data: RaggedBatch, wanted: Tensor, targets: Tensor | None = None) -> None:
@@ -82,20 +82,21 @@ class RowBatch(C.RowBatch):
         self.data, self.wanted = data, wanted
 
     def wanted_of(self, row: int) -> Tensor:
-        """Return bool [length of the sample]: its wanted tokens."""
+        """Return bool [length of the sample]: whether each of its tokens is to be scored."""
         start = int(self.data.starts[row])
         return self.wanted[start : start + int(self.data.lengths[row])]
 
 
 def group_ids(data: RaggedBatch) -> Tensor:
-    """Return int64 [B]; -1 (no sharing) without `group_id`."""
+    """Return the `group_id` of each sample, int64 [B]; -1 (no shared prompt) if the batch has none."""
     groups = data.samples.get("group_id")
     groups = torch.full((data.size,), -1) if groups is None else torch.as_tensor(groups)
     return groups.to(torch.int64).contiguous()
 
 
 def wanted_tokens(data: RaggedBatch) -> Tensor:
-    """Return bool [T]: trained tokens of valid samples; without masks all tokens except each sample's first."""
+    """Return bool [T]: the tokens to score. These are the trained tokens of valid samples, or without masks all tokens,
+    but never the first token of a sample."""
     wanted = torch.ones(data.num_tokens, dtype=torch.bool)
     if "token_mask" in data.tokens:
         wanted &= data.tokens["token_mask"] != 0
@@ -108,8 +109,8 @@ def wanted_tokens(data: RaggedBatch) -> Tensor:
 def plan(
     data: RaggedBatch, wanted: Tensor, rows: Iterable[int], batching: MicroBatching, apart: Tensor | None = None
 ) -> tuple[RowBatch, list[list[int]]]:
-    """Return the native batch and the micro-batches of `rows`, ascending samples. Samples without a wanted token are
-    omitted; samples in `apart` (bool [B]) come last, in separate micro-batches."""
+    """Return the native batch, and the micro-batches of the samples `rows` (ascending). Samples without a token to
+    score are omitted. Samples marked in `apart` (bool [B]) come last, in separate micro-batches."""
     batch = RowBatch(data, wanted)
     used = (data.by_sample(wanted.int()) > 0).tolist()
     last = [False] * data.size if apart is None else apart.tolist()
@@ -119,7 +120,7 @@ def plan(
 
 
 def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bins:
-    """Split `rows`, ascending rows with a wanted token each, into micro-batches."""
+    """Split `rows` into micro-batches. `rows` is ascending, and each row has a token to score."""
     if not batching.max_tokens:
         count = batching.max_samples or max(len(rows), 1)
         return [rows[begin : begin + count] for begin in range(0, len(rows), count)]
@@ -134,13 +135,13 @@ def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bin
 
 @dataclass
 class MicroBatch:
-    """Some samples of a batch in the layout for a loss: padded to the longest of them.
+    """Some samples of a batch, padded to the longest of them as losses expect.
 
     Attributes:
         rows: indices of the samples.
         width: tokens of the longest sample, at least 2.
         places: int64 [b, width] index of each position's token in the batch.
-        inside: bool [b, width] whether the position holds a token.
+        inside: bool [b, width] whether the position holds a token, not padding.
     """
 
     rows: list[int]
@@ -155,18 +156,18 @@ class MicroBatch:
         return MicroBatch(rows, width, *data.places(index, width))
 
     def padded(self, of_tokens: Tensor) -> Tensor:
-        """Pad [T, ...] of the batch to [b, width, ...], with 0 after the end of a sample."""
+        """Pick these samples from a tensor [T, ...] of the batch; return [b, width, ...], with 0 on padding."""
         picked = of_tokens[self.places]
         picked[~self.inside] = 0
         return picked
 
     def write(self, padded: Tensor, into: Tensor, first_column: int = 0) -> None:
-        """Write [b, width - first_column] to its places in [T]."""
+        """Write `padded` [b, width - first_column] into `into` [T], at the tokens of these samples."""
         inside = self.inside[:, first_column:]
         into[self.places[:, first_column:][inside]] = padded[inside].to(into.dtype)
 
     def data(self, batch: RaggedBatch) -> dict[str, object]:
-        """Return all data of these samples, by NeMo RL's names; masks are float."""
+        """Return all data of these samples, padded, under NeMo RL's names; masks are float."""
         index = torch.tensor(self.rows)
         data: dict[str, object] = {name: self.padded(value) for name, value in batch.tokens.items()}
         data["input_lengths"] = batch.lengths[index].int()

@@ -12,8 +12,8 @@ from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 
 class _StandInOptimizer(torch.optim.Optimizer):
-    """Holds the learning rate that a scheduler sets. The base constructor is skipped, because it imports torch's
-    compiler, which takes seconds."""
+    """An optimizer that only holds the learning rate, which a scheduler sets. It skips the base constructor, because
+    that imports torch's compiler, which takes seconds."""
 
     def __init__(self, lr: float):
         self.defaults = {"lr": lr}
@@ -21,14 +21,14 @@ class _StandInOptimizer(torch.optim.Optimizer):
         self.param_groups = [{"params": [], "lr": lr}]
 
     def step(self, closure: object = None) -> None:
-        """Do nothing: the native core makes the update."""
+        """Do nothing: the native core takes the optimizer step."""
 
 
 class TorchLearningRate:
-    """torch.optim.lr_scheduler classes on a stand-in optimizer: the same values as torch for every schedule.
+    """A schedule of torch.optim.lr_scheduler classes. They set the rate of a stand-in optimizer, so their values are
+    torch's.
 
-    Several stages follow each other at `milestones` (SequentialLR); no stages: constant.
-    """
+    Several stages follow each other at `milestones` (SequentialLR). Without a stage the rate is constant."""
 
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
         self._optimizer = _StandInOptimizer(lr)
@@ -72,8 +72,8 @@ class TorchLearningRate:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Resume from `state`. If it belongs to a different schedule or learning rate, advance this schedule by the
-        same number of steps, so that a changed configuration takes effect from the next step."""
+        """Resume from `state`. If it belongs to a different schedule or initial learning rate, advance this schedule by
+        the same number of steps, so that a changed configuration takes effect from the next step."""
         if not self._is_mine(state):
             for _ in range(steps_of(state)):
                 self.step()
@@ -96,17 +96,17 @@ class TorchLearningRate:
 
 
 def steps_of(state: dict[str, object]) -> int:
-    """Return the number of steps of the schedule with this `state_dict`."""
+    """Return the number of steps that the schedule with this `state_dict` has taken."""
     return int(state["steps"] if "steps" in state else state["scheduler"]["last_epoch"])
 
 
 class MegatronLearningRate:
     """Megatron's scheduler: linear warm-up from `lr_warmup_init` to `max_lr`, then decay to `min_lr`.
 
-    lr(n) = init + (max - init) n / warmup while n <= warmup; then with r = (n - warmup) / (decay - warmup):
-    linear 1 - r, cosine (cos(pi r) + 1) / 2, both scaling max - min above min; inverse-square-root max sqrt(warmup / n).
-    Weight decay changes from its start to its end value over the whole run, `total_steps`, whatever the decay length.
-    """
+    While n <= warmup, lr(n) = init + (max - init) n / warmup. Afterwards, with r = (n - warmup) / (decay - warmup),
+    lr(n) = min + c (max - min), where c is 1 - r (linear) or (cos(pi r) + 1) / 2 (cosine); inverse-square-root gives
+    max sqrt(warmup / n). Weight decay changes from its start to its end value over `total_steps`, regardless of the
+    decay length."""
 
     def __init__(self, schedule: MegatronSchedule, total_steps: int | None = None):
         self._schedule = schedule
@@ -154,7 +154,7 @@ LearningRateSchedule = TorchLearningRate | MegatronLearningRate
 
 
 def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) -> LearningRateSchedule:
-    """Create the schedule of a `policy` or `value` section."""
+    """Return the learning-rate schedule of a `policy` or `value` section. `total_steps` is the length of the run."""
     optimizer, schedule = config.effective_optimizer(), config.effective_scheduler()
     if isinstance(schedule, MegatronSchedule):
         return MegatronLearningRate(schedule, total_steps)
@@ -162,7 +162,7 @@ def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) 
 
 
 def _plain(value: object) -> object:
-    """Return a scheduler's state as JSON values: numbers, strings, lists and dictionaries, without code."""
+    """Return a scheduler's state as JSON values (numbers, strings, lists, dictionaries); other values are dropped."""
     if isinstance(value, dict):
         return {
             k: _plain(v)

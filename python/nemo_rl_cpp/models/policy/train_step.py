@@ -1,4 +1,5 @@
-"""One global batch: forward pass, loss and backward pass per micro-batch. `TrainedModel` makes the optimizer step."""
+"""Forward pass, loss and backward pass of one global batch, by micro-batches. `TrainedModel` then takes the
+optimizer step."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ Loss: TypeAlias = Callable[..., object]
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is infinite or NaN: the run stops before the optimizer step."""
+    """Raised before the optimizer step if a loss or gradient is infinite or NaN; the run stops."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The sampling settings of generation, under which tokens are scored: log-softmax of logits / temperature over the
-    tokens that top-k and top-p keep (all tokens by default)."""
+    """The sampling settings under which tokens are scored: their log-probability is the log-softmax of logits /
+    temperature over the tokens that top-k and top-p keep (by default all tokens)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,7 +36,8 @@ class Scoring:
 
     @staticmethod
     def of(generation: GenerationConfig) -> Scoring:
-        """Read `policy.generation`. Greedy decoding (temperature 0) is scored at temperature 1 without a filter."""
+        """Return the settings of `policy.generation`. For greedy decoding (temperature 0) return temperature 1 without
+        top-k and top-p."""
         if generation.temperature == 0:
             return Scoring()
         top_p, top_k = generation.top_p, generation.top_k
@@ -55,7 +57,8 @@ class Scoring:
 
 @dataclass
 class Exactness:
-    """A comparison of generation's log-probabilities with the training forward pass's, before the first update."""
+    """A comparison of generation's log-probabilities with those of the training forward pass before the first
+    update."""
 
     tokens: int = 0
     mismatched_tokens: int = 0
@@ -69,16 +72,22 @@ class Exactness:
             self.max_gap = max(self.max_gap, float((curr - generation).abs()[differs].max()))
 
     def with_other(self, other: Exactness) -> Exactness:
-        """Return the combined comparison of both sets of tokens."""
+        """Return the comparison over the tokens of both."""
         mismatched = self.mismatched_tokens + other.mismatched_tokens
         return Exactness(self.tokens + other.tokens, mismatched, max(self.max_gap, other.max_gap))
 
 
 @dataclass
 class GlobalBatchResult:
-    """The result of one global batch, on each rank for its own samples. `outputs`: the head's output per trained token,
-    [T] for the whole batch; 0 at other tokens and outside the global batch. `losses`, `metrics`: one per micro-batch.
-    `zero_gradient_tokens`: those of `packed_tokens` without a backward pass. `blocks`: micro-batches per block."""
+    """The result of one global batch on one rank, for the rank's samples.
+
+    Attributes:
+        outputs: [T] log-probability (or critic's value) per trained token, for the whole batch; 0 at other tokens and
+            outside the global batch.
+        blocks: number of micro-batches of each gradient block.
+        losses, metrics: one per micro-batch.
+        packed_tokens: number of tokens in the forward passes.
+        zero_gradient_tokens: number of these tokens that had no backward pass."""
 
     outputs: Tensor
     blocks: list[int] = field(default_factory=list)
@@ -89,13 +98,14 @@ class GlobalBatchResult:
 
     @property
     def loss(self) -> float:
-        """The sum over micro-batches."""
+        """Return the sum of the micro-batches' losses."""
         return sum(self.losses)
 
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """The denominators of the loss over the whole global batch (and all ranks)."""
+    """The counts by which losses are divided, over the whole global batch on all ranks: valid sequences, valid tokens,
+    and valid tokens of samples with a positive reward (None without rewards)."""
 
     valid_seqs: Tensor
     valid_toks: Tensor
@@ -103,7 +113,7 @@ class GlobalCounts:
 
     @staticmethod
     def of(data: RaggedBatch, begin: int = 0, end: int | None = None) -> GlobalCounts:
-        """Count over the samples [begin, end)."""
+        """Return the counts over the samples [begin, end)."""
         sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
         token_mask = token_mask.index_fill(0, data.starts, 0)  # a first token has no log-probability
         per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]
@@ -114,12 +124,12 @@ class GlobalCounts:
 
 @dataclass
 class MicroBatchRunner:
-    """Runs forward pass, loss and backward pass of each micro-batch of a batch; gradients accumulate in the trainer.
+    """Runs forward pass, loss and backward pass of each micro-batch of a batch. Gradients accumulate in the trainer.
 
-    With top-k or top-p, a loss with a KL term also receives `curr_logprobs_unfiltered` [b, S-1] in its data, and its
-    gradient with respect to them is propagated too.
+    With top-k or top-p, a loss with a KL term also receives `curr_logprobs_unfiltered` [b, S-1], log-probabilities
+    without top-k and top-p, and their gradient is propagated too.
 
-    A micro-batch whose loss has zero gradient gets no backward pass. Samples that the loss reports as such beforehand
+    A micro-batch whose loss has zero gradient gets no backward pass. Samples that the loss announces as such
     (`zero_gradient_rows`) are therefore placed in separate micro-batches.
 
     Attributes:
@@ -127,9 +137,9 @@ class MicroBatchRunner:
         loss_fn: a loss of this package, or any callable.
         batching: how a batch is split into micro-batches.
         scoring: the sampling settings of generation.
-        evaluate: `evaluate_loss` for log-probabilities, `evaluate_value_loss` for values.
+        evaluate: `evaluate_loss` for log-probabilities (the default), `evaluate_value_loss` for values.
         ranks: the processes that share a global batch.
-        blocks: number of blocks whose gradients are added along a fixed tree, see `Ranks.blocks`.
+        blocks: number of gradient blocks, whose gradients are added along a fixed tree (see `Ranks.blocks`).
         sums: how gradients are summed over the ranks.
     """
 
@@ -144,25 +154,25 @@ class MicroBatchRunner:
 
     @property
     def own_blocks(self) -> int:
-        """The number of this rank's blocks."""
+        """Return the number of this rank's gradient blocks."""
         return 1 if self.blocks is None else self.blocks // self.ranks.size
 
     @property
     def evens_out(self) -> bool:
-        """Whether samples move between ranks to balance backward passes; never with fixed blocks."""
+        """Return whether samples move between ranks to balance backward passes; never with fixed gradient blocks."""
         asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
         return asked and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
-        """Join a gradient sum that other ranks may have started, and discard its result, because some rank failed. If
-        each block has a separate sum, `end_block` has already joined."""
+        """Join a gradient sum that other ranks may have started, and discard its result. Called after any rank has
+        failed. If each gradient block has a separate sum, `end_block` has already joined it."""
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 
     def forward(
         self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
     ) -> GlobalBatchResult:
-        """Run the samples [begin, end) without a backward pass."""
+        """Run forward pass and loss of the samples [begin, end), without a backward pass."""
         return self.forward_backward(data, begin, end, on_policy=on_policy, exactness=exactness, backward=False)
 
     def forward_backward(
@@ -175,11 +185,11 @@ class MicroBatchRunner:
         exactness: Exactness | None = None,
         backward: bool = True,
     ) -> GlobalBatchResult:
-        """Run the samples [begin, end), one micro-batch at a time.
+        """Run forward pass, loss and (with `backward`) backward pass of the samples [begin, end), by micro-batches.
 
         Args:
-            on_policy: the weights are those of generation, so this forward pass provides `prev_logprobs`.
-            exactness: receives the comparison with `generation_logprobs`; None: no comparison.
+            on_policy: the current weights generated the samples, so this forward pass provides `prev_logprobs`.
+            exactness: collects the comparison with `generation_logprobs`; None: no comparison.
         """
         guard = _RankGuard(self, self.sums if backward else GradientSums())
         options = data, begin, end, backward, on_policy, exactness
@@ -201,7 +211,7 @@ class MicroBatchRunner:
         return batch.result
 
     def _micro_batch(self, batch: _GlobalBatch, rows: list[int]) -> None:
-        """Run the forward pass, the loss, and the backward pass unless the loss has zero gradient."""
+        """Run the forward pass and the loss, and then the backward pass unless the loss has zero gradient."""
         trainer, batching, scoring, result = self.trainer, self.batching, self.scoring, batch.result
         packed_tokens = C.packed_tokens(batch.packed, rows, batching.share_prefix)
         result.packed_tokens += packed_tokens
@@ -237,15 +247,15 @@ class MicroBatchRunner:
 
 
 class _RankGuard:
-    """Lets the other ranks finish a global batch after a failure on this rank, then raises the error. The other ranks
-    wait for this rank's part of each gradient sum. A single process fails at once."""
+    """A context that stores an error of this rank until the other ranks have finished the global batch, because they
+    wait for this rank's part of each gradient sum. `raise_failure` then raises it. A single process fails at once."""
 
     def __init__(self, runner: MicroBatchRunner, sums: GradientSums) -> None:
         self.runner, self.sums = runner, sums
         self.failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Plan a batch. If no rank has failed, exchange the kept activations of samples that move between ranks."""
+        """Plan a batch, and if no rank has failed, exchange the kept activations of samples that move between ranks."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)
@@ -260,12 +270,13 @@ class _RankGuard:
         return batch
 
     def left(self, micro_batches: list[list[int]]) -> list[list[int]]:
-        """Return the micro-batches that still have to run: none after a failure."""
+        """Return the micro-batches that remain to run: all of them, or none after a failure."""
         return micro_batches if self.failed is None else []
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank ends its blocks; after a failure only because the other ranks wait for it."""
+        """Return whether this rank ends its gradient blocks. After a failure it does so only if other ranks wait for
+        it."""
         return self.failed is None or self.sums.sharded
 
     def __enter__(self) -> None:
@@ -284,7 +295,8 @@ class _RankGuard:
 
 
 class _GlobalBatch:
-    """One global batch in `MicroBatchRunner`: its plan, its denominators and its results."""
+    """One global batch of a `MicroBatchRunner`: its micro-batches, the counts that its loss is divided by, and its
+    results."""
 
     def __init__(
         self, way: MicroBatchRunner, data: RaggedBatch, begin: int, end: int, backward: bool, on_policy: bool, exactness: Exactness | None
@@ -318,7 +330,7 @@ class _GlobalBatch:
         )
 
     def extra_outputs(self) -> dict[str, Tensor]:
-        """Return the tensors that a forward pass fills for this loss alone, by the trainer's names."""
+        """Return the tensors that the forward pass fills only for this loss, under the trainer's names for them."""
         outputs = {"entropy": self.entropies, "candidate_ids": self.candidate_ids, "candidates": self.candidates}
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
@@ -326,11 +338,11 @@ class _GlobalBatch:
         return next((rows for rows in reversed(micro_batches) if not self.is_apart(rows)), None)
 
     def is_apart(self, rows: list[int]) -> bool:
-        """Return whether the loss reported these samples as having zero gradient."""
+        """Return whether the loss announced these samples as having zero gradient."""
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
-        """Evaluate the loss on the head's outputs [b, width]."""
+        """Evaluate the loss on the log-probabilities or values `curr` [b, width]."""
         data = micro.data(self.data)
         if self.exactness is not None:
             self.exactness.compare(curr, data["generation_logprobs"].to(curr.dtype), micro.padded(self.wanted))
@@ -346,8 +358,8 @@ class _GlobalBatch:
         return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.backward)
 
     def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Return the gradients [T] with respect to the head's outputs, to the unfiltered log-probabilities, and to
-        `extra_outputs` by the trainer's names."""
+        """Return the gradients [T] of the loss with respect to the model's outputs, and (if computed) to the
+        log-probabilities without top-k and top-p, and a mapping of those with respect to `extra_outputs`."""
         if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(
                 f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "
@@ -373,8 +385,8 @@ class _GlobalBatch:
 def fused_token_loss(
     trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: GlobalCounts, scoring: Scoring
 ) -> C.TokenLoss | None:
-    """Return the loss that the head evaluates while it holds a token's logits, which avoids computing them twice.
-    Return None if the loss depends on whole sequences or is a plain callable, or if the head does not support it."""
+    """Return the loss that the LM head evaluates while it holds a token's logits, so that they are computed only once.
+    Return None if the loss is a plain callable or depends on whole sequences, or if the head does not support it."""
     if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(
         scoring.temperature, scoring.top_p, scoring.top_k
     ):
@@ -383,8 +395,10 @@ def fused_token_loss(
 
 
 def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
-    """Return (log-probabilities with -inf replaced by 0, number replaced). Top-k or top-p removes these tokens under
-    the current weights. As in NeMo RL they stay in the loss as constants. NaN stays NaN."""
+    """Return the log-probabilities with -inf replaced by 0, and the number of replacements.
+
+    A log-probability is -inf if top-k or top-p removes the token under the current weights. As in NeMo RL, such tokens
+    stay in the loss as constants. NaN stays NaN."""
     removed = logprobs == -torch.inf
     count = int(removed.sum())
     return (logprobs.masked_fill(removed, 0.0) if count else logprobs), count
@@ -392,8 +406,9 @@ def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class LossResult:
-    """The loss of one micro-batch. The gradients [b, width - first_column] are with respect to the head's outputs, the
-    unfiltered log-probabilities, the entropies, and the candidates [b, width - 1, k]."""
+    """The loss of one micro-batch, its metrics and its gradients: `grad` [b, width - first_column] with respect to the
+    log-probabilities or values, `grad_unfiltered` to the log-probabilities without top-k and top-p, `grad_entropy` to
+    the entropies, and `grad_candidates` [b, width - 1, k] to the candidates' log-probabilities."""
 
     value: float
     metrics: dict[str, float]
@@ -402,7 +417,7 @@ class LossResult:
     first_column: int = 1
     what: str = "log-probability"
     nonfinite: tuple[int, int] | None = (
-        None  # (row, column of grad) of the first term that is not finite, if the loss reports it
+        None  # (row, column of grad) of the first non-finite term, if the loss reports it
     )
     grad_entropy: Tensor | None = None
     grad_candidates: Tensor | None = None
@@ -415,8 +430,8 @@ class LossResult:
 def evaluate_loss(
     loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Evaluate the native loss or any callable on log-probabilities [b, width]. The loss does not receive column 0,
-    whose token has no log-probability. A callable receives a tensor that requires grad."""
+    """Evaluate a native loss or any callable on log-probabilities [b, width]. The loss does not receive column 0, whose
+    token has no log-probability. A callable receives a tensor that requires grad."""
     curr_logprobs = curr_logprobs[:, 1:]
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(
@@ -460,8 +475,9 @@ def evaluate_loss(
 def evaluate_value_loss(
     loss_fn: Loss, values: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Evaluate a loss on values [b, width]; column t is the value of the state before token t (column 0 is 0). The loss
-    is native, or any callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) with autograd."""
+    """Evaluate a loss on values [b, width]. Column t holds the value of the state before token t; column 0 is 0. The
+    loss is native, or any callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) with
+    autograd."""
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(values.contiguous(), micro, counts.valid_seqs, counts.valid_toks)
         return LossResult(float(result.loss), dict(result.metrics), result.grad_values, first_column=0, what="value")
@@ -475,7 +491,7 @@ def evaluate_value_loss(
 
 
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
-    """Raise NonFiniteError with the first bad sample and token."""
+    """Raise NonFiniteError, which names the first sample and token, if the loss or its gradient is not finite."""
     for grad in (loss.grad, loss.grad_unfiltered):
         bad = None if grad is None else ~torch.isfinite(grad)
         if bad is not None and bad.any():

@@ -1,4 +1,4 @@
-"""The results of the optimizer steps of one `train` call, for one rank or all ranks."""
+"""The results of the optimizer steps of one `train` call, on one rank or combined over all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,11 @@ Value = TypeVar("Value")
 
 @dataclass
 class Updates:
-    """The results of the global batches of one `train` call. `blocks`: number of micro-batches of each block, per
-    global batch; `in_turns`: blocks were assigned to ranks round-robin."""
+    """The results of the global batches of one `train` call.
+
+    Attributes:
+        in_turns: gradient blocks were assigned to ranks round-robin.
+        blocks: for each global batch, the number of micro-batches of each gradient block."""
 
     num_global_batches: int
     in_turns: bool = False
@@ -30,7 +33,7 @@ class Updates:
     zero_gradient_tokens: int = 0
 
     def add(self, result: GlobalBatchResult, settings: dict[str, float]) -> None:
-        """Add one global batch, and the settings of its optimizer step."""
+        """Append the result of one global batch; `settings` (`lr`, `wd`) are added to its metrics."""
         self.blocks.append(result.blocks)
         self.losses.append(result.losses)
         self.metrics.append([metrics | settings for metrics in result.metrics])
@@ -39,7 +42,8 @@ class Updates:
 
     @classmethod
     def of_ranks(cls, parts: Sequence[Self]) -> Self:
-        """Combine the results of all ranks in block order, as a single process would have produced them."""
+        """Combine the results of all ranks in the order of the gradient blocks, as a single process would return
+        them."""
         whole = cls(parts[0].num_global_batches, norms=parts[0].norms)
         whole.losses = _in_block_order(parts, [part.losses for part in parts])
         whole.metrics = _in_block_order(parts, [part.metrics for part in parts])
@@ -58,7 +62,8 @@ class Updates:
 
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
-    """Return one list per global batch with the values of all ranks' micro-batches."""
+    """Return one list per global batch with the values of all ranks' micro-batches, in the order of the gradient
+    blocks."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:
@@ -75,13 +80,13 @@ _NUMERATOR = "token_mult_prob_error_sum"
 
 
 def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, list[float]]:
-    """Return name -> values from the metrics of each micro-batch of each global batch, without micro-batches that have
-    no valid sample.
+    """Return metric name -> list of values over all micro-batches of all global batches. Micro-batches without a valid
+    sample are skipped.
 
-    A share has one value per micro-batch, divided by the number of global batches as in NeMo RL; minima and maxima are
-    not divided. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens, and
-    `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does not depend on
-    the size of micro-batches.
+    A metric that is a share has one value per micro-batch, divided by the number of global batches as in NeMo RL;
+    minima and maxima are not divided. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens,
+    and `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does not
+    depend on the size of micro-batches.
     """
     collected: dict[str, list[float]] = {}
     for micro_batches in global_batches:

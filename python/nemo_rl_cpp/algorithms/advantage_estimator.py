@@ -1,10 +1,11 @@
-"""Advantage estimators over the native ops, and the stage of a step that calls one. To add an estimator, write a class
-and a line in `config/loop.py`, or call `register_estimator`.
+"""Advantage estimators, computed with the native ops, and the stages of a training step that call them. To add an
+estimator, write a class and a line in `config/loop.py`, or call `register_estimator`.
 
-compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) returns advantages [B, S], or (advantages, returns)
-for PPO's estimators. With `offsets` [B + 1], per-token values are [T] without padding; training runs use this form.
-Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] if given. `last_metrics` of each estimator holds
-`advantage/degenerate_whitening` = 1.0 when too few tokens were valid to whiten.
+compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) returns advantages [B, S]; PPO's estimators return
+(advantages, returns). If `offsets` [B + 1] is given, per-token values have the shape [T], without padding; training
+runs use this form. Samples with equal rows of `prompt_ids` form a group, or samples with equal `group_id` [B] if it is
+given. Estimators that whiten set `advantage/degenerate_whitening` in `last_metrics`: 1.0 if too few tokens were valid
+to whiten.
 """
 
 import inspect
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 def get_gdpo_reward_component_keys(batch: Mapping[str, object]) -> list[str]:
-    """Return the keys `reward/<name>` of a batch, sorted."""
+    """Return the keys of a batch that begin with `reward/`, sorted."""
     return sorted(key for key in batch.keys() if str(key).startswith("reward/"))
 
 
@@ -46,11 +47,15 @@ def calculate_baseline_and_std_per_prompt(
     leave_one_out_baseline: bool = True,
     std_rewards: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (baseline, std), both [B]: mean and unbiased std of the rewards of the samples with the same prompt.
+    """Return (baseline, std), both [B]: for each sample, the mean and the unbiased standard deviation of its group's
+    rewards. For a group with at most one valid sample return (the sample's own reward, 0).
 
-    prompts [B, L] (samples with equal rows form a group, adjacent or not), rewards and valid_mask [B]; samples with
-    valid_mask 0 are ignored. With leave_one_out_baseline the sample itself is excluded. The std is computed from
-    `std_rewards` if given. A prompt with at most one valid sample gives (own reward, 0).
+    Args:
+        prompts: [B, L]; samples with equal rows form a group, adjacent or not.
+        rewards: [B].
+        valid_mask: [B]; samples with 0 are ignored.
+        leave_one_out_baseline: whether a sample's own reward is excluded.
+        std_rewards: [B], the rewards from which std is computed; by default `rewards`.
     """
     result = ops.group_baseline(
         rewards,
@@ -67,14 +72,16 @@ def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
 
 
 def _on_tokens(advantages: Tensor, mask: Tensor, offsets: Tensor | None) -> Tensor:
-    """Repeat the values [B] on each token: [B, S], an expanded view, or [T]."""
+    """Repeat the values [B] for each token: return [B, S], an expanded view, or with `offsets` [T]."""
     if offsets is None:
         return advantages.unsqueeze(-1).expand(mask.shape)
     return advantages.repeat_interleave(offsets.diff())
 
 
 class _Estimator(AdvantageEstimator):
-    """The base class: takes sections, or mappings with their keys. Raises ConfigError for an unknown key."""
+    """The base class of the estimators below. It takes configuration sections, or mappings with their keys, and raises
+    ConfigError for an unknown key.
+    """
 
     section: type[AdvEstimatorConfig | GAEConfig] = AdvEstimatorConfig
 
@@ -93,13 +100,15 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return both log-probabilities if the reward has a KL penalty and both are given."""
+        """Return both log-probabilities if the reward has a KL penalty and both are given, otherwise (None, None)."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
 
 class GRPOAdvantageEstimator(_Estimator):
-    """reward - baseline of the group, divided by the group's std if normalize_rewards; the same on every token."""
+    """GRPO: the reward minus the group's baseline, divided by the group's standard deviation if normalize_rewards. All
+    tokens of a sample have the same advantage.
+    """
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
@@ -116,15 +125,16 @@ class GRPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also at masked positions. Samples with valid_mask 0 do not enter a baseline."""
+        """Return advantages; masked positions get them, too. Samples with valid_mask 0 do not count in a baseline."""
         return _on_tokens(self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask), mask, offsets)
 
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
-    """GRPO on each `reward/<name>` of the batch; their weighted sum is whitened over the samples (arXiv:2601.05242).
+    """GDPO (arXiv:2601.05242): GRPO on each reward component `reward/<name>`; the weighted sum is whitened over the
+    samples.
 
-    `reward_weights` has a weight for each component, in the order of their names. If it is None, `part_weights` gives
-    weights by name; a component without an entry weighs 1.
+    `reward_weights` has one weight per component, in the order of the sorted names. If it is None, `part_weights` maps
+    names to weights, and a component without an entry has weight 1.
     """
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
@@ -136,7 +146,9 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor], valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages. Weights follow the sorted component names. Raise ValueError for fewer than two."""
+        """Return advantages. Raise ValueError if the batch has fewer than two reward components, or if the number of
+        weights differs from the number of components.
+        """
         keys = get_gdpo_reward_component_keys(repeated_batch)
         if len(keys) < 2:
             raise ValueError(
@@ -157,21 +169,23 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (float64 [number of groups], the sums of `values` [B]; int64 [B], the group of each sample)."""
+    """Return (float64 [number of groups], each group's sum of `values` [B]; int64 [B], the group of each sample)."""
     _, group = torch.unique(groups, return_inverse=True)
     sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.to(torch.float64))
     return sums, group
 
 
 class OPOAdvantageEstimator(_Estimator):
-    """OPO (arXiv:2505.23585): reward - sum_i(length_i reward_i) / sum_i(length_i) over the group, the baseline of least
-    variance if all tokens have equally large gradients; the same on every token. Lengths count trained tokens."""
+    """OPO (arXiv:2505.23585): the reward minus the length-weighted mean reward of the group, sum_i(length_i reward_i) /
+    sum_i(length_i). This baseline minimises the variance if all tokens have equally large gradients. Lengths count
+    trained tokens; all tokens of a sample have the same advantage.
+    """
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also at masked positions. Samples with valid_mask 0 do not enter a baseline."""
+        """Return advantages; masked positions get them, too. Samples with valid_mask 0 do not count in a baseline."""
         groups, trained = _groups(prompt_ids, group_id), (mask != 0).to(torch.float64)
         lengths = (
             trained.sum(1)
@@ -188,14 +202,16 @@ class OPOAdvantageEstimator(_Estimator):
 
 
 class BestOfGroupAdvantageEstimator(_Estimator):
-    """verl's grpo_passk (arXiv:2503.19595): the best response of a group gets its reward minus the second best, over
-    the group's std if normalize_rewards; all others get 0. Of equally best responses the first counts, and gets 0."""
+    """verl's grpo_passk (arXiv:2503.19595): the best response of a group gets its reward minus the second-best reward,
+    divided by the group's standard deviation if normalize_rewards. All other responses get 0. If several responses
+    share the best reward, all get 0.
+    """
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also at masked positions. Samples with valid_mask 0 are not compared."""
+        """Return advantages; masked positions get them, too. Samples with valid_mask 0 are not compared."""
         groups, advantages = _groups(prompt_ids, group_id), torch.zeros_like(rewards)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         std = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).std
@@ -211,10 +227,10 @@ class BestOfGroupAdvantageEstimator(_Estimator):
 
 
 class PassAtKAdvantageEstimator(_Estimator):
-    """Pass@k training (arXiv:2508.10751): a response's mean advantage over all sets of `pass_k` responses of its group.
-    A set is rewarded if any of its members is right (reward above 0).
+    """Pass@k training (arXiv:2508.10751): the mean advantage of a response over all sets of `pass_k` responses of its
+    group. A set gets reward 1 if any of its responses is correct (reward above 0).
 
-    With N responses, W of them wrong, and p = 1 - C(W, k) / C(N, k), a right response gets (1 - p) / sd and a wrong
+    With N responses, W of them wrong, and p = 1 - C(W, k) / C(N, k), a correct response gets (1 - p) / sd and a wrong
     response (1 - p - C(W - 1, k - 1) / C(N - 1, k - 1)) / sd, where sd = sqrt(p (1 - p)).
     """
 
@@ -222,7 +238,7 @@ class PassAtKAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also at masked positions. Samples with valid_mask 0 are in no set."""
+        """Return advantages; masked positions get them, too. Samples with valid_mask 0 are in no set."""
         groups, is_right = _groups(prompt_ids, group_id), rewards > 0
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         totals, group = _sums_of_groups(groups, voting)
@@ -232,7 +248,7 @@ class PassAtKAdvantageEstimator(_Estimator):
         return _on_tokens(of_groups[group, (~is_right).long()], mask, offsets)
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
-        """Return the advantages of a right and of a wrong response."""
+        """Return (advantage of a correct response, advantage of a wrong response)."""
         k = min(self.config.pass_k, total)
         if k == 0:
             return 0.0, 0.0
@@ -245,14 +261,16 @@ class PassAtKAdvantageEstimator(_Estimator):
 
 
 class MaxRLAdvantageEstimator(_Estimator):
-    """Maximum-likelihood RL (arXiv:2602.02710): (reward - mean) / mean over the group, the gradient of the log of its
-    success rate for rewards of 0 and 1; 0 where the mean is not positive. The same on every token."""
+    """Maximum-likelihood RL (arXiv:2602.02710): (reward - mean) / mean over the group, or 0 if the mean is not
+    positive. For rewards of 0 and 1 the policy gradient is then that of log(success rate). All tokens of a sample have
+    the same advantage.
+    """
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also at masked positions. Samples with valid_mask 0 do not enter a mean."""
+        """Return advantages; masked positions get them, too. Samples with valid_mask 0 do not count in a mean."""
         groups = _groups(prompt_ids, group_id)
         mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
         advantages = torch.where(mean > 0, (rewards - mean) / (mean + 1e-6), 0.0)
@@ -260,30 +278,35 @@ class MaxRLAdvantageEstimator(_Estimator):
 
 
 class ReMaxAdvantageEstimator(_Estimator):
-    """ReMax (arXiv:2310.10505): reward minus the reward of the greedy answer to the same prompt, on every token."""
+    """ReMax (arXiv:2310.10505): the reward minus the reward of the greedy response to the same prompt. All tokens of a
+    sample have the same advantage.
+    """
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor],
         offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, also at masked positions. `repeated_batch` has `reward_baseline` [B]."""
+        """Return advantages; masked positions get them, too. `repeated_batch["reward_baseline"]` [B] holds the rewards
+        of the greedy responses.
+        """
         return _on_tokens(rewards - repeated_batch["reward_baseline"].to(rewards.dtype), mask, offsets)
 
 
 class OptimalTokenBaselineAdvantageEstimator(_Estimator):
-    """The baseline of least variance at each token (verl's optimal_token_baseline): for the t-th trained token of the
-    responses of a group
+    """The baseline that minimises the variance at each token (verl's optimal_token_baseline). The t-th trained token of
+    a response gets
 
         A = reward - sum_i(W_it reward_i) / sum_i W_it,   W_it = sum over s <= t of (1 - 2 p_is + sum_v p_v^2)
 
-    over the responses i that have a t-th trained token. W is the squared norm of the gradient of their log-probability
-    with respect to the logits. Where one response alone is so long its advantage is 0."""
+    where i runs over the group's responses that have a t-th trained token. W is the squared norm of the gradient of
+    their log-probability with respect to the logits. If only one response is that long, its advantage is 0.
+    """
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor, sum_pi_squared: Tensor,
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, 0 at masked positions. Samples with valid_mask 0 do not enter a baseline."""
+        """Return advantages, 0 at masked positions. Samples with valid_mask 0 do not count in a baseline."""
         groups = _groups(prompt_ids, group_id)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         energy = 1 - 2 * logprobs_policy.double().exp() + sum_pi_squared.double()
@@ -308,8 +331,9 @@ class OptimalTokenBaselineAdvantageEstimator(_Estimator):
 
 
 class ReinforcePlusPlusAdvantageEstimator(_Estimator):
-    """Reward minus the group's mean (if minus_baseline) and minus the token's KL penalty (if use_kl_in_reward),
-    whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""
+    """REINFORCE++ (arXiv:2501.03262): the reward, minus the group's mean if minus_baseline, and minus the token's KL
+    penalty if use_kl_in_reward. The result is whitened over all valid tokens of the batch and is 0 at masked positions.
+    """
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
@@ -333,7 +357,9 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
 
 
 class RawRewardAdvantageEstimator(_Estimator):
-    """The reward on every token, whitened over the valid tokens if normalize_advantages; computes no returns."""
+    """The reward itself as the advantage of every token, whitened over the valid tokens if normalize_advantages.
+    Returns are None.
+    """
 
     section = GAEConfig
 
@@ -349,7 +375,9 @@ class RawRewardAdvantageEstimator(_Estimator):
 
 
 class GeneralizedAdvantageEstimator(_Estimator):
-    """GAE (arXiv:1506.02438) with carry-forward masking, VAPO's decoupled and length-adaptive lambdas, and whitening."""
+    """GAE (arXiv:1506.02438), optionally whitened. Masked tokens carry the recursion forward unchanged. As in VAPO,
+    lambda may differ between policy and critic, and may depend on the length.
+    """
 
     section = GAEConfig
 
@@ -366,7 +394,7 @@ class GeneralizedAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (advantages, returns) per token; values[t] is V of the state before token t."""
+        """Return (advantages, returns) per token. `values[t]` is the critic's value of the state before token t."""
         logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
         policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
         value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
@@ -386,15 +414,18 @@ class GeneralizedAdvantageEstimator(_Estimator):
 
 
 class OPDAdvantageEstimator(_Estimator):
-    """On-policy distillation: the policy gradient of a divergence D between student p and teacher q, from the student's
-    sampled tokens; 0 at masked positions. With g = log q - log p of a token the advantage is
+    """On-policy distillation: the policy gradient of a divergence D between student p and teacher q, estimated from the
+    tokens that the student sampled. Masked positions get 0. With g = log q - log p of a token the advantage is
 
-        reverse KL: g        forward KL: min(e^g, max_teacher_ratio) - 1        Jensen-Shannon: (log(1 + e^g) - log 2) /
-            2
+        reverse KL      g
+        forward KL      min(e^g, max_teacher_ratio) - 1
+        Jensen-Shannon  (log(1 + e^g) - log 2) / 2
 
     and for `mixed` the weighted sum of the first two: E_p[advantage d(log p)] = -dD (subtracting a constant does not
-    change it). MOPD (arXiv:2601.02780) is the reverse KL, plus `outcome_advantage_weight` times the group advantage of
-    the rewards. TROPD: q becomes alpha q + (1 - alpha) p, so the reverse KL's advantage is at least log(1 - alpha)."""
+    change it). MOPD (arXiv:2601.02780) is the reverse KL plus `outcome_advantage_weight` times the group advantage of
+    the rewards. TROPD replaces q with alpha q + (1 - alpha) p, so the reverse KL's advantage is at least log(1 -
+    alpha).
+    """
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         super().__init__(estimator_config, loss_config)
@@ -422,7 +453,9 @@ class OPDAdvantageEstimator(_Estimator):
         prev_logprobs: Tensor | None = None, valid_mask: Tensor | None = None, group_id: Tensor | None = None,
         offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages; 0 for a token that the student's top-k or top-p removes (log-probability -inf)."""
+        """Return advantages; a token that the student's top-k or top-p filter removes (log-probability -inf) gets 0.
+        Raise ValueError if either kind of log-probabilities is missing.
+        """
         if teacher_logprobs is None or prev_logprobs is None:
             missing = "teacher_logprobs" if teacher_logprobs is None else "prev_logprobs"
             raise ValueError(f"opd needs {missing} [B, S]; got None")
@@ -447,7 +480,7 @@ class OPDAdvantageEstimator(_Estimator):
 def make_estimator(
     algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
 ) -> AdvantageEstimator:
-    """Return the estimator of `<algorithm>.adv_estimator`. Raise ValueError for an unknown name."""
+    """Return the estimator that `<algorithm>.adv_estimator` selects. Raise ValueError for an unknown name."""
     name = settings.name
     if isinstance(name, PythonObjectRef):
         return OwnEstimator(name.component, algorithm, settings, loss)
@@ -462,10 +495,11 @@ def register_estimator(
     keys: type[Section] | None = None,
     algorithm: str = "grpo",
 ) -> None:
-    """Register your estimator, so that configurations can select it with `<algorithm>.adv_estimator.name`.
+    """Register a custom estimator, so that configurations can select it with `<algorithm>.adv_estimator.name`.
 
-    The fields of `keys` are added to the section `adv_estimator`, unless it has them. Raise ValueError if the name is
-    taken."""
+    The fields of `keys` become keys of the section `adv_estimator`, unless it already has them. Raise ValueError if the
+    name is taken.
+    """
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
     ADVANTAGE_ESTIMATORS.add(
         name, EstimatorEntry(cls, algorithm), section, keys.model_fields if keys is not None else {}
@@ -476,12 +510,16 @@ def register_estimator(
 
 
 def _takes_ragged(estimator: AdvantageEstimator) -> bool:
-    """Return whether compute_advantage has a parameter `offsets`: per-token inputs are then [T], without padding."""
+    """Return whether compute_advantage has a parameter `offsets`. If so, per-token inputs are passed as [T], without
+    padding.
+    """
     return "offsets" in inspect.signature(estimator.compute_advantage).parameters
 
 
 def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the inputs that all estimators take, and `of_tokens`, each [T] or None. Pad them unless `ragged`."""
+    """Return the arguments that all estimators take, together with the per-token tensors `of_tokens` (each [T] or
+    None). Per-token tensors are padded to [B, S] unless `ragged`.
+    """
     of_tokens["mask"] = batch.valid_mask
     if ragged:
         return {**of_tokens, "prompt_ids": batch.input_ids, "rewards": batch.rewards, "offsets": batch.offsets}
@@ -490,11 +528,11 @@ def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict
 
 
 class GroupAdvantages:
-    """GRPO's stage: each sample is compared with the others of its group. Groups are given by `group_id`: two equal
-    prompts of a batch are two groups.
+    """GRPO's stage of a step, which compares each sample with the others of its group. `group_id` defines the groups,
+    so two equal prompts of a batch are two groups.
 
-    With `masked_reward_policy` exclude, samples that receive no gradient are ignored in their group's statistics. The
-    advantages are clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
+    If `masked_reward_policy` is exclude, samples that receive no gradient do not count in their group's statistics.
+    Advantages are clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
     """
 
     def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig | DistillationConfig) -> None:
@@ -508,7 +546,7 @@ class GroupAdvantages:
 
     @staticmethod
     def _of_some_runs(batch: TrainBatch) -> dict[str, Tensor]:
-        """Return the inputs that a stage added for one estimator alone."""
+        """Return the inputs of particular estimators, as far as earlier stages have added them to the batch."""
         found = {"sum_pi_squared": batch.sum_pi_squared} if "sum_pi_squared" in batch else {}
         if "teacher_logprobs" in batch:
             found |= {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}
@@ -531,7 +569,9 @@ class GroupAdvantages:
 
 
 class TokenAdvantages:
-    """PPO's stage: advantages from the critic's values, or the raw rewards; with a critic also its target returns."""
+    """PPO's stage of a step. It computes advantages from the critic's values, or from the raw rewards; with a critic it
+    also computes the returns, the critic's targets.
+    """
 
     def __init__(self, estimator: AdvantageEstimator) -> None:
         self.estimator, self._ragged = estimator, _takes_ragged(estimator)

@@ -1,5 +1,6 @@
-"""How GRPO (with DAPO and ProRLv2), distillation, supervised fine-tuning and PPO differ. `algorithms/loop.py` is
-shared."""
+"""The differences between GRPO (with DAPO and ProRLv2), distillation, supervised fine-tuning and PPO. They share
+`algorithms/loop.py`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,14 +33,14 @@ class Advantages(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What distinguishes an algorithm, apart from its configuration sections.
+    """The properties of an algorithm that its configuration sections do not describe.
 
     Attributes:
-        make_advantages: makes the stage `Advantages` of a configuration.
+        make_advantages: makes the stage `Advantages` for a configuration.
         is_trained: returns whether the policy is trained on a message of a conversation.
         needs_tokens: whether a step without any token to train on ends the run. PPO would otherwise continue and shrink
-            both
-            models by weight decay; a step of GRPO is a single update, and the report shows that nothing was learned."""
+            both models by weight decay. A GRPO step is a single update, and the report shows that nothing was learned.
+    """
 
     make_advantages: Callable[[TrainMasterConfig], Advantages]
     is_trained: Callable[[Message], bool]
@@ -47,7 +48,7 @@ class Algorithm:
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
-    """Return the stage for `grpo.adv_estimator.name`. Raise ValueError if GRPO has no such estimator."""
+    """Return the stage that `grpo.adv_estimator.name` selects. Raise ValueError if GRPO has no such estimator."""
     estimator = make_estimator("grpo", config.grpo.adv_estimator, config.loss_fn)
     if isinstance(estimator, GDPOAdvantageEstimator):
         estimator.part_weights = _part_weights(config)
@@ -55,8 +56,10 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 
 
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
-    """Return the weights of the reward functions whose rewards are gdpo's components, by name. Return {} if no training
-    data set uses them, or if they have no weights. Raise ValueError if the estimator has weights, too."""
+    """Return the weights of the reward functions by name, if their rewards are gdpo's components. Return {} if no
+    training data set uses reward functions, or if they have no weights. Raise ValueError if
+    `grpo.adv_estimator.reward_weights` is set, too.
+    """
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
         return {}
@@ -70,7 +73,9 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
 
 
 def distillation_advantages(config: DistillationMasterConfig) -> Advantages:
-    """Return the stage for `distillation.adv_estimator.name`; advantages of 1 if whole distributions are compared."""
+    """Return the stage that `distillation.adv_estimator.name` selects. If the loss compares distributions over several
+    tokens, return the stage whose advantages are all 1.
+    """
     if config.candidates is not None:
         return EqualAdvantages(keeps_logprobs=True)
     return GroupAdvantages(
@@ -79,7 +84,7 @@ def distillation_advantages(config: DistillationMasterConfig) -> Advantages:
 
 
 def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
-    """Return the stage for `ppo.adv_estimator.name`. Raise ValueError if PPO has no such estimator."""
+    """Return the stage that `ppo.adv_estimator.name` selects. Raise ValueError if PPO has no such estimator."""
     return TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn))
 
 
@@ -89,4 +94,4 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": Algorithm(lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True),
     "ppo": Algorithm(ppo_advantages, is_trained=spoken_by_assistant, needs_tokens=True),
 }
-"""The algorithms by the name of their configuration section."""
+"""Maps the name of a configuration section to its algorithm."""

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in the shared loop: the stand-ins for engine, rollouts, advantages and validation."""
+"""Supervised fine-tuning in the shared loop: placeholders for engine, rollouts and advantages, and its validation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nemo_rl_cpp.rollouts.batches import DatumBatch, TrainBatch, build_train_bat
 
 
 class NoEngine:
-    """Stands in for the engine in a run that generates nothing."""
+    """A placeholder for the engine in a run that generates nothing."""
 
     owns_process = False
 
@@ -33,7 +33,7 @@ class NoEngine:
 
 
 class NoRefit:
-    """Stands in for the weight sync: there is no engine that needs the weights."""
+    """A placeholder for the weight sync in a run without an engine."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
         return {}
@@ -46,7 +46,7 @@ class NoRefit:
 
 
 def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
-    """Return the rows as finished rollouts: their conversations hold the answers, and nothing scores them."""
+    """Return the rows as finished rollouts with reward 0: their conversations already hold the answers to train on."""
     rows["total_reward"] = torch.zeros(rows.size)
     rows["truncated"] = torch.zeros(rows.size, dtype=torch.bool)
     return rows, {}
@@ -54,7 +54,11 @@ def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
 
 @dataclass
 class EqualAdvantages:
-    """Gives every token of an answer an advantage of 1. keeps_logprobs: the answers were generated."""
+    """A stage that gives every token the advantage 1.
+
+    Attributes:
+        keeps_logprobs: whether the policy generated the responses, so that their log-probabilities are kept.
+    """
 
     keeps_logprobs: bool = False
 
@@ -65,7 +69,7 @@ class EqualAdvantages:
         return {}
 
     def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` of 1. Remove `generation_logprobs` if nothing was generated."""
+        """Add `advantages` of 1. Remove `generation_logprobs` unless `keeps_logprobs`."""
         batch.advantages = torch.ones(batch.num_tokens)
         if not self.keeps_logprobs:
             batch.tokens.pop("generation_logprobs", None)
@@ -73,7 +77,7 @@ class EqualAdvantages:
 
 @dataclass(kw_only=True)
 class AnswerValidator(Validator):
-    """Validates by the loss on held-out answers.
+    """A validator that computes the loss on held-out answers.
 
     Attributes:
         model: the policy.
@@ -90,8 +94,9 @@ class AnswerValidator(Validator):
         return ["val_loss", "num_samples", "num_tokens"]
 
     def run(self, step: int) -> ValidationResult:
-        """Return `val_loss`, the mean over the tokens of all batches, with their `num_samples` and `num_tokens`. An
-        incomplete last batch is ignored unless it is the only batch."""
+        """Return `val_loss`, the mean over the tokens of all batches, with `num_samples` and `num_tokens`. A last batch
+        that is not full is ignored, unless it is the only one. Raise ValueError if no answer has a token.
+        """
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
         for number, rows in enumerate(self.loader):

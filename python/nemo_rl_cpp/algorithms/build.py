@@ -1,7 +1,7 @@
-"""The parts of a training run (`TrainingRun`), and how a configuration is turned into a run (`build_run`).
+"""The parts of a training run (`TrainingRun`), and their construction from a configuration (`build_run`).
 
-The order matters twice: environments start their worker processes before this process starts computing on several
-threads, and the checkpoint to resume from is chosen before the model is loaded.
+The order of construction matters in two places. Environments start their worker processes before this process computes
+on several threads. The checkpoint to resume from is chosen before the model is loaded.
 """
 
 from __future__ import annotations
@@ -77,24 +77,24 @@ from nemo_rl_cpp.user_code import serve
 
 @dataclass
 class TrainingRun:
-    """The parts of a training run. Each mode is a different part; the loop stays the same.
+    """The parts of a training run. Modes (such as asynchronous rollouts) are different parts in the same loop.
 
     Attributes:
-        config: the validated configuration; `config.loop` is its section `grpo` or `ppo`.
+        config: the validated configuration; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`.
         state: the counters from which a resumed run continues.
-        critic: computes values for the advantages and is trained (`Critic`, or `NoCritic`).
-        teachers: score the sampled tokens (`Teachers`, or `NoTeacher`).
-        collector: makes the rollouts of a step, in that step or while earlier steps train.
-        environments: score the responses, for training and for validation.
-        stop: reports between steps whether the user wants to end the run.
-        before_training: hooks before the first step.
-        after_step: hooks after each step, in call order (`algorithms/hooks.py`).
-        validation: None if there is no validation data.
-        log: writes the metrics of steps, and holds them.
+        critic: computes values for the advantages and is trained (`Critic`), or does nothing (`NoCritic`).
+        teachers: score the sampled tokens (`Teachers`), or do nothing (`NoTeacher`).
+        collector: makes the rollouts of a step, during that step or while earlier steps train.
+        environments: score the responses, in training and in validation.
+        stop: reports between steps whether the user asked to end the run.
+        before_training: hooks called before the first step.
+        after_step: hooks called after each step, in call order (`algorithms/hooks.py`).
+        validation: None without validation data.
+        log: writes the metrics of steps, and keeps them.
         report: writes report.html; None: no report is written.
-        resources: what `close` releases: processes, folder locks, the engine.
+        resources: processes, folder locks and the engine, which `close` releases.
         cluster: the workers of policy, critic and engine.
-        engine_cluster: the workers of engines that hold a separate copy of the weights; None if there are none.
+        engine_cluster: the workers of engines that hold a separate copy of the weights; None without such engines.
     """
 
     config: TrainMasterConfig
@@ -135,24 +135,25 @@ class TrainingRun:
 
     @property
     def history(self) -> list[Metrics]:
-        """One dictionary per step of this process: `step`, its metrics, `seconds` and rates."""
+        """One dictionary per step that this process ran: `step`, its metrics, `seconds` and rates."""
         return self.log.history
 
     @property
     def validations(self) -> list[Metrics]:
-        """One dictionary per validation of this process: `step` and its metrics."""
+        """One dictionary per validation that this process ran: `step` and its metrics."""
         return self.log.validations
 
     @property
     def log_dir(self) -> Path:
-        """The folder of this run's logs."""
+        """The folder of the run's logs."""
         return Path(self.log.logger.log_dir)
 
     def train(self) -> None:
-        """Train until the configuration or the user ends the run; then complete the report, the logs and a summary.
+        """Train until the configuration or the user ends the run; then finish the report and the logs, and print a
+        summary.
 
-        An exception is recorded in the report and raised. An exception from user code (a reward function, an
-        environment, a loss) names its function, file and line (`errors.in_user_code`).
+        An exception is recorded in the report and raised again. If it comes from user code (a reward function, an
+        environment, a loss), the exception names the function, file and line (`errors.in_user_code`).
         """
         began, first = time.monotonic(), self.state.step
         status, message, published = "failed", "", {}
@@ -190,8 +191,9 @@ class TrainingRun:
             self.terminal.progress.finish(rows, title=f"{self.config.title}: {ended}")
 
     def _status(self) -> str:
-        """Return how a run that has not failed ended. A run that was interrupted, or ended by
-        `checkpoint_must_save_by`, is expected to be resumed, so it is not uploaded."""
+        """Return how a run that has not failed ended: "interrupted", "stopped in time" (by `checkpoint_must_save_by`)
+        or "finished". Only a finished run is uploaded, because the others are expected to be resumed.
+        """
         if self.stop.requested:
             return "interrupted"
         return "stopped in time" if self.state.stop_reason == OUT_OF_TIME else "finished"
@@ -204,12 +206,14 @@ class TrainingRun:
 
     def evaluate(self, config: EvalMasterConfig) -> EvalResult:
         """Evaluate the current weights with the data, environment, sampling and metric of `config` (see
-        `load_eval_config`). Model, tokenizer and maximum sequence length are this run's. Raise ConfigError."""
+        `load_eval_config`). Model, tokenizer and maximum sequence length are those of this run. Raise ConfigError if
+        the configuration has mistakes.
+        """
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
     def card_facts(self) -> CardFacts:
-        """Return the facts of the model card for the current weights."""
+        """Return the facts for the model card of the current weights."""
         step, last = self.state.step, self.validations[-1] if self.validations else None
         return facts_of_step(
             self.card, step, self.history[-1] if self.history else {}, last if last and last["step"] == step else None
@@ -235,18 +239,20 @@ def build_run(
     policy_factory: Callable[..., PolicyInterface] | None = None,
     callbacks: Callbacks | None = None,
 ) -> TrainingRun:
-    """Build everything that a configuration describes, ready to `train`: data, environments, policy, critic, engine,
-    logs.
+    """Build all parts of a run from a configuration: data, environments, policy, critic, engine and logs.
 
-    Validate the configuration as if it came from a file, lock checkpointing.checkpoint_dir until the run ends, and
-    resume from the newest complete checkpoint there, as checkpointing.resume allows.
+    Validate the configuration as if it came from a file, lock checkpointing.checkpoint_dir until the run is closed, and
+    resume from the newest complete checkpoint in that folder, if checkpointing.resume allows it.
 
     Args:
-        data: returns data sets and environments for (configuration, tokenizer); by default those of the configuration.
-        policy_factory: makes the policy instead of `Policy` or `DistributedPolicy`, with the same arguments.
+        data: a function (configuration, tokenizer) -> `RunData`; by default data sets and environments are built from
+            the configuration.
+        policy_factory: called in place of `Policy` or `DistributedPolicy`, with the same arguments.
+        callbacks: called after steps, validations and checkpoints and at the end.
 
-    Raises ConfigError, ResumeError (the checkpoint belongs to a different run) or FolderError (a different run holds
-    the folder), all ValueErrors, before a model is loaded."""
+    Raise ConfigError, ResumeError (the checkpoint belongs to a different run) or FolderError (a different run has
+    locked the folder), all ValueErrors, before a model is loaded.
+    """
     config = checked(config, master_of(config))
     loop, algorithm = config.loop, ALGORITHMS[config.algorithm]
     set_seed(loop.seed)
@@ -306,10 +312,10 @@ def build_run(
 
 
 def connect_hooks(run: TrainingRun) -> None:
-    """List the hooks that follow each step.
+    """Set the hooks that the run calls before training and after each step.
 
-    The order keeps a killed run consistent: metrics are on disk before their checkpoint appears, and a resumed run
-    removes whatever was logged after its checkpoint. Times are logged last, because saving takes time.
+    The order of the hooks keeps a killed run consistent: metrics are on disk before their checkpoint appears, and a
+    resumed run removes what was logged after its checkpoint. Times are logged last, because saving takes time.
     """
     config, log, terminal, validation = run.config, run.log, run.terminal, run.validation
     ending = Ending(

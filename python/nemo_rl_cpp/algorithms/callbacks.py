@@ -1,4 +1,6 @@
-"""Callbacks: user code called after steps, validations and checkpoints and at the end of a run; it may stop the run."""
+"""Callbacks: user code that is called after steps, validations and checkpoints and at the end of a run. It may stop the
+run.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,14 @@ class RunEvent:
 
     Attributes:
         step: the number of finished steps.
-        max_steps: the number of steps of a whole run.
-        metrics: of the step (`reward`, `loss`, `rewards/<function>`, ...); in `on_validation` of the validation.
-        checkpoint: the folder that was just written, in `on_checkpoint`; otherwise None.
+        max_steps: `max_num_steps`, the largest number of steps of the whole run.
+        metrics: the metrics of the step (`reward`, `loss`, `rewards/<function>`, ...); in `on_validation` those of the
+            validation.
+        run: the whole run, with `history`, `policy`, `config` and `log_dir`.
+        checkpoint: in `on_checkpoint` the folder that was just written; otherwise None.
         status: in `on_end` how the run ended: "finished", "stopped in time" (by checkpointing.checkpoint_must_save_by),
             "interrupted" or "failed"; otherwise "".
-        run: the whole run, with `history`, `policy`, `config` and `log_dir`."""
+    """
 
     step: int
     max_steps: int
@@ -42,8 +46,9 @@ class RunEvent:
     status: str = ""
 
     def stop(self, reason: str = "a callback") -> None:
-        """End the run after this step, with a last validation and checkpoint; `reason` appears in the summary. If
-        called in `on_checkpoint`, that checkpoint is the last, and no validation follows."""
+        """End the run after this step, with a last validation and checkpoint. `reason` appears in the summary. If
+        called in `on_checkpoint`, that checkpoint is the last one, and no validation follows.
+        """
         self.run.state.stop(reason)
 
 
@@ -57,16 +62,16 @@ class Callback:
     """
 
     def on_step(self, event: RunEvent) -> None:
-        """Called after each step, when its metrics are logged and before its validation and checkpoint."""
+        """Called after each step: its metrics are already logged, its validation and checkpoint follow."""
 
     def on_validation(self, event: RunEvent) -> None:
-        """Called after each validation, also the one before the first step."""
+        """Called after each validation, including one before the first step."""
 
     def on_checkpoint(self, event: RunEvent) -> None:
-        """Called when `event.checkpoint` is complete and the step's validation, if any, is over."""
+        """Called when `event.checkpoint` is completely written and the step's validation, if any, is over."""
 
     def on_end(self, event: RunEvent) -> None:
-        """Called once at the end of the run, unless a second Ctrl-C aborts it."""
+        """Called once when the run ends, unless a second Ctrl-C aborts the run."""
 
 
 class Callbacks:
@@ -89,8 +94,9 @@ class Callbacks:
             self._call("on_checkpoint", self._last_metrics(), result.checkpoint)
 
     def end(self, status: str) -> None:
-        """Call `on_end` of every callback, even if some raise. Raise the first error and print the others. After a
-        failure print all errors, because the caller raises the failure."""
+        """Call `on_end` of every callback, even if some raise. Raise the first error and print the others. If `status`
+        is "failed", print all errors, because the caller raises the run's failure.
+        """
         event, first = self._event(self._last_metrics(), status=status), None
         for callback in self._callbacks:
             try:
@@ -126,7 +132,7 @@ def _tell(callback: Callback, method: str, event: RunEvent) -> None:
 
 
 def checked_callbacks(given: object) -> Callbacks:
-    """Return one or several callbacks as `Callbacks`. Raise ValueError for anything else."""
+    """Return `Callbacks` from None, one callback, or several. Raise ValueError for anything else."""
     several = [] if given is None else [given] if _methods(given) else given
     if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
         raise ValueError(

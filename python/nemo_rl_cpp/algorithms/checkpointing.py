@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds, when it is written, and how a run resumes from it.
+"""Checkpoints of a training run: their content, when they are written, and how a run resumes from them.
 
     step_N/
       policy/weights/           Hugging Face folder with the tokenizer and a model card
@@ -6,11 +6,11 @@
       value/...                 the same for PPO's critic
       train_dataloader.json     position in the data
       trainer_state/sampler.*   prompt groups kept for the next step: JSON and safetensors, nothing that runs code
-      trainer_state/ready_batches.*  rollouts that were made ahead for later steps (`algorithms/collector.py`)
-      training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
+      trainer_state/ready_batches.*  rollouts generated ahead for later steps (`algorithms/collector.py`)
+      training_info.json        TrainState: steps, epochs, the draw counter that seeds all random numbers
 
 No other part of this package has state: every random number is a function of the seed and of what is saved here. User
-code (`data.custom_dataloader`, rewards, callbacks) must not keep state that a resumed run would lack.
+code (`data.custom_dataloader`, rewards, callbacks) must not keep state, because a resumed run would lack it.
 
 The module also writes the model card and uploads checkpoints to the Hub.
 """
@@ -68,17 +68,19 @@ READY_BATCHES = Path("trainer_state") / "ready_batches"
 
 
 class NotSavedError(FolderError):
-    """Raised if the last checkpoint of a run could not be written because the disk is full."""
+    """Raised if the last checkpoint of a run cannot be written because the disk is full."""
 
 
 class Resume(NamedTuple):
-    """The point where a run resumes: the newest complete checkpoint, or nothing for a new run."""
+    """The point from which a run resumes: the newest complete checkpoint, or no checkpoint for a new run."""
 
     path: Path | None
     state: TrainState
 
     def model_paths(self, component: str) -> tuple[Path | None, Path | None]:
-        """Return (weights folder, optimizer folder) of `policy` or `value`; None for a missing folder."""
+        """Return (weights folder, optimizer folder) of the model `component`, `policy` or `value`; None for a missing
+        folder.
+        """
         return CheckpointManager.get_resume_paths(self.path, model_component=component)
 
     def load_data_position(self, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> None:
@@ -86,8 +88,9 @@ class Resume(NamedTuple):
             load_dataloader_state(loader, self.path)
 
     def load_sampler(self, sampler: GroupSampler) -> None:
-        """Load the prompt groups that the last step kept for the next step. If the sampler now keeps none or makes
-        groups of a different size, drop them and print a note."""
+        """Load the prompt groups that the checkpoint kept for the next step. If the sampler no longer keeps groups, or
+        now makes groups of a different size, drop them and print a note.
+        """
         if self.path is None or (kept := _kept_groups(self.path)) is None:
             return
         if kept["cache"] is not None and not sampler.takes(kept["cache"]):
@@ -98,7 +101,7 @@ class Resume(NamedTuple):
             sampler.load_state_dict(kept)
 
     def load_ready_batches(self, collection: RolloutCollector) -> None:
-        """Load the rollouts that were made ahead for later steps."""
+        """Load the rollouts that were generated ahead for later steps."""
         if self.path is not None and (self.path / READY_BATCHES).with_suffix(".json").is_file():
             collection.load_state_dict(read_state(self.path / READY_BATCHES))
 
@@ -120,10 +123,11 @@ def _kept_groups(checkpoint: Path) -> SamplerState | None:
 
 
 def find_resume(checkpoints: CheckpointManager | None) -> Resume:
-    """Return the newest complete checkpoint of `checkpointing.checkpoint_dir`, every file verified, or a fresh state.
+    """Return the newest complete checkpoint of `checkpointing.checkpoint_dir`, with every file verified, or a fresh
+    state if there is no checkpoint.
 
-    Raise ResumeError (a ValueError) if `checkpointing.resume` forbids what is found, or if there are checkpoints but
-    none is complete: a new run could overwrite files that can still be recovered.
+    Raise ResumeError (a ValueError) if `checkpointing.resume` does not allow the result. Raise it also if there are
+    checkpoints but none is complete, since a new run could overwrite files that can still be recovered.
     """
     path = checkpoints.get_latest_checkpoint_path() if checkpoints is not None and checkpoints.enabled else None
     if checkpoints is not None and checkpoints.enabled:
@@ -138,10 +142,10 @@ def find_resume(checkpoints: CheckpointManager | None) -> Resume:
 
 @dataclass
 class Saver:
-    """Saves a checkpoint after a step, if due, with everything that the run needs to continue.
+    """Writes a checkpoint after a step, if one is due, with everything that the run needs to resume.
 
     Attributes:
-        card: facts of the model card that hold for the whole run.
+        card: the facts of the model card that stay constant during the run.
     """
 
     manager: CheckpointManager
@@ -162,11 +166,11 @@ class Saver:
         return {"policy": self.policy} | self.critic.models
 
     def after_step(self, result: StepResult) -> None:
-        """Save if `CheckpointManager.save_reason` says that a checkpoint is due, or if an earlier save found the disk
-        full and there is space again.
+        """Save a checkpoint if `CheckpointManager.save_reason` gives a reason, or if an earlier save failed on a full
+        disk that has space again.
 
-        If the disk is full, warn once and continue; at the end of the run raise NotSavedError. Never save weights that
-        are not finite: raise NonFiniteError, which names the first bad parameter.
+        If the disk is full, warn once and continue; at the end of the run raise NotSavedError instead. Weights that are
+        not finite are never saved: raise NonFiniteError, which names the first bad parameters.
         """
         self.check_metric_name(result)
         manager, state = self.manager, result.state
@@ -196,8 +200,9 @@ class Saver:
         result.checkpoint = saved
 
     def _save(self, result: StepResult) -> Path:
-        """Write the checkpoint and return its folder. The logs are synced first: no checkpoint is newer than its
-        logs."""
+        """Write the checkpoint and return its folder. Flush the logs first, so that no checkpoint is newer than its
+        logs.
+        """
         manager, state, collector = self.manager, result.state, self.collector
         metric = self._metric_of(result)
         self.logger.flush()
@@ -218,8 +223,9 @@ class Saver:
         return Path(folder).with_name(f"step_{state.step}")
 
     def check_metric_name(self, result: StepResult) -> None:
-        """Raise ValueError if no metric is named `checkpointing.metric_name`. Check after the first step and the first
-        validation, so that the error comes before the first save. Do nothing once the metric was seen."""
+        """Raise ValueError if no metric is named `checkpointing.metric_name`. Check after the first step and after the
+        first validation, so that the error comes before the first save. Do nothing once the metric was found.
+        """
         manager, validation = self.manager, result.validation
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:
@@ -241,8 +247,9 @@ class Saver:
         manager.metric_seen = True
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
-        """Return the metric that ranks a checkpoint. Return {} if this step has no validation or lacks a metric that
-        was seen before, and print a warning once per run (none if the run was interrupted)."""
+        """Return {name: value} of the metric that ranks a checkpoint. If this step has no validation, or lacks a metric
+        that earlier steps had, return {} and warn once per run (not if the run was interrupted).
+        """
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
         validation = result.validation.metrics if result.validation else None
@@ -291,7 +298,9 @@ class Saver:
         return sum(model.checkpoint_bytes(self.manager.save_optimizer) for model in self.models.values())
 
     def _check_weights(self, state: TrainState) -> None:
-        """Raise NonFiniteError, naming the first parameter that is not finite, if any trained model has one."""
+        """Raise NonFiniteError, which names the first bad parameters, if a trained model has parameters that are not
+        finite.
+        """
         for name, model in self.models.items():
             if bad := model.non_finite_parameters():
                 raise NonFiniteError(
@@ -321,7 +330,7 @@ def facts_of_run(
 
 
 def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metrics | None) -> CardFacts:
-    """Return the facts of the model card after a step, including its metrics and those of its validation."""
+    """Return the facts of the model card after a step, with the step's metrics and those of its validation, if any."""
     results = {"reward, last step": metrics["reward"]} if metrics else {}
     if validation is not None:
         word, value = headline(validation)
@@ -330,10 +339,12 @@ def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metr
 
 
 def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
-    """Return the names of the environments; for reward functions, the functions' names with their weights."""
+    """Return the names of the environments. For the environment of reward functions, return their names with weights
+    instead.
+    """
     found: list[str] = []
     used = environments_of_training(config.data)
-    # with other environments the section may belong to a different task
+    # if other environments are used, too, the section may belong to a different task
     section = config.env.get("reward_functions") if used == {"reward_functions"} else None
     for task, environment in environments.items():
         described = getattr(getattr(environment, "_instance", environment), "described", None)
@@ -347,8 +358,9 @@ def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environme
 
 
 def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:
-    """Upload a checkpoint if `checkpointing.push_to_hub` names a repository, and return the row for the summary. A
-    failed upload is reported in that row and raises nothing."""
+    """Upload a checkpoint if `checkpointing.push_to_hub` names a repository, and return a row for the summary table. A
+    failed or interrupted upload is reported in that row and raises nothing.
+    """
     repository, private = config.push_to_hub, config.hub_private
     if repository is None or checkpoint is None:
         return {}
@@ -368,8 +380,9 @@ def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, s
 def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) -> Resume:
     """Lock the checkpoint folder and return where to resume. The caller unlocks it (`CheckpointManager.shutdown`).
 
-    Print the first lines of a resumed run: the checkpoint, its time, each changed key. Raise ResumeError (a ValueError)
-    if `checks/resumed.py` finds a different run, and FolderError if a different run holds the folder.
+    If the run resumes, print the checkpoint, its time and each changed key. Raise ResumeError (a ValueError) if the
+    checkpoint belongs to a different run (`checks/resumed.py`), and FolderError if a different run has locked the
+    folder.
     """
     checkpoints.claim()
     resume = find_resume(checkpoints)
@@ -379,7 +392,9 @@ def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) 
 
 
 def announce(resume: Resume, config: TrainMasterConfig) -> None:
-    """Print which checkpoint is resumed and which keys changed. Raise ResumeError if it belongs to a different run."""
+    """Print from which checkpoint the run resumes and which keys changed. Raise ResumeError if it belongs to a
+    different run.
+    """
     saved = resumed.read_saved(resume.path)
     if refused := list(resumed.refusals(saved, config)):
         raise ResumeError(resumed.refusal_text(saved, refused))
@@ -391,7 +406,9 @@ def announce(resume: Resume, config: TrainMasterConfig) -> None:
 
 
 def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
-    """Return how to continue a run that the configuration considers finished; None if it is not finished."""
+    """Return advice on how to continue if the checkpoint has already reached the configured steps or epochs; otherwise
+    None.
+    """
     section, loop = config.algorithm, config.loop
     for key, done, limit in (
         ("max_num_steps", state.total_steps, loop.max_num_steps),

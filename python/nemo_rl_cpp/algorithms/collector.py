@@ -1,11 +1,12 @@
-"""How the rollouts of a step are made: in the step itself, or while earlier steps train.
+"""Collection of a step's rollouts: during the step itself, or while earlier steps train.
 
 Both collectors return batches in the same order. The content of a batch does not depend on timing:
 
-    SyncCollector   batch k is generated in step k, under version k of the weights
-    AsyncCollector  batch k is generated under version max(0, k - A) while steps before k train (A:
-        `max_trajectory_age_steps`). With weights in flight, a batch k >= A changes to version k - A + 1 in the middle of
-        its responses, after a number of tokens that the configuration fixes"""
+    SyncCollector   batch k is generated during step k, with version k of the weights.
+    AsyncCollector  batch k is generated with version max(0, k - A), while steps before k train. A is
+                    `max_trajectory_age_steps`. With in-flight weight updates, a batch k >= A switches to version
+                    k - A + 1 in the middle of its responses, after a number of tokens that the configuration fixes.
+"""
 
 import copy
 from abc import ABC, abstractmethod
@@ -32,7 +33,7 @@ from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
 _SAVED = ("rollout_metrics", "sampler_metrics", "finished_epochs", "weight_version")
 CollectedState = dict[str, object]
-"""`Collected` in a checkpoint: its fields without times; `samples` as a dictionary."""
+"""`Collected` in a checkpoint: its fields without `metrics` and `seconds`, with `samples` as a dictionary."""
 
 
 @dataclass
@@ -40,12 +41,12 @@ class Collected:
     """The rollouts of one step, and statistics of their collection.
 
     Attributes:
-        rollout_metrics: of engine and environments; includes rollouts that were filtered out.
-        sampler_metrics: of dynamic sampling.
-        finished_epochs: epochs of the data that ended while the prompts were drawn.
+        rollout_metrics: metrics of engine and environments, over all rollouts, including those that were filtered out.
+        sampler_metrics: metrics of dynamic sampling.
+        finished_epochs: how many epochs of the data ended while the prompts were drawn.
         weight_version: the version of the weights that generated the rollouts.
-        metrics: of the weight sync, and of the wait for asynchronous rollouts.
-        seconds: durations of the stages that were measured outside the step.
+        metrics: metrics of the weight sync, and of the wait for asynchronous rollouts.
+        seconds: durations of the stages that ran outside the step.
     """
 
     samples: Rollouts
@@ -66,16 +67,16 @@ class Collected:
 
 @dataclass
 class RolloutCollector(ABC):
-    """Makes the rollouts of a step.
+    """The base class of collectors, which generate and score the rollouts of a step.
 
     Attributes:
         refit: copies the policy's weights to the engine.
         prompts: yields the next prompts, each repeated G times.
         roll_out: generates responses to prompts and has the environments score them (`run_multi_turn_rollout`).
-        sampler: collects rollouts until there are enough to train on.
+        sampler: gathers rollouts until there are enough for a step.
         shape_rewards: scales and shapes the rewards of a round.
         change_rewards: changes `total_reward` of finished rollouts and returns metrics (`grpo.length_penalty`).
-        failures_left: how many more failed rounds of generation or scoring are retried in this run.
+        failures_left: how many failed rounds of generation or scoring may still be repeated in this run.
     """
 
     generation: GenerationInterface
@@ -93,21 +94,23 @@ class RolloutCollector(ABC):
 
     @abstractmethod
     def collect(self, timer: Timer) -> Collected:
-        """Return the rollouts of the next step. Afterwards the engine has the current weights."""
+        """Return the rollouts of the next step. Before it returns, it copies the current weights to the engine."""
 
     def settle(self) -> None:
-        """Wait until no generation is in flight, before a validation or checkpoint. Re-raise errors of generation."""
+        """Wait until no generation is in flight; called before a validation or checkpoint. Re-raise errors of
+        generation.
+        """
 
     def state_dict(self) -> list[CollectedState]:
-        """Return the batches that are ready for later steps. Call `settle` first."""
+        """Return the batches that are ready for later steps, in the form of a checkpoint. Call `settle` first."""
         return []
 
     @abstractmethod
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Restore the batches of `state_dict`."""
+        """Restore the batches that `state_dict` returned."""
 
     def close(self, wait: bool = False) -> None:
-        """Stop starting new work; with `wait`, wait for work in flight. Idempotent."""
+        """Start no new work. If `wait`, wait for the work in flight. Further calls do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -125,10 +128,11 @@ class RolloutCollector(ABC):
         return metrics
 
     def make(self, weight_version: int, timer: Timer) -> Collected:
-        """Generate until a step can be trained: one round, or more if dynamic sampling needs them.
+        """Generate rounds of rollouts until there are enough for a step: one round, or more with dynamic sampling.
 
-        Add to the rollouts `raw_reward` float32 [B], as the environments returned it, and `weight_version` int64 [B]: the
-        given one, or with weights in flight the oldest version that sampled a token of the row.
+        Add to the rollouts `raw_reward` float32 [B], the reward that the environments returned, and `weight_version`
+        int64 [B]. The latter is the argument, or with in-flight weight updates the oldest version that sampled a token
+        of the row.
         """
         while not self.sampler.full:
             prompts = self.prompts.next()
@@ -158,11 +162,13 @@ class RolloutCollector(ABC):
         return Collected(samples, self._rounds.pop(), self.sampler.metrics, epochs, weight_version)
 
     def _version_metrics(self, rollouts: Rollouts, weight_version: int) -> dict[str, float]:
-        """Return metrics of the versions of the weights that sampled the rollouts, if a response may have several."""
+        """Return metrics of the weight versions that sampled the rollouts, if a response may have several versions."""
         return {}
 
     def _count_failure(self, error: Exception) -> None:
-        """Raise the error if no more rounds may fail, or if a worker is lost or the run ends: a retry would fail, too."""
+        """Count a failed round. Raise `error` if no more rounds may fail, or if a retry would fail, too, because a
+        worker is lost or the run ends.
+        """
         if isinstance(error, (WorkerLostError, GenerationEndedError)) or self.failures_left == 0:
             raise error
         self.failures_left -= 1
@@ -173,15 +179,18 @@ class RolloutCollector(ABC):
         )
 
     def leave_out(self, batches: list[CollectedState], why: str) -> None:
-        """Drop a checkpoint's batches and print why. The data loader is already past them, so count their epochs."""
+        """Drop a checkpoint's batches and print why. Count their epochs, because the data loader is already past their
+        prompts.
+        """
         print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
             self.state.next_epoch()
 
 
 def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor:
-    """Return int64 [B]: the oldest version of the weights that sampled a token of each conversation; `version` where the
-    messages do not say."""
+    """Return int64 [B]: for each conversation, the oldest version of the weights that sampled one of its tokens. Return
+    `version` for conversations whose messages do not record versions.
+    """
     return torch.tensor(
         [
             min((int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))), default=version)
@@ -191,7 +200,7 @@ def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor
 
 
 class SyncCollector(RolloutCollector):
-    """Generates the rollouts of a step within that step. Nothing is made ahead."""
+    """A collector that generates the rollouts of a step during that step."""
 
     def collect(self, timer: Timer) -> Collected:
         """Copy the current weights to the engine, generate, and end generation."""
@@ -204,16 +213,16 @@ class SyncCollector(RolloutCollector):
         return collected
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Drop the batches of a run that generated ahead, and print a note."""
+        """Drop the batches, which a run with asynchronous rollouts generated ahead, and print a note."""
         if state:
             self.leave_out(state, "rollouts are made in their own step now")
 
 
 class Meeting:
-    """Where the generation of one batch waits in the middle of its responses until the engines have new weights.
+    """A point in the middle of one batch's responses at which generation waits for new weights.
 
     Attributes:
-        reached: becomes True when the generation waits here; False if the batch ended without waiting.
+        reached: becomes True when the generation waits here, and False if the batch ended without waiting.
         given: becomes None when the engines have the new weights.
     """
 
@@ -222,12 +231,12 @@ class Meeting:
         self.given: Future[None] = Future()
 
     def wait(self) -> None:
-        """Wait, in the thread that generates. Raise GenerationEndedError if the run ends."""
+        """Wait for the new weights, in the thread that generates. Raise GenerationEndedError if the run ends."""
         self.reached.set_result(True)
         self.given.result()
 
     def pass_by(self) -> None:
-        """Note that the batch has ended, whether it waited here or not."""
+        """Record that the batch has ended, whether it waited here or not."""
         if not self.reached.done():
             self.reached.set_result(False)
 
@@ -237,27 +246,29 @@ class Meeting:
 
 
 class GenerationEndedError(RuntimeError):
-    """Raised in a generation that waits for new weights when the run ends."""
+    """Raised in a generation that is waiting for new weights when the run ends."""
 
 
 @dataclass
 class AsyncCollector(RolloutCollector):
-    """Generates the batches of later steps while the current step trains. The engine holds a separate copy of the
-    weights.
+    """A collector that generates the batches of later steps while the current step trains. The engine holds a separate
+    copy of the weights.
 
-    In step s, before training, all generation has ended: the engine gets version s and starts the batch of step s + A.
-    So a batch is A versions stale when it is trained, except the first ones, which version 0 generates. Results are
-    bit-identical at any speed of generation and training. Finished batches wait in order; a checkpoint saves them.
+    In step s, before training, the collector waits until all generation has ended, copies version s to the engine and
+    starts the batch of step s + A. A batch is therefore A versions old when it is trained on; only the first batches
+    are all generated by version 0. Results are bit-identical at any speed of generation and training. Finished batches
+    wait in order, and checkpoints contain them.
 
     Attributes:
         age: A, at least 1 (`max_trajectory_age_steps`).
-        keeps: whether checkpoints will hold batches. If so, the first batch is tested, so that step 1 reports a column
-            that no checkpoint can hold.
-        groups: (prompts per step, responses per prompt), required of a checkpoint's batches; None: any.
-        submit: starts a job and returns its future; None: use a thread. Jobs run one after the other.
-        pause: weights in flight: batch k >= A pauses here under version k - A, while step k - A trains, and continues
-            under version k - A + 1. None: a batch is generated by one version.
-        make_meeting: makes the `Meeting` of a batch."""
+        keeps: whether checkpoints are written. If so, the first batch is tested, so that a column that no checkpoint
+            can hold raises an error in step 1.
+        groups: (prompts per step, responses per prompt), which a checkpoint's batches must match; None: any.
+        submit: starts a job and returns its future; None: jobs run in a thread. Jobs run one after the other.
+        pause: for in-flight weight updates: batch k >= A pauses here with version k - A while step k - A trains, and
+            continues with version k - A + 1. None: one version generates the whole batch.
+        make_meeting: makes the `Meeting` of a batch.
+    """
 
     age: int = 1
     keeps: bool = False
@@ -268,7 +279,7 @@ class AsyncCollector(RolloutCollector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._meetings: deque[Meeting | None] = deque()  # of these batches
+        self._meetings: deque[Meeting | None] = deque()  # one for each entry of _batches
         self._threads: ThreadPoolExecutor | None = None
         self.submit = self.submit or self._in_thread
         self._batches: deque[Future[Collected | None]] = deque()  # for steps state.step, state.step + 1, ...
@@ -276,8 +287,9 @@ class AsyncCollector(RolloutCollector):
         self._generates = False
 
     def collect(self, timer: Timer) -> Collected:
-        """Wait for the rollouts of this step, and start those of a later step. `exposed_generation` is the time that
-        training waits."""
+        """Wait for the rollouts of this step and return them; start the generation of a later step's rollouts. The
+        timer's `exposed_generation` is the time that training waits.
+        """
         with timer("exposed_generation"):
             paused = self._until_weights_may_change()
             if paused is None:
@@ -312,8 +324,9 @@ class AsyncCollector(RolloutCollector):
         return self._threads.submit(job)
 
     def _batch_of(self, step: int, version: int, meeting: Meeting | None) -> Collected | None:
-        """Make the batch of a step, counted from 0; None if the run ends earlier. Jobs run in the order of steps. At
-        `meeting` the weights change; None: nowhere."""
+        """Generate the batch of `step`, counted from 0. Return None if the run ends before that step. Jobs run in the
+        order of steps. The weights change at `meeting`; if it is None, they do not change.
+        """
         if meeting is None:
             return self._made(step, version)
         self.generation.change = WeightChange(self.pause, meeting.wait)
@@ -338,7 +351,9 @@ class AsyncCollector(RolloutCollector):
         return collected
 
     def _until_weights_may_change(self) -> Meeting | None:
-        """Wait until every batch has ended, or the last one waits for new weights; return its meeting then."""
+        """Wait until every batch has ended, or until the last batch waits for new weights. Return its meeting if it
+        waits, otherwise None.
+        """
         for batch, meeting in zip(self._batches, self._meetings, strict=True):
             if meeting is not None and meeting.reached.result() and meeting.waiting:
                 return meeting
@@ -346,8 +361,9 @@ class AsyncCollector(RolloutCollector):
         return None
 
     def settle(self) -> None:
-        """Wait for all batches, and end generation. A batch that waits for new weights gets them: those of the step that
-        has just trained are the ones that it waits for."""
+        """Wait for all batches and end generation. A batch that waits for new weights gets the current weights: the
+        step that has just trained is the one whose weights it waits for.
+        """
         if (paused := self._until_weights_may_change()) is not None:
             self.refresh(Timer())
             paused.given.set_result(None)
@@ -365,8 +381,9 @@ class AsyncCollector(RolloutCollector):
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Queue the batches of a checkpoint for training in order, even if the run now allows a smaller age. If their
-        size is not this run's, drop them and print a note."""
+        """Queue the batches of a checkpoint for training, in order, even if the run now allows only a smaller age. If
+        their size differs from this run's, drop them and print a note.
+        """
         sizes = [
             torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
         ]
@@ -382,8 +399,9 @@ class AsyncCollector(RolloutCollector):
             self._epochs_drawn += saved["finished_epochs"]
 
     def close(self, wait: bool = False) -> None:
-        """Stop starting new work. Generations in flight run to completion or stop with their workers; one that waits for
-        new weights ends."""
+        """Start no new work. Generations in flight run to completion or stop with their workers; a generation that
+        waits for new weights ends with an error.
+        """
         for meeting in self._meetings:
             if meeting is not None and not meeting.given.done():
                 meeting.given.set_exception(GenerationEndedError("the run ended"))

@@ -1,7 +1,7 @@
-"""Custom losses and advantage estimators: by dotted name in a configuration, or as objects from Python.
+"""Custom losses and advantage estimators, given by dotted name in a configuration or as objects from Python.
 
-Each is wrapped: the wrapper passes the inputs that the component takes, reports a wrong return value in one sentence,
-and distinguishes exceptions of user code from ours.
+A wrapper around each passes the inputs that the component takes, reports a wrong return value in one sentence, and
+distinguishes exceptions of user code from those of this package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from nemo_rl_cpp.user_code import call_user
 
 
 class AdvantageEstimator(Protocol):
-    """Turns the rewards of a batch into advantages of its tokens. Derive custom estimators from this class.
+    """The base class of advantage estimators, which turn the rewards of a batch into advantages of its tokens. Derive
+    custom estimators from it.
 
     class Best(nemo_rl_cpp.AdvantageEstimator):
         def compute_advantage(self, rewards, group_id, **batch):
@@ -43,28 +44,29 @@ class AdvantageEstimator(Protocol):
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Return advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the trained tokens.
+        """Return advantages float32 [B, S] from `rewards` [B]. `mask` [B, S] is 1 on the trained tokens.
 
-        `batch` has the algorithm's other inputs. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
-        `logprobs_policy`, `logprobs_reference` [B, S] or None, with a teacher `teacher_logprobs` and `prev_logprobs`.
-        PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None. PPO's estimators return (advantages,
-        returns); returns are None without a critic. If the method has a parameter `offsets`, int64 [B + 1], every input
-        of shape [B, S] is passed as [T], without padding."""
+        `batch` has the algorithm's other inputs. GRPO passes `group_id` [B], `valid_mask` [B] or None,
+        `repeated_batch`, `logprobs_policy` [B, S], and `logprobs_reference` [B, S] or None; with a teacher also
+        `teacher_logprobs` and `prev_logprobs`. PPO passes `values`, `logprobs` and `reference_logprobs` [B, S] or None.
+        PPO's estimators return (advantages, returns), and returns are None without a critic. If the method has a
+        parameter `offsets`, int64 [B + 1], every input of shape [B, S] is passed as [T], without padding.
+        """
 
 
 Estimator = AdvantageEstimator | Callable[..., Tensor] | Mapping[str, object] | str | None
-"""What Python callers may pass as an advantage estimator."""
+"""The types that Python callers may pass as an advantage estimator."""
 Loss = LossFunction | Callable[..., object] | Mapping[str, object] | str | None
-"""What Python callers may pass as a loss."""
+"""The types that Python callers may pass as a loss."""
 
 
 def component_name(found: object) -> str:
-    """Return the name of a function, class or object for messages."""
+    """Return the name of a function, a class, or an object's class, for messages."""
     return str(getattr(found, "__qualname__", None) or type(found).__qualname__)
 
 
 class Made(NamedTuple):
-    """A finished component, and a callable that takes any inputs and passes on those that the component takes."""
+    """A custom component, and `call`, which accepts any inputs and passes on those that the component takes."""
 
     component: Any
     call: Callable[..., Any]
@@ -75,7 +77,7 @@ def make_component(
 ) -> Made:
     """Make a component from a class, an object with `method`, or a function.
 
-    A class is constructed with `kwargs` and with those `sections` that its __init__ takes; a function gets `kwargs` in
+    A class is constructed with `kwargs` and with those `sections` that its __init__ takes. A function gets `kwargs` in
     each call. Raise LoadingError, which names `what` and `base`, if the method is missing.
     """
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
@@ -109,8 +111,8 @@ def _taken(function: Callable[..., object], inputs: Mapping[str, object]) -> dic
 class OwnEstimator(AdvantageEstimator):
     """A custom advantage estimator: an object with `compute_advantage`, or a function with the same inputs.
 
-    Advantages [B], one per sample, apply to all of its tokens. Raises ValueError for a different shape, for a value
-    that is no tensor, and for values that are not finite.
+    Advantages of shape [B], one per sample, apply to all tokens of the sample. A call raises ValueError if the
+    estimator returns no tensor, a different shape, or values that are not finite.
     """
 
     def __init__(
@@ -163,9 +165,9 @@ class OwnEstimator(AdvantageEstimator):
 
 
 class OwnLoss(LossFunction):
-    """A custom loss with the interface of the trainer. Other processes create it from its dotted name.
+    """A custom loss with the interface that the trainer expects. Other processes create it from its dotted name.
 
-    Raises ValueError if it returns neither a scalar tensor nor (scalar tensor, metrics).
+    A call raises ValueError if the loss returns neither a scalar tensor nor (scalar tensor, metrics).
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -218,8 +220,9 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 
 def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> LossFunction:
-    """Return the loss of the section `loss_fn`; with `candidates`, of distillation on so many tokens. Raise LoadingError
-    (a ValueError)."""
+    """Return the loss that the section `loss_fn` selects. With `candidates`, the default is distillation on that many
+    tokens per position. Raise LoadingError (a ValueError) if a dotted name cannot be loaded.
+    """
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):
@@ -228,7 +231,9 @@ def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> Lo
 
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
-    """Return a loss that was passed from Python. Raise LoadingError (a ValueError) for anything else."""
+    """Return a loss for an object that was passed from Python. Raise LoadingError (a ValueError) if it cannot be a
+    loss.
+    """
     if type(given) is ClippedPGLossFn:
         return given
     return OwnLoss(given, section)

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): train only on prompts whose responses are neither all right nor all wrong.
+"""Dynamic sampling (DAPO): train only on prompts whose responses are neither all correct nor all wrong.
 
 A group with equal rewards has zero advantages: it costs training time and yields no gradient.
 """
@@ -16,16 +16,18 @@ from nemo_rl_cpp.rollouts.batches import Rollouts, sample_mask
 
 
 class DynamicSamplingExhausted(ValueError):
-    """Raised if the allowed number of batches was generated and too few prompt groups have mixed rewards."""
+    """Raised if too few prompt groups have mixed rewards after the allowed number of batches."""
 
 
 def raw_rewards(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the unshaped rewards [B], if any, because shaping must not make a uniform group look mixed."""
+    """Return the rewards [B] before shaping, because shaping must not make the rewards of a uniform group differ."""
     return batch["unshaped_total_reward"] if "unshaped_total_reward" in batch else batch["total_reward"]
 
 
 def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return int64 [B], each row's prompt group numbered by first appearance, from `group_id` or otherwise `idx`."""
+    """Return int64 [B], the number of each row's prompt group, counted in order of appearance. Groups are given by
+    `group_id`, or otherwise by `idx`. Raise ValueError if the batch has neither.
+    """
     ids = batch["group_id"] if "group_id" in batch else batch.get("idx")
     if ids is None:
         raise ValueError("dynamic sampling needs 'group_id' (or 'idx') in the batch, to know which rows share a prompt")
@@ -36,7 +38,9 @@ def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest and largest reward of each group among rows `voters` bool [B]; 0 for groups without any."""
+    """Return (smallest, largest) reward of each group. Only rows where `voters` bool [B] is True count; a group without
+    such rows gets 0.
+    """
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
     values = rewards.cpu()
@@ -49,7 +53,7 @@ def extremes(
 
 
 def unmasked_rows(rollouts: Mapping[str, torch.Tensor], overlong_filtering: bool) -> torch.Tensor:
-    """Return bool [B], the rows that will receive a gradient (see `sample_mask`)."""
+    """Return bool [B]: whether a row will receive a gradient (see `sample_mask`)."""
     return sample_mask(rollouts, overlong_filtering) != 0
 
 
@@ -60,7 +64,7 @@ ADVICE = (
 
 
 class SamplerState(TypedDict):
-    """The state that a `GroupSampler` saves: plain values, lists and tensors."""
+    """The saved state of a `GroupSampler`: plain values, lists and tensors."""
 
     cache: dict[str, torch.Tensor | list[object]] | None
     batches: int
@@ -71,7 +75,9 @@ class SamplerState(TypedDict):
 
 @dataclass
 class GroupCounts:
-    """Counts of a step's groups by their raw rewards: all equal and positive, all equal and not positive, or mixed."""
+    """Counts of a step's groups by their raw rewards: all equal and positive, all equal and not positive, or not all
+    equal.
+    """
 
     all_right: int = 0
     all_wrong: int = 0
@@ -79,17 +85,18 @@ class GroupCounts:
 
 
 class GroupSampler:
-    """Collects rollouts until a step has enough prompt groups to train on.
+    """A buffer that gathers rollouts until a step has enough prompt groups to train on.
 
-    If disabled, it passes each batch on unchanged. If enabled, it keeps the groups whose raw rewards differ, needs
-    further batches while `full` is false, and returns exactly `num_groups` groups. A group is never split.
+    If disabled, it passes each batch on unchanged. If enabled, it keeps the groups whose raw rewards differ, asks for
+    further batches while `full` is False, and then returns exactly `num_groups` groups. A group is never split.
 
     Args:
         num_groups: prompts per training step.
         enabled: whether groups with equal rewards are dropped.
         max_gen_batches: the largest number of batches that a step may generate.
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
-        voters: returns bool [B], the rows whose rewards decide whether a group is mixed; by default all rows.
+        voters: a function that returns bool [B], the rows whose rewards decide whether a group is mixed; by default all
+            rows.
         group_size: samples per group, which groups loaded from a checkpoint must match; None: any.
     """
 
@@ -111,7 +118,7 @@ class GroupSampler:
 
     @classmethod
     def from_config(cls, loop: LoopConfig) -> Self:
-        """Make a sampler from the section `grpo` or `ppo`."""
+        """Make a sampler from the configuration section of the training loop (such as `grpo` or `ppo`)."""
         return cls(
             num_groups=loop.num_prompts_per_step,
             enabled=loop.use_dynamic_sampling,
@@ -140,11 +147,13 @@ class GroupSampler:
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
     def add(self, rollouts: Rollouts, weight_version: int = 0) -> None:
-        """Add one batch of rollouts with `group_id`, `total_reward` and, if shaped, `unshaped_total_reward`.
+        """Add one batch of rollouts with `group_id`, `total_reward` and, if rewards are shaped,
+        `unshaped_total_reward`.
 
-        Set `weight_version` int64 [B], the version of the policy that sampled each row, unless it is set.
+        Unless the batch has `weight_version`, set it to int64 [B] with the argument, the version of the policy that
+        sampled it.
 
-        Raise ValueError for a reward that is not finite, and DynamicSamplingExhausted if this was the last allowed
+        Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
         batch and groups are still missing.
         """
         rewards = raw_rewards(rollouts)
@@ -153,7 +162,7 @@ class GroupSampler:
         rollouts["group_id"] = groups = group_numbers(rollouts)
         if (
             self.enabled and self.keep_surplus and not self._checked
-        ):  # a checkpoint will hold them: report problems in the first step
+        ):  # checkpoints will contain them: report problems in step 1
             check_state(dict(rollouts.data), "rollouts")
             self._checked = True
         if "weight_version" not in rollouts:
@@ -183,18 +192,19 @@ class GroupSampler:
             self._cache = rollouts
             return
         parts = [self._cache, rollouts]
-        if any("mask_sample" in part for part in parts):  # an environment may return it in some rounds only
+        if any("mask_sample" in part for part in parts):  # an environment may return it only in some rounds
             for part in parts:
                 if "mask_sample" not in part:
                     part["mask_sample"] = torch.zeros(part.size, dtype=torch.bool)
         self._cache = Rollouts.from_batches(parts)
 
     def take(self, weight_version: int | None = None) -> Rollouts:
-        """Return the rollouts to train on, `group_id` numbered from 0, and set `metrics` to statistics of their
+        """Return the rollouts to train on, with `group_id` numbered from 0, and set `metrics` to statistics of their
         collection.
 
-        `weight_version` is the policy's current version: rows of older versions are reported as `stale_samples`.
-        Raise RuntimeError unless `full`."""
+        `weight_version` is the policy's current version, by default the newest in the batch; `stale_samples` counts the
+        rows of older versions. Raise RuntimeError unless `full`.
+        """
         if not self.full:
             raise RuntimeError(
                 f"only {self.cached_groups} of {self.num_groups} groups are there: add rollouts until full"
@@ -244,7 +254,7 @@ class GroupSampler:
         )
 
     def state_dict(self) -> SamplerState:
-        """Return everything that the next call depends on: plain values, lists and tensors."""
+        """Return the whole state of the sampler: plain values, lists and tensors."""
         return {
             "cache": None if self._cache is None else dict(self._cache.data),
             "batches": self._batches,
@@ -254,12 +264,14 @@ class GroupSampler:
         }
 
     def takes(self, cache: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether groups of a checkpoint fit: this sampler keeps surplus groups, and the sizes are equal."""
+        """Return whether this sampler can use the groups of a checkpoint: it keeps surplus groups, and the group sizes
+        are equal.
+        """
         sizes = torch.bincount(cache["group_id"]).unique().tolist()
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Restore the state of `state_dict`."""
+        """Restore the state that `state_dict` returned."""
         self._cache = None if state["cache"] is None else Rollouts(state["cache"])
         self._batches = state["batches"]
         self._counts = GroupCounts(**state["counts"])

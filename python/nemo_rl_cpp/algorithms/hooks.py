@@ -1,7 +1,7 @@
-"""Hooks that follow each step of the loop: logs, validation, checkpoints, the live line, the decision to stop.
+"""Hooks that the loop calls after each step: logs, validation, checkpoints, the progress line, the decision to stop.
 
-A hook is called with the `StepResult` of the finished step. `TrainingRun.after_step` lists the hooks in call order;
-`TrainingRun.before_training` lists those called before the first step.
+A hook is called with the `StepResult` of the finished step. `TrainingRun.after_step` lists the hooks in call order.
+`TrainingRun.before_training` lists the hooks called before the first step.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ OUT_OF_TIME = "checkpoint_must_save_by"
 
 @dataclass
 class StepResult:
-    """The results of a finished step, and what earlier hooks add for later hooks.
+    """The results of a finished step. Earlier hooks add fields that later hooks read.
 
     Attributes:
         state: the counters of the run; `state.step` is this step.
         metrics: logged under `train/`; empty before the first step.
         table: columns of train_data_step<N>.jsonl.
         histograms: name -> values, logged as `train/<name>/histogram`.
-        generated_tokens: tokens of all responses of the step, including those filtered out.
+        generated_tokens: number of tokens in all responses of the step, including those filtered out.
         rollout_tokens: `generated_tokens` plus the tokens of prompts and environments.
-        rollout_names: names of the metrics from rollouts and environments; a validation has them, too.
-        interrupted: Ctrl-C or a signal requested the end of the run.
-        timed_out: the run must save and end (`checkpointing.checkpoint_must_save_by`).
-        reached_target: the validation reached `stop_at_validation_threshold`.
+        rollout_names: names of the metrics from rollouts and environments; a validation has these, too.
+        interrupted: whether Ctrl-C or a signal has asked to end the run.
+        timed_out: whether the run must save and end (`checkpointing.checkpoint_must_save_by`).
+        reached_target: whether the validation reached `stop_at_validation_threshold`.
         validation: the validation of this step, if there was one.
         checkpoint: the checkpoint folder written after this step, if there was one.
-        performance: rates.
+        performance: rates, such as tokens per second.
     """
 
     state: TrainState
@@ -76,7 +76,9 @@ Hook = Callable[[StepResult], None]
 
 @dataclass
 class Ending:
-    """Decides whether the run ends: Ctrl-C or a signal, the time limit, or a validation that reached its target."""
+    """The hook that decides whether the run ends: by Ctrl-C or a signal, by the time limit, or because a validation
+    reached its target.
+    """
 
     stop: GracefulStop
     timeout: TimeoutChecker
@@ -94,7 +96,7 @@ class Ending:
         result.reached_target = reached_target(validation.metrics if validation else None, self.loop)
         if result.interrupted:
             state.stop(self.stop.reason)
-        elif result.timed_out and not state.finished:  # otherwise it ended regularly
+        elif result.timed_out and not state.finished:  # if finished, the run ends by its limits
             state.stop(OUT_OF_TIME)
         elif result.reached_target:
             state.stop(f"{self.loop.stop_at_validation_metric} reached {self.loop.stop_at_validation_threshold}")
@@ -102,7 +104,7 @@ class Ending:
 
 @dataclass
 class Validation:
-    """Runs a validation if the configuration schedules one."""
+    """A hook that runs a validation if the configuration schedules one."""
 
     validator: Validator
     collector: RolloutCollector
@@ -117,7 +119,7 @@ class Validation:
             result.validation = self.run(result.state)
 
     def run(self, state: TrainState) -> ValidationResult:
-        """Validate the current weights."""
+        """Validate the current weights. Record the result in `state` as its latest and, if so, its best."""
         with self.timer("validation"):
             self.collector.settle()
             self.collector.refit.sync_weights(timer=self.timer)
@@ -129,12 +131,12 @@ class Validation:
 
 @dataclass
 class StepLog:
-    """Writes the metrics of steps and validations to the loggers, and keeps them for Python.
+    """A log that writes the metrics of steps and validations to the loggers, and keeps them for Python.
 
     Attributes:
-        history: one dictionary per step of this process: `step`, its metrics, `seconds` and rates.
-        validations: one dictionary per validation of this process: `step` and its metrics.
-        model_performance: returns rates that the policy measures.
+        history: one dictionary per step that this process ran: `step`, its metrics, `seconds` and rates.
+        validations: one dictionary per validation that this process ran: `step` and its metrics.
+        model_performance: returns the rates that the policy measures.
     """
 
     logger: Logger
@@ -161,7 +163,7 @@ class StepLog:
         self.logger.log_metrics(result.validation.timings, result.step, prefix="timing/validation")
 
     def times(self, result: StepResult) -> None:
-        """Log seconds by stage, rates and memory, which differ even between two identical runs."""
+        """Log seconds per stage, rates and memory. Unlike the other metrics, they differ between two identical runs."""
         timing = self.timer.step_timing_metrics()
         result.performance = performance_metrics(
             timing,
@@ -180,7 +182,7 @@ class StepLog:
 
 @dataclass
 class Terminal:
-    """Shows the run in the terminal: the live line, validations, and serious alerts."""
+    """The run's output in the terminal: the progress line, validations, and serious alerts."""
 
     progress: Progress
     alerts: Alerts

@@ -1,7 +1,8 @@
-"""The training loop: GRPO, DAPO, ProRLv2, distillation, supervised fine-tuning and PPO on one page.
+"""The training loop of GRPO, DAPO, ProRLv2, distillation, supervised fine-tuning and PPO, on one page.
 
-Everything that a configuration switches on or off is a part of the run; the loop stays the same. `algorithms/build.py`
-describes and combines the parts. GRPO is this loop with a critic that does nothing and a single epoch.
+A feature that a configuration switches on or off is a different part of the run; the loop stays the same.
+`algorithms/build.py` describes and combines the parts. GRPO is this loop with a critic that does nothing and a single
+epoch.
 """
 
 from typing import TYPE_CHECKING
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def train_loop(run: "TrainingRun") -> None:
-    """In each turn, collect rollouts from version `state.step` of the policy, and train the next version on them."""
+    """Repeat until the run ends: collect rollouts for the next step, train the policy on them, and call the hooks."""
     config, loop, state, refit = run.config, run.config.loop, run.state, run.collector.refit
     needs = LogprobNeeds.of(config.loss_fn, loop)
     start = StepResult(state)
     for hook in run.before_training:
         hook(start)
-    with run.collector:  # ends the work for later steps
+    with run.collector:  # closing it ends the generation for later steps
         while not state.finished:
             with run.timer.step(state.step + 1) as timer:
                 collected = run.collector.collect(timer)

@@ -1,4 +1,4 @@
-"""The parts of a run, each made from its section of the configuration. `algorithms/build.py` combines them."""
+"""Functions that make the parts of a run, each from its configuration section. `algorithms/build.py` calls them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
 @dataclass
 class RunData:
-    """Data sets (a mapping by task name if there are several) and environments."""
+    """The data sets and environments of a run. `train` maps task names to data sets if there are several."""
 
     train: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset]
     validation: AllTaskProcessedDataset | None
@@ -76,7 +76,7 @@ class RunData:
 
 
 def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
-    """Return the tokenizer of the section `policy.tokenizer`; for tiny-random, a tokenizer of characters."""
+    """Return the tokenizer of the section `policy.tokenizer`; for the model tiny-random, a tokenizer of characters."""
     if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = choose_template(
@@ -88,7 +88,7 @@ def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
 
 
 def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
-    """Load the data sets of the section `data`, and start the environments of `env` with their processes."""
+    """Load the data sets of the section `data`, and start the environments of the section `env`."""
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
     env = None if config.algorithm == "sft" else config.env  # answers from a file are not scored
@@ -99,8 +99,10 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
 def make_dataloader(
     data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
-    """Return the training loader, which yields `num_prompts` prompts at a time; for a dictionary of data sets, one
-    loader per set. Error messages name `section`, the section of the training loop."""
+    """Return the training loader, which yields `num_prompts` prompts at a time. For a dictionary of data sets, return a
+    wrapper of one loader per data set. Raise ValueError, with keys of `section`, if a data set has fewer rows than a
+    batch.
+    """
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         if 0 < len(rows) < batch_size:
@@ -119,7 +121,7 @@ def make_dataloader(
 
 
 def make_val_dataloader(dataset: AllTaskProcessedDataset | None, loop: LoopConfig) -> StatefulDataLoader | None:
-    """Return the validation loader, in the order of the data; None without data."""
+    """Return the validation loader, which yields rows in the order of the data, or None without data."""
     if dataset is None:
         return None
     sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(dataset)) if size is not None]
@@ -127,7 +129,7 @@ def make_val_dataloader(dataset: AllTaskProcessedDataset | None, loop: LoopConfi
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, numpy and torch (all devices)."""
+    """Seed the random number generators of Python, numpy and torch (on all devices)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -135,16 +137,20 @@ def set_seed(seed: int) -> None:
 
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
-    """Return the number of steps of the whole run as known in advance: max_num_steps, or the batches of max_num_epochs
-    if these are fewer. Dynamic sampling may need several batches per step. Multiple loaders never end."""
+    """Return the planned number of steps of the whole run: max_num_steps, or the number of batches in max_num_epochs if
+    that is less. With dynamic sampling a step may need several batches, so there may be fewer steps. Several loaders
+    restart without end, so only max_num_steps limits them.
+    """
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))
 
 
 def make_cluster(config: TrainMasterConfig) -> Cluster:
-    """Return one device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of
-    `cluster.executor` processes and ray. Raise ValueError if `cluster.device` requests a GPU that cannot be used."""
+    """Return the cluster of workers that train: this process, whatever sizes the configuration was written for
+    (`config/fold.py`), or worker processes if `cluster.executor` is processes or ray. Raise ValueError if
+    `cluster.device` requests a GPU that cannot be used.
+    """
     say_fold(config, forecast_summary(config))
     use_threads(config.cluster)
     use_gpus = check_device(config.cluster.device) == "cuda"
@@ -152,7 +158,9 @@ def make_cluster(config: TrainMasterConfig) -> Cluster:
 
 
 def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
-    """Return the workers that only generate (`policy.generation.colocated.resources`), or None."""
+    """Return the cluster of workers that only generate (`policy.generation.colocated.resources`), or None if there are
+    none.
+    """
     count = engines_of(config)
     if count == 0:
         return None
@@ -162,7 +170,9 @@ def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
 def make_generation(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
 ) -> GenerationInterface:
-    """Return engines that share the policy's weights, separate engines, or vLLM; `NoEngine` if nothing is generated."""
+    """Return the engine: one that shares the policy's weights, one in separate workers, or vLLM. If nothing is
+    generated, return `NoEngine`.
+    """
     if config.algorithm == "sft":
         return NoEngine()
     if config.policy.generation.runs_vllm:
@@ -180,8 +190,9 @@ def make_policy(
     steps: int,
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:
-    """Return the policy with the checkpoint's weights and optimizer, or with the weights of policy.model_name, for a
-    run of `steps` steps. The reference model is built only if the KL weight is not 0.
+    """Return the policy with the checkpoint's weights and optimizer, or for a new run with the weights of
+    policy.model_name. `steps` is the planned number of steps. The reference model is loaded only if the KL weight is
+    not 0.
     """
     runs_vllm = config.policy.generation.runs_vllm
     if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
@@ -194,7 +205,7 @@ def make_policy(
         factory = HfPolicy
     weights, optimizer = resume.model_paths("policy")
     policy = config.policy
-    if engines_of(config):  # their activations are in other processes
+    if engines_of(config):  # generation's activations are in other processes
         policy = policy.model_copy(update={"kept_activations_gb": 0.0})
     if runs_vllm:  # its log-probabilities differ from training's
         policy = policy.model_copy(update={"kept_activations_gb": 0.0, "reuse_generation_logprobs": "never"})
@@ -212,8 +223,9 @@ def make_policy(
 
 
 def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType) -> Teachers | NoTeacher:
-    """Return the teachers that score a batch. Raise ValueError if the vocabulary of a teacher that is loaded differs from
-    the policy's."""
+    """Return the teachers that score a batch, or `NoTeacher`. Raise ValueError if a teacher that this program loads has
+    a different vocabulary from the policy.
+    """
     if isinstance(config, DistillationMasterConfig) and config.teacher.is_outside:
         return OutsideTeacher(_outside_teacher(config, tokenizer).score)
     if not config.teachers:
@@ -242,8 +254,10 @@ def _outside_teacher(config: DistillationMasterConfig, tokenizer: TokenizerType)
 def make_critic(
     config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int
 ) -> Critic | NoCritic:
-    """Return PPO's critic with the weights and optimizer of the checkpoint, or with the weights of value.model_name or
-    ppo.warm_start_value_checkpoint; `NoCritic` for GRPO and for an estimator that needs no values."""
+    """Return PPO's critic with the weights and optimizer of the checkpoint, or for a new run with the weights of
+    value.model_name or ppo.warm_start_value_checkpoint. Return `NoCritic` for algorithms and estimators that need no
+    values.
+    """
     if not config.has_critic:
         return NoCritic()
     loop = config.ppo
@@ -260,7 +274,9 @@ def make_critic(
 
 
 def warm_start_weights(checkpoint: str) -> Path:
-    """Return the folder of the critic's weights in a checkpoint step_N. Raise ValueError if it does not exist."""
+    """Return the folder of the critic's weights in a checkpoint folder step_N. Raise ValueError if it
+    does not exist.
+    """
     weights = Path(checkpoint).expanduser() / "value" / "weights"
     if not weights.is_dir():
         raise ValueError(
@@ -271,8 +287,10 @@ def warm_start_weights(checkpoint: str) -> Path:
 
 
 def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
-    """Return the logger of a folder below logger.log_dir: the resumed run's exp_NNN, truncated to the checkpoint's
-    step, or the next unused one. The folder is locked until the logger's `finish`."""
+    """Return the logger of a folder in logger.log_dir: the next unused exp_NNN, or that of the resumed run with its
+    logs truncated to the checkpoint's step. The folder stays locked until the logger's `finish`. Raise FolderError if
+    the logs cannot be written.
+    """
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
     logger = None
@@ -302,7 +320,7 @@ def _change_rewards(
     length_penalty: LengthPenaltyConfig | None,
     tokenizer: TokenizerType,
 ) -> dict[str, float]:
-    """Apply `reward_penalties`, then `grpo.length_penalty`; return their metrics."""
+    """Apply `reward_penalties`, then `grpo.length_penalty`, and return the metrics of both."""
     metrics: dict[str, float] = {}
     if penalties is not None and penalties.any_enabled:
         metrics |= apply_reward_penalties(rollouts, penalties, tokenizer)
@@ -312,7 +330,7 @@ def _change_rewards(
 
 
 def _pause_of(config: TrainMasterConfig) -> Pause | None:
-    """Return where responses pause for new weights; None without `in_flight_weight_updates`."""
+    """Return the token count at which responses pause for new weights, or None without `in_flight_weight_updates`."""
     settings, policy = config.loop.beside_training, config.policy
     if not settings.in_flight_weight_updates:
         return None
@@ -376,7 +394,7 @@ def make_validation(
     logger: Logger,
     timer: Timer,
 ) -> Validation | None:
-    """Return the validation on prompts, or None without validation data."""
+    """Return the validation that generates responses to prompts, or None without validation data."""
     loader = make_val_dataloader(data.validation, config.loop)
     if loader is None:
         return None
@@ -396,7 +414,7 @@ def make_answer_validation(
     collector: RolloutCollector,
     timer: Timer,
 ) -> Validation | None:
-    """Return the validation by the loss on held-out answers, or None without validation data."""
+    """Return the validation that computes the loss on held-out answers, or None without validation data."""
     loader = make_val_dataloader(data.validation, config.sft)
     if loader is None:
         return None
@@ -408,14 +426,14 @@ def make_answer_validation(
 
 
 def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
-    """Return the log of steps. Trainers also generate, unless engines have separate processes."""
+    """Return the log of steps. For its rates, trainers also count as engines unless engines are separate processes."""
     trainers, engines = trainers_of(config), engines_of(config)
     devices = Devices(trainers + engines, trainers, engines or trainers)
     return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)
 
 
 def make_report(config: TrainMasterConfig, logger: Logger, tokenizer: TokenizerType) -> ReportWriter | None:
-    """Return the writer of report.html, or None with `logger.report: false`."""
+    """Return the writer of report.html, or None if `logger.report` is false."""
     if not config.logger.report:
         return None
     return ReportWriter(
@@ -433,5 +451,7 @@ def close_environments(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """End the environments' processes. Wait for those that do not answer, unless the user has ended the run."""
+    """End the processes of the environments. Wait for processes that do not answer, but only GRACE_SECONDS if the user
+    ended the run.
+    """
     environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)

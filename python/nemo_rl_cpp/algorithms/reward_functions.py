@@ -1,5 +1,6 @@
-"""Changes of rewards: linear scaling, DAPO's overlong penalty, ProRLv2's stop-properly penalty,
-`grpo.length_penalty`."""
+"""Functions that change rewards: linear scaling, DAPO's overlong penalty, ProRLv2's stop-properly penalty and
+`grpo.length_penalty`.
+"""
 
 import statistics
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -23,16 +24,18 @@ from nemo_rl_cpp.environments.single_turn import assistant_text
 BatchT = TypeVar("BatchT", bound=MutableMapping)
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
 _TOLERANCE = 1e-6
-_SMALLEST_RELATIVE_MAD = 0.015  # lengths that spread less than this around their median have no outliers
+_SMALLEST_RELATIVE_MAD = 0.015  # median absolute deviation / median; below it there are no outliers
 Lengths = dict[str, list[int]]
 
 
 def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
-    """Shape `total_reward` of the batch in place and return the batch; keep the raw reward as `unshaped_total_reward`.
+    """Shape `total_reward` of the batch in place and return the batch. Keep the original reward as
+    `unshaped_total_reward`.
 
-    Stop-properly: reward * coef if `truncated` is set. Overlong (DAPO, arXiv:2503.14476), with L the length of the
-    first assistant message (or `response_token_lengths`): reward + min(-(L - (max - buffer)) / buffer * penalty, 0).
-    The penalty continues to grow beyond max_response_length. The configuration's rules validate the numbers.
+    The stop-properly penalty multiplies the reward by `stop_properly_penalty_coef` if `truncated` is set. The overlong
+    penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0), where L is the
+    length of the first assistant message (or `response_token_lengths`). It continues to grow beyond
+    max_response_length. If the stop-properly penalty is set, the overlong penalty applies only with `compose`.
     """
     cfg = as_model(cfg, RewardShapingConfig)
     if not cfg.enabled:
@@ -49,7 +52,9 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
 
 
 def shaping_warning(cfg: RewardShapingConfig) -> str | None:
-    """Return a warning if stop-properly makes overlong keys ineffective."""
+    """Return a warning if the stop-properly penalty disables keys of the overlong penalty that are set,
+    otherwise None.
+    """
     cfg = as_model(cfg, RewardShapingConfig)
     ignored = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is not None]
     if not cfg.enabled or cfg.compose or cfg.stop_properly_penalty_coef is None or not ignored:
@@ -76,11 +81,11 @@ def _response_lengths(batch: MutableMapping[str, Tensor]) -> Tensor | list[int]:
 
 
 def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfig) -> BatchT:
-    """Rescale `total_reward` and every `reward/<name>` of the batch in place and return the batch.
+    """Rescale `total_reward` and every `reward/<name>` of the batch linearly, in place, and return the batch.
 
     r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Print how many
-    rewards were clamped. Equal source bounds give infinite or NaN rewards, as in NeMo RL; the configuration loader
-    rejects them.
+    rewards were clamped to the source range. If source_min equals source_max, rewards become infinite or NaN, as in
+    NeMo RL; the configuration loader rejects such settings.
     """
     cfg = as_model(reward_scaling_cfg, RewardScalingConfig)
     if not cfg.enabled:
@@ -103,11 +108,13 @@ def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfi
 def apply_length_penalty(
     rollouts: MutableMapping[str, torch.Tensor], config: LengthPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
-    """Change `total_reward` [B] of the rollouts by length, group by group (`group_id`), and return the metrics.
+    """Change `total_reward` [B] of the rollouts by response length, within each group (`group_id`), and return the
+    metrics.
 
-    A group stays unchanged if its rewards are not all 0 or 1, or have components (`reward/<name>`). A reward never
-    falls below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before), `reward_delta_mean`,
-    `wiped_correct_frac` (right responses reduced to 0), `adjusted_frac` and `skipped_non_binary_frac`.
+    A group stays unchanged if any of its rewards is neither 0 nor 1, or if rewards have components (`reward/<name>`). A
+    reward never falls below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before the change),
+    `reward_delta_mean`, `wiped_correct_frac` (correct responses reduced to 0), `adjusted_frac` and
+    `skipped_non_binary_frac`.
     """
     before = rollouts["total_reward"].double().tolist()
     after, skipped = list(before), 0
@@ -149,10 +156,15 @@ def penalized(
     rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
     bands: Mapping[str, ProfileBandChannel] | None = None, too_long: float | None = None,
 ) -> list[float]:  # fmt: skip
-    """Return the rewards [G] of one group, each 0 or 1, after bonuses, penalties and bands; `lengths` holds [G] per
-    channel. `profiled_length_penalty` is taken from responses of the total length `too_long` or more.
+    """Return the rewards [G] of one group after bonuses, penalties and bands. Each reward is 0 or 1; rewards of 0 do
+    not change.
 
-    reward = max(0, reward + additions) x factor of each band; only rewards above 0 are changed."""
+        reward = max(0, reward + additions) x factor of each band
+
+    Args:
+        lengths: channel (`reasoning`, `answer`, `total`) -> [G].
+        too_long: `profiled_length_penalty` is subtracted if the total length is at least this; None: never.
+    """
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
@@ -169,11 +181,13 @@ def penalized(
 
 
 def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples: int) -> float | None:
-    """Return the length from which `profiled_length_penalty` applies to the responses of a prompt: mean + n_std x standard
-    deviation (n - 1; 0 for one sample) of the `profiled_output_lengths` whose `profiled_rewards` are above 0. `info` is
-    the prompt's `extra_env_info`. None: no penalty, because fewer than `min_samples` earlier responses earned a reward.
+    """Return the response length from which `profiled_length_penalty` applies, or None if it does not apply to the
+    prompt.
 
-    Raise ValueError if only one of the two lists is there, or if their lengths differ.
+    The limit is mean + n_std x standard deviation (with n - 1; 0 for one sample) of those `profiled_output_lengths`
+    whose `profiled_rewards` are above 0. `info` is the prompt's `extra_env_info`, which may hold these two lists from
+    earlier responses. The penalty does not apply without the lists, or if fewer than `min_samples` rewards are above 0.
+    Raise ValueError if only one list is there, or if their lengths differ.
     """
     info = info or {}
     rewards, lengths = info.get("profiled_rewards"), info.get("profiled_output_lengths")
@@ -192,7 +206,9 @@ def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples:
 
 
 def band_factor(length: float, band: ProfileBandChannel) -> float:
-    """Return 1 up to `a`, f from `b` on, and a linear interpolation between."""
+    """Return the factor for a length: 1 up to `band.a`, `band.f` from `band.b` on, and a linear interpolation in
+    between.
+    """
     if length <= band.a:
         return 1.0
     if length >= band.b:
@@ -212,7 +228,9 @@ def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: Tokenizer
 
 
 def reasoning_and_answer(text: str) -> tuple[str, str]:
-    """Split a text at `</think>`. Text after an unclosed `<think>` is reasoning; text without either tag is answer."""
+    """Split a response into (reasoning, answer) at `</think>`. Without it, a text that begins with `<think>` is all
+    reasoning, and any other text is all answer.
+    """
     before, end, after = text.partition("</think>")
     if end:
         return before.removeprefix("<think>"), after
@@ -222,13 +240,13 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
 def _additions(
     right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
 ) -> list[float]:
-    """Return what length adds to each reward [G]; zeros if fewer than two responses are right."""
+    """Return each response's bonuses minus penalties for its lengths, [G]; zeros if fewer than two are correct."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions
     for name in CHANNELS:
         of = lengths[name]
-        some = [i for i in right if of[i] > 0]  # rewards are equal, so top_percentile keeps all right ones
+        some = [i for i in right if of[i] > 0]  # rewards are equal, so top_percentile keeps all correct responses
         if (bonus := getattr(params, f"{name}_bonus")) and some:
             additions[min(some, key=lambda i: of[i])] += bonus
         if (penalty := getattr(params, f"longest_{name}_penalty")) and len(some) >= 2:
@@ -244,7 +262,9 @@ def _additions(
 
 
 def _centred_weights(lengths: list[int]) -> list[float]:
-    """Return 1 for the shortest to 0 for the longest, minus the mean; all 0 if lengths are equal."""
+    """Return weights from 1 for the shortest to 0 for the longest, minus their mean. If all lengths are equal, return
+    zeros.
+    """
     low, high = min(lengths), max(lengths)
     if low == high:
         return [0.0] * len(lengths)
@@ -254,7 +274,7 @@ def _centred_weights(lengths: list[int]) -> list[float]:
 
 
 def _outliers(rows: list[int], lengths: Sequence[int], threshold: float) -> list[int]:
-    """Return rows whose length is far above the median by the modified z-score of Iglewicz and Hoaglin."""
+    """Return the rows whose length is far above the median, by the modified z-score of Iglewicz and Hoaglin."""
     values = [lengths[i] for i in rows]
     median = statistics.median(values)
     mad = statistics.median(abs(value - median) for value in values)

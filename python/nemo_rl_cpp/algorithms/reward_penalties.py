@@ -1,5 +1,6 @@
-"""NeMo RL's `reward_penalties`: a response with a defect of form earns nothing. NeMo RL applies them in NeMo Gym only,
-this package in every environment."""
+"""NeMo RL's `reward_penalties`: a response with a formal defect gets reward 0. NeMo RL applies them only in NeMo Gym,
+this package in every environment.
+"""
 
 from collections.abc import Callable, MutableMapping
 from functools import partial
@@ -18,7 +19,8 @@ def apply_reward_penalties(
     rollouts: MutableMapping[str, torch.Tensor], config: RewardPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
     """Set `total_reward` [B] and its components (`reward/<name>`) to 0 for conversations with a defect that the
-    configuration penalises. Return the share of conversations with each defect, under NeMo RL's names."""
+    configuration penalises. Return the share of conversations with each defect, under NeMo RL's metric names.
+    """
     logs = rollouts["message_log"]
     metrics, bad = {}, torch.zeros(len(logs), dtype=torch.bool)
     for name, has_defect in defects_of(config, tokenizer).items():
@@ -31,7 +33,9 @@ def apply_reward_penalties(
 
 
 def defects_of(config: RewardPenaltyConfig, tokenizer: TokenizerType) -> dict[str, Defect]:
-    """Return the penalised defects by the names of their metrics. Each tells whether a conversation has it."""
+    """Return metric name -> function, for the defects that the configuration penalises. The function returns whether a
+    conversation has the defect.
+    """
     defects: dict[str, Defect] = {}
     if config.penalize_duplicated_reasoning:
         defects["reasoning_equal_to_final_answer_rate"] = has_duplicated_reasoning
@@ -46,7 +50,7 @@ def defects_of(config: RewardPenaltyConfig, tokenizer: TokenizerType) -> dict[st
 
 
 def has_duplicated_reasoning(log: LLMMessageLogType) -> bool:
-    """Return whether the answer of a response repeats its reasoning word for word."""
+    """Return whether a response's answer repeats its reasoning word for word."""
     for message in _responses(log):
         reasoning, answer = reasoning_and_answer(str(message["content"]))
         if reasoning.strip() and reasoning.strip() == answer.strip():
@@ -55,23 +59,24 @@ def has_duplicated_reasoning(log: LLMMessageLogType) -> bool:
 
 
 def has_empty_final_answer(log: LLMMessageLogType) -> bool:
-    """Return whether the last response has no answer, for instance because it was cut while it reasoned."""
+    """Return whether the last response has no answer, for instance because it was truncated during its reasoning."""
     last = _responses(log)[-1:]
     return not last or not reasoning_and_answer(str(last[0]["content"]))[1].strip()
 
 
 def has_token(log: LLMMessageLogType, unwanted: list[int]) -> bool:
-    """Return whether a response holds one of the token ids."""
+    """Return whether a response contains one of the `unwanted` token ids."""
     return any(bool(torch.isin(message["token_ids"], torch.tensor(unwanted)).any()) for message in _responses(log))
 
 
 def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | None) -> bool:
-    """Return whether thinking tags are out of place.
+    """Return whether a conversation has misplaced thinking tags, `<think>` or `</think>`.
 
-    A response never opens its thinking, because the prompt does. It closes it exactly once if the messages before it,
-    back to the previous response, hold one opening tag more than closing tags, and never if they hold equal numbers;
-    any other prompt is a defect. This is counted in tokens; `tag_ids` are those of `<think>` and `</think>`, None if they
-    are not single tokens. The text of a response may hold no `<think>` and at most one `</think>`.
+    A response must not contain `<think>`, because the prompt opens the thinking. Consider the messages between two
+    responses: if they have one opening tag more than closing tags, the response must close the thinking exactly once;
+    if they have equally many, it must not close it; any other difference is a defect. This counts token ids: `tag_ids`
+    are those of `<think>` and `</think>`, or None if a tag is not a single token. In its text, a response may have no
+    `<think>` and at most one `</think>`.
     """
     opened = closed = 0  # in the messages since the last response
     for message in log:
@@ -93,6 +98,6 @@ def _responses(log: LLMMessageLogType) -> LLMMessageLogType:
 
 
 def _single_tokens(tokenizer: TokenizerType) -> tuple[int, int] | None:
-    """Return the token ids of the thinking tags, or None if one of them is not a single token."""
+    """Return the token ids of the thinking tags, or None if a tag is not a single token."""
     ids = [tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in THINKING_TAGS]
     return (int(ids[0][0]), int(ids[1][0])) if all(len(each) == 1 for each in ids) else None

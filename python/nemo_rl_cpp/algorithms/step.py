@@ -1,4 +1,4 @@
-"""Stages of a training step: reward shaping, masking by log-probability error, critic, training epochs, metrics."""
+"""The stages of a training step: reward shaping, masking by log-probability error, critic, training epochs, metrics."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:
 
 
 class NothingToTrainOnError(RuntimeError):
-    """Raised for a batch without any token to train on."""
+    """Raised if a batch has no token to train on."""
 
 
 def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> None:
-    """Raise NothingToTrainOnError if every token is masked: an optimizer step would only decay the weights."""
+    """Raise NothingToTrainOnError if every token is masked, because an optimizer step would then only decay the
+    weights.
+    """
     if bool(batch.is_valid.any()):
         return
     cut = int(samples.truncated.sum())
@@ -45,7 +47,9 @@ def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> 
 
 
 def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[str, float]:
-    """Mask sequences by `seq_logprob_error_threshold`, if the batch was scored before training."""
+    """Mask sequences whose error exceeds `seq_logprob_error_threshold`, and return the metrics. Without `prev_logprobs`
+    in the batch do nothing.
+    """
     if "prev_logprobs" not in batch:
         return {}
     metrics = compute_and_apply_seq_logprob_error_masking(batch, batch.rewards, threshold)
@@ -53,10 +57,11 @@ def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[st
 
 
 def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-    """Train the critic and the policy on the batch, alternating, each for its epochs. Return the metrics, averaged over
-    epochs.
+    """Train the critic and the policy on the batch, alternating, each for its configured number of epochs. Return the
+    metrics, averaged over epochs.
 
-    The policy's first pass stores the old policy's log-probabilities in the batch for the passes that follow."""
+    The policy's first epoch stores the old policy's log-probabilities in the batch, for the epochs that follow.
+    """
     loop, of_critic, of_policy = run.config.loop, [], []
     for epoch in range(max(loop.policy_epochs, loop.critic_epochs)):
         if epoch < loop.critic_epochs:
@@ -81,13 +86,13 @@ def step_result(
     of_advantages: step_metrics.Metrics,
     leave_one_out: bool,
 ) -> StepResult:
-    """Return everything that is logged for a step except its times."""
+    """Return everything that is logged for a step, except its times."""
     samples, rollout_metrics = collected.samples, collected.rollout_metrics
     rewards, groups = batch.rewards, batch.group_id[:, None]
     baseline, _ = calculate_baseline_and_std_per_prompt(
         groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=leave_one_out
     )
-    stale = {"stale_samples": metrics["stale_samples"]}  # under the weights that train, not those that generated
+    stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count
     logged = metrics | rollout_metrics | step_metrics.batch_metrics(samples, batch)
     logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale | of_advantages
     names = [name for name in ("advantages", "values", "returns") if name in batch]
@@ -106,12 +111,13 @@ def step_result(
 def compute_and_apply_seq_logprob_error_masking(
     train_data: MutableMapping[str, Tensor], rewards: Tensor, seq_logprob_error_threshold: float | None
 ) -> dict[str, float]:
-    """Return metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each
-    sequence; with a threshold, set sample_mask to 0 (in place) if e_b exceeds it.
+    """Measure how much the generator's and the trainer's log-probabilities differ per sequence, and return the metrics.
+    With a threshold, set sample_mask to 0 (in place) for sequences whose error exceeds it.
 
-    Return max_, mean_ and min_seq_mult_prob_error over valid sequences, which have a trained token (0 if none); the
-    same with `_after_mask` over those that remain valid; num_masked_seqs; and masked_correct_pct, the share of masked
-    sequences with reward 1.
+    The error of sequence b is e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over its shifted tokens, with
+    M the token mask. The metrics are max_, mean_ and min_seq_mult_prob_error over the sequences with a trained token (0
+    if there are none); the same with `_after_mask` over the sequences that are not masked; num_masked_seqs; and
+    masked_correct_pct, the share of masked sequences with reward 1.
     """
     sample_mask: Tensor = train_data["sample_mask"]
     token_mask = train_data["token_mask"][:, 1:]
@@ -119,7 +125,7 @@ def compute_and_apply_seq_logprob_error_masking(
     gap = (train_data["generation_logprobs"][:, 1:] - train_data["prev_logprobs"][:, 1:]).abs()
     gap = torch.where(mask != 0, gap, torch.zeros_like(gap))
     error = (torch.exp(gap * mask) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    measured = mask.sum(-1) != 0  # a sequence without a trained token has no error
+    measured = mask.sum(-1) != 0  # only a sequence with a trained token has an error
     metrics = _extrema(error, measured, "")
     masked, correct = 0, 0.0
     if seq_logprob_error_threshold is not None:
@@ -145,7 +151,7 @@ def _extrema(error: Tensor, valid: Tensor, suffix: str) -> dict[str, float]:
 
 
 class Critic:
-    """A value model and its loss."""
+    """The critic: a value model and its loss."""
 
     def __init__(self, model: ValueInterface, loss_fn: LossFunction) -> None:
         self.model, self.loss_fn = model, loss_fn
@@ -156,14 +162,16 @@ class Critic:
         return {"value": self.model}
 
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
-        """Add `values` to the batch: the value of the state before each token."""
+        """Add `values` to the batch: the critic's value of the state before each token."""
         with timer("value_inference"):
             self.model.prepare_for_inference()
             batch.values = self.model.get_values(batch, timer=timer)["values"]
             self.model.finish_inference()
 
     def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
-        """Train one pass over the batch towards its `returns`, and return the metrics `critic/*`."""
+        """Train the critic for one pass over the batch, with the batch's `returns` as targets. Return the metrics
+        `critic/*`.
+        """
         with timer("value_training"):
             self.model.prepare_for_training()
             result = self.model.train(batch, self.loss_fn, timer=timer)
@@ -172,7 +180,7 @@ class Critic:
 
 
 class NoCritic:
-    """Stands in for the critic in GRPO, and in PPO on raw rewards: does nothing."""
+    """A placeholder for the critic in runs without one: GRPO, and PPO on raw rewards. It does nothing."""
 
     models: dict[str, ValueInterface] = {}
 
@@ -184,12 +192,13 @@ class NoCritic:
 
 
 def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
-    """Return the metrics of one `Value.train` call under `critic/`, and the explained variance of the returns R by the
-    values V, both computed in the training forward pass:
+    """Return the metrics of one `Value.train` call, under `critic/`, and the explained variance of the returns R by the
+    values V:
 
         critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)
 
-    over the valid tokens, from their means and mean squares.
+    over the valid tokens. R and V are those of the training forward pass; the variances follow from means and mean
+    squares.
     """
     metrics = step_metrics.training_metrics(value_results)
     returns, values = metrics.get("returns_mean", 0.0), metrics.get("values_mean", 0.0)

@@ -1,4 +1,4 @@
-"""The metrics of a training step, with NeMo RL's names."""
+"""The metrics of a training step, under NeMo RL's names."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from nemo_rl_cpp.models.interfaces import TrainingResult
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 Metrics = dict[str, float | str | None | list[float]]
-"""Metrics by name; a list is a histogram, a text a digest, None was not requested."""
+"""Metric name -> value. A list is a histogram, a string is a digest, and None means that it was not requested."""
 
 _MEANS = {
     "lr",
@@ -29,12 +29,13 @@ def aggregate_microbatch_metrics(
 ) -> dict[str, float]:
     """Return one value per metric from its values over micro-batches (see `collect_metrics`).
 
-    Losses and shares are normalised by global counts, so they are summed. Minima and maxima ignore infinities (-1.0
-    when none is left, as in NeMo RL); `lr`, `wd` and counts of the global batch are averaged over global batches.
-    Micro-batches without a valid sample (`num_valid_samples` 0) are ignored.
+    Losses and shares are already divided by global counts, so they are summed. Minima and maxima ignore infinities and
+    are -1.0 if no other value is left, as in NeMo RL. `lr`, `wd` and counts of the global batch are averaged over
+    global batches. Micro-batches without a valid sample (`num_valid_samples` 0) are ignored.
 
-    `token_mult_prob_error` is divided once if the policy also returns its numerators (`token_mult_prob_error_sum`): it
-    is then exactly 1.0 if trainer and generator agree in every token. The mean is taken over global batches.
+    If the policy also returns `token_mult_prob_error_sum`, the numerators of `token_mult_prob_error`, then the sum of
+    all numerators is divided once. The metric is thus exactly 1.0 if trainer and generator agree in every token. It is
+    the mean over global batches.
     """
     valid = all_mb_metrics.get("num_valid_samples")
     result = {}
@@ -49,7 +50,7 @@ def aggregate_microbatch_metrics(
         elif name == "token_mult_prob_error":
             result[name] = math.fsum(kept)
         elif name != "token_mult_prob_error_sum":
-            result[name] = float(f"{math.fsum(kept):.13g}")  # shares of a whole add up to 1, up to rounding
+            result[name] = float(f"{math.fsum(kept):.13g}")  # shares of one whole add up to 1 despite rounding
     sums, tokens = all_mb_metrics.get("token_mult_prob_error_sum"), all_mb_metrics.get("global_valid_toks")
     if sums and tokens and len(sums) == len(tokens):
         result["token_mult_prob_error"] = _mean_of_tokens(sums, tokens) / num_global_batches
@@ -57,8 +58,9 @@ def aggregate_microbatch_metrics(
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """Return the sum of the global batches' means. `sums` has a sum over tokens per global batch, `tokens` the number
-    of these tokens. Global batches with equal numbers of tokens are divided together."""
+    """Return the sum of the global batches' means: `sums` has one sum over tokens per global batch, `tokens` the number
+    of these tokens. The sums of global batches with equal numbers of tokens are added before the division.
+    """
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
         total.setdefault(count, []).append(value)
@@ -69,8 +71,9 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
     """Return the metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in
     NeMo RL.
 
-    `max_logprob_gap` and `logprob_mismatched_tokens` compare generation's log-probabilities with those of the first
-    training forward pass: both are 0 if the two are exactly the same computation on the same weights."""
+    `max_logprob_gap` and `logprob_mismatched_tokens` compare the log-probabilities of generation with those of the
+    first training forward pass. Both are 0 if the two passes compute exactly the same on the same weights.
+    """
     metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
     metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"], len(result["loss"]))
     exactness = result.get("exactness")
@@ -81,9 +84,10 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
 
 
 def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of several passes over one batch, per model: means, minimum for `_min`, maximum for `_max`. If
-    a model makes several passes, add each model's last pass under `last_epoch/`. A metric that only some passes have is
-    computed from those passes."""
+    """Merge the metrics of several epochs on one batch, one list of epochs per model. Return means over the epochs, the
+    minimum for `_min` and the maximum for `_max`. If a model trains for several epochs, add the metrics of each model's
+    last epoch under `last_epoch/`. A metric that only some epochs have is computed from those epochs.
+    """
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:
         result |= _means(epochs)
@@ -105,7 +109,7 @@ def _means(epochs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of rewards, lengths, advantages over trained tokens, and masked samples."""
+    """Return metrics of rewards, lengths, masked samples, and the advantages of trained tokens."""
     advantages = batch.advantages[batch.is_valid]
     metrics = {
         "reward": float(batch.rewards.mean()),
@@ -126,7 +130,7 @@ def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
 
 
 def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
-    """Return the percentage of samples whose baseline is exactly 0, exactly 1, and neither."""
+    """Return the percentages of samples whose baseline is exactly 0, exactly 1, and neither."""
     zero = 100.0 * float((baseline == 0).float().mean())
     one = 100.0 * float((baseline == 1).float().mean())
     return {
@@ -161,7 +165,7 @@ def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object
 
 
 def truths(samples: Rollouts) -> dict[str, list[object]]:
-    """Return the column `ground_truth` of a rollout file, if any prompt has a ground truth."""
+    """Return the column `ground_truth` of a rollout file if any prompt has a ground truth, otherwise {}."""
     found = [(info or {}).get("ground_truth") for info in samples.get("extra_env_info") or ()]
     shown = [truth if truth is None or isinstance(truth, (str, int, float)) else str(truth) for truth in found]
     return {"ground_truth": shown} if any(truth is not None for truth in shown) else {}

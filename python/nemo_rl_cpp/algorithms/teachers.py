@@ -1,4 +1,4 @@
-"""Teachers: frozen models that score the tokens sampled by the policy."""
+"""Teachers: frozen models that score the tokens that the policy sampled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 
 def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
-    """Raise ValueError if the teacher's vocabulary differs from the policy's, whose token ids the teacher scores."""
-    if teacher == TINY_RANDOM:  # has no tokenizer
+    """Raise ValueError unless teacher and policy have the same vocabulary: the teacher scores the
+    policy's token ids.
+    """
+    if teacher == TINY_RANDOM:  # tiny-random has no tokenizer
         return
     if Tokenizer.from_pretrained(teacher, section=key).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
@@ -27,7 +29,7 @@ def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
 
 
 class NoTeacher:
-    """A run without a teacher: nothing is scored."""
+    """A placeholder in a run without a teacher: nothing is scored."""
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
         pass
@@ -35,12 +37,12 @@ class NoTeacher:
 
 @dataclass
 class Teachers:
-    """Scores each sample with the teacher of its task.
+    """Teachers inside the policy's workers. Each sample is scored by the teacher of its task.
 
     Attributes:
-        policy: holds the teachers alongside its own weights, by their model names.
-        models: the model name of each teacher.
-        default: the key in `models` for tasks without a teacher of their name; None: such a task is an error.
+        policy: holds the teachers' weights alongside its own, by model name.
+        models: teacher name -> model name.
+        default: the key in `models` for a task that is no key itself; None: such a task raises ValueError.
     """
 
     policy: PolicyInterface
@@ -48,15 +50,18 @@ class Teachers:
     default: str | None
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
-        """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens. Raise ValueError for a task without
-        teacher."""
+        """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens. Raise ValueError for a task without a
+        teacher.
+        """
         scored = torch.zeros(batch.num_tokens)
         for model, own in self._chosen(batch, samples):
             scored = scored + batch.ragged(self.policy.get_teacher_logprobs(own, model)["teacher_logprobs"])
         batch.teacher_logprobs = scored
 
     def _chosen(self, batch: TrainBatch, samples: Rollouts) -> list[tuple[str, TrainBatch]]:
-        """Return (model, a copy of the batch that masks the samples of all other teachers) for each teacher."""
+        """Return (model, a copy of the batch in which the samples of all other teachers are masked) for
+        each teacher.
+        """
         chosen = [self._model_of(task) for task in samples.get("task_name") or [None] * batch.size]
         parts = []
         for model in sorted(set(chosen)):
@@ -77,10 +82,11 @@ class Teachers:
 
 @dataclass
 class OutsideTeacher:
-    """One teacher for all tasks, outside the native core.
+    """One teacher for all tasks, which runs outside the native core.
 
     Attributes:
-        score: returns for rows of token ids the log-probability of each token given those before it.
+        score: a function that takes rows of token ids and returns the log-probability of each token given those before
+            it.
     """
 
     score: Callable[[Sequence[list[int]]], Sequence[Sequence[float]]]
@@ -97,14 +103,17 @@ class OutsideTeacher:
 
 @dataclass
 class TopKTeachers(Teachers):
-    """Scores several tokens at the place of each sampled token: the `k` likeliest of the teacher or of the student."""
+    """Teachers that score `k` candidates at the position of each sampled token: the k most likely tokens of the
+    teacher, or of the student.
+    """
 
     k: int = 1
     of_student: bool = False
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
-        """Add `candidate_ids` int64 [T, k] and `candidate_teacher_logprobs` [T, k] to the batch, 0 at untrained tokens.
-        Raise ValueError for a task without teacher."""
+        """Add `candidate_ids` int64 [T, k] and `candidate_teacher_logprobs` [T, k] to the batch, 0 on untrained tokens.
+        Raise ValueError for a task without a teacher.
+        """
         ids = torch.zeros(batch.num_tokens, self.k, dtype=torch.int64)
         logprobs = torch.zeros(batch.num_tokens, self.k)
         if self.of_student:

@@ -1,4 +1,4 @@
-"""The stage of a step that chooses which tokens learn from their advantages."""
+"""The stage of a step that selects the tokens that learn from their advantages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 
 def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step: int) -> dict[str, float]:
-    """Set the advantages of the tokens that `loss` leaves out to 0, and add `kl_cov_penalty` [T] for the loss kl_cov.
+    """Set the advantages of the tokens that the loss excludes to 0, and for the loss kl_cov add `kl_cov_penalty` [T].
 
-    The tokens of the whole step are compared, before it is cut into global batches, micro-batches and ranks. Return the
-    metric `selected_tokens_share`: the share of trained tokens that keep their advantage (kl_cov: that are penalised);
-    {} if the loss takes all tokens alike."""
+    Tokens are compared over the whole step, before it is split into global batches, micro-batches and ranks. Return the
+    metric `selected_tokens_share`: the share of trained tokens that keep their advantage (for kl_cov: that are
+    penalised). Return {} if the loss selects no tokens.
+    """
     valid = batch.is_valid
     if loss.name == "kl_cov":
         chosen = _largest(_covariance(batch, valid), valid, loss.kl_cov_ratio)
@@ -39,9 +40,10 @@ def _share(chosen: Tensor, valid: Tensor) -> dict[str, float]:
 
 
 def _covariance(batch: TrainBatch, valid: Tensor) -> Tensor:
-    """Return float64 [T], (A - mean A) (log p - mean log p) with the policy before the step and means over the trained
-    tokens; 0 elsewhere. Its mean is the covariance whose size says how fast the entropy falls (arXiv:2505.22617, eq.
-    7)."""
+    """Return float64 [T]: (A - mean A) (log p - mean log p) for each trained token, 0 elsewhere. p is the policy before
+    the step, and means are over the trained tokens. The mean of this product is the covariance that sets how fast the
+    entropy falls (arXiv:2505.22617, eq. 7).
+    """
     covariance = torch.zeros(batch.num_tokens, dtype=torch.float64)
     advantages, logprobs = batch.advantages[valid].double(), batch.old_logprobs[valid].double()
     covariance[valid] = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
@@ -53,7 +55,9 @@ def _count(valid: Tensor, share: float) -> int:
 
 
 def _largest(covariance: Tensor, valid: Tensor, share: float) -> Tensor:
-    """Return bool [T], KL-Cov's tokens: the `share` of the trained tokens, at least one, with the largest covariance."""
+    """Return bool [T], the tokens that KL-Cov penalises: the `share` of the trained tokens with the largest covariance,
+    at least one token.
+    """
     chosen, places = torch.zeros_like(valid), valid.nonzero().flatten()
     order = covariance[places].argsort(descending=True, stable=True)
     chosen[places[order[: _count(valid, share)]]] = True
@@ -63,8 +67,9 @@ def _largest(covariance: Tensor, valid: Tensor, share: float) -> Tensor:
 def _drawn(
     covariance: Tensor, valid: Tensor, within: tuple[float, float], share: float, seed: tuple[int, int]
 ) -> Tensor:
-    """Return bool [T], Clip-Cov's tokens: the `share` of the trained tokens, at least one, drawn among those with a
-    covariance within the bounds. A step of a run always draws the same."""
+    """Return bool [T], the tokens that Clip-Cov excludes: a random `share` of the trained tokens, at least one, drawn
+    from those whose covariance is within the bounds. The draw depends only on `seed`.
+    """
     generator = random.Random((seed[0] << 32) + seed[1])
     chosen = torch.zeros_like(valid)
     places = (valid & (covariance > within[0]) & (covariance < within[1])).nonzero().flatten().tolist()
@@ -73,8 +78,9 @@ def _drawn(
 
 
 def _most_uncertain(entropies: Tensor, valid: Tensor, share: float) -> Tensor:
-    """Return bool [T], the trained tokens whose entropy is at least the quantile 1 - share of all of them
-    (arXiv:2506.01939; the quantile is interpolated, as in TRL)."""
+    """Return bool [T]: the trained tokens whose entropy is at least the quantile 1 - share of all trained tokens'
+    entropies (arXiv:2506.01939). The quantile is interpolated, as in TRL.
+    """
     ordered = entropies[valid].double().sort().values
     if not len(ordered):
         return valid

@@ -1,4 +1,4 @@
-"""The state that a training loop needs to resume exactly where it stopped."""
+"""The state from which a training loop resumes exactly where it stopped."""
 
 from dataclasses import dataclass, field, fields
 from typing import Self
@@ -8,11 +8,11 @@ from nemo_rl_cpp.config.access import as_number
 
 @dataclass
 class TrainState:
-    """Counters of a run, saved as `training_info.json` of every checkpoint, with NeMo RL's field names.
+    """The counters of a run, saved as `training_info.json` in every checkpoint, with NeMo RL's field names.
 
-    Steps are counted from 0 in this class and logged from 1: `total_steps` steps are done, step `total_steps + 1` is
-    next. `draw_counter` counts every prompt drawn over the whole run (dynamic sampling draws more than it trains on);
-    it keys the random numbers of generation, so a prompt that is drawn twice gets different samples.
+    This class counts steps from 0, logs count them from 1: `total_steps` steps are finished, and step `total_steps + 1`
+    is next. `draw_counter` counts every prompt drawn in the whole run, including those that dynamic sampling drops. It
+    seeds the random numbers of generation, so a prompt that is drawn twice gets different responses.
     """
 
     consumed_samples: int = 0
@@ -37,7 +37,7 @@ class TrainState:
 
     @property
     def finished(self) -> bool:
-        """Whether the loop should end; `stop_reason` holds the reason."""
+        """Whether the loop must end; `stop_reason` then holds the reason."""
         if self.stop_reason is None:
             if self.max_num_steps is not None and self.total_steps >= self.max_num_steps:
                 self.stop_reason = "max_num_steps"
@@ -58,17 +58,19 @@ class TrainState:
         self.current_step = 0
 
     def draw(self, num_prompts: int) -> int:
-        """Take the next `num_prompts` draw ids and return the first of them."""
+        """Reserve the next `num_prompts` draw ids and return the first of them."""
         first = self.draw_counter
         self.draw_counter += num_prompts
         return first
 
     def stop(self, reason: str) -> None:
-        """End the run at the next step boundary. If called again, the first reason is kept."""
+        """End the run after the current step. If called again, keep the first reason."""
         self.stop_reason = self.stop_reason or reason
 
     def note_metric(self, value: float, higher_is_better: bool = True) -> bool:
-        """Record the best value of the checkpoint metric. Return whether `value` is a new best; NaN never is."""
+        """Record `value` if it is the best value of the checkpoint metric so far, and return whether it is. NaN never
+        is.
+        """
         if value != value:
             return False
         best = self.best_metric
@@ -78,8 +80,9 @@ class TrainState:
         return False
 
     def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, object]:
-        """Return the content of training_info.json, with `metric` under its full name; without `val_reward` before the
-        first validation."""
+        """Return the content of training_info.json, to which `metric` is added. Omit `val_reward` before the first
+        validation.
+        """
         info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
         if info["val_reward"] is None:
             del info["val_reward"]
@@ -87,8 +90,9 @@ class TrainState:
 
     @classmethod
     def from_training_info(cls, info: dict[str, object] | None) -> Self:
-        """Return the saved state, or a fresh state for None. Unknown names are dropped; missing names keep their
-        defaults. A stopped run may continue, because its limits come from the configuration."""
+        """Return the saved state, or a fresh state for None. Unknown names are ignored, and missing names keep their
+        defaults. `stop_reason` is not restored, because the configuration may now allow more steps.
+        """
         known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
         values = {name: value for name, value in (info or {}).items() if name in known}
         for name in ("val_reward", "best_metric"):

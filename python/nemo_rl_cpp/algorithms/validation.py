@@ -1,4 +1,4 @@
-"""Validation: the policy answers prompts on which it is not trained."""
+"""Validation: the policy responds to prompts on which it is not trained, and the responses are scored."""
 
 import math
 import time
@@ -25,7 +25,9 @@ from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
 
 
 class ValidationResult(NamedTuple):
-    """metrics: `accuracy` and more, see `Validator.run`. timings: `total_validation_time` in seconds."""
+    """The result of a validation. metrics: `accuracy` and more, see `Validator.run`. timings: `total_validation_time`
+    in seconds.
+    """
 
     metrics: Metrics
     timings: dict[str, float]
@@ -40,19 +42,19 @@ OWN_METRICS = (
     "accuracy_ci95_high",
     "pass_k",
 )
-"""metrics that any validation may return, in addition to those of environments"""
+"""The metrics that any validation may return, in addition to those of environments."""
 
 
 @dataclass
 class Validator:
-    """Runs validations and decides when they are due.
+    """A validator, which runs validations and decides when they are due.
 
-    Every validation samples from the stream `val`, with the prompt's index in the data set as draw id: two validations
-    of the same weights give the same responses, also in a resumed run.
+    Sampling is seeded with the stream `val` and, as draw id, the index of the prompt in the data set. Two validations
+    of the same weights therefore give the same responses, also in a resumed run.
 
     Attributes:
         task_to_env: the environment that scores the responses, by task.
-        loop: the section `grpo` or `ppo`.
+        loop: the configuration section of the training loop, such as `grpo` or `ppo`.
     """
 
     generation: GenerationInterface
@@ -65,7 +67,9 @@ class Validator:
     num_samples_to_print: int = 0
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
-        """Return the names of a validation's metrics, given a training step's; None if the environments differ."""
+        """Return the names of a validation's metrics, derived from `rollout_names` of a training step. Return None if
+        validation has environments other than `task_to_env` of training.
+        """
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
@@ -74,20 +78,25 @@ class Validator:
         return step == 0 and self.loop.val_at_start
 
     def due(self, step: int, is_last: bool) -> bool:
-        """Return whether to validate after step number `step` (from 1)."""
+        """Return whether to validate after step `step`, counted from 1."""
         if is_last and self.loop.val_at_end:
             return True
         period = self.loop.val_period
         return period > 0 and step % period == 0 and step >= self.loop.val_start_at
 
     def run(self, step: int) -> ValidationResult:
-        """Validate and write val_data_step<step>.jsonl.
+        """Validate the current weights, write val_data_step<step>.jsonl, and return the metrics:
 
-        Metrics: `accuracy`, the mean raw reward, with `accuracy_ci95_low` and `accuracy_ci95_high` (Wilson, one trial
-        per prompt; only for rewards in [0, 1]); `avg_length`, the mean tokens per response; `num_samples`, the number
-        of prompts; `right_or_wrong`, 1 if every reward was 0 or 1 (otherwise reports write "reward" instead of
-        "accuracy"); `pass_k` with several generations per prompt, the share of prompts with any positive reward;
-        rollout and environment metrics."""
+            accuracy: the mean raw reward.
+            accuracy_ci95_low, accuracy_ci95_high: its Wilson interval with one trial per prompt; only for rewards in
+                [0, 1].
+            avg_length: the mean number of tokens per response.
+            num_samples: the number of prompts.
+            right_or_wrong: 1 if every reward was 0 or 1; otherwise reports write "reward" instead of "accuracy".
+            pass_k: with several generations per prompt, the share of prompts with a positive reward.
+
+        and the metrics of rollouts and environments. Raise ValueError if there are no prompts.
+        """
         start = time.perf_counter()
         logs: list[list[dict[str, str]]] = []
         rewards: list[float] = []
@@ -114,7 +123,7 @@ class Validator:
         return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
 
     def _prompts(self) -> Iterator[BatchedDataDict]:
-        """Yield exactly max_val_samples prompts, or all prompts if there are fewer."""
+        """Yield batches of max_val_samples prompts in total, or of all prompts if there are fewer."""
         limit = self.loop.max_val_samples
         taken = 0
         for batch in self.loader:
@@ -150,19 +159,21 @@ class Validator:
 
 
 def mean_word(metrics: Mapping[str, object]) -> str:
-    """Return the name for a validation's mean reward: accuracy if rewards are right or wrong, otherwise reward."""
+    """Return the name of a validation's mean reward: "accuracy" if all rewards were 0 or 1, otherwise "reward"."""
     return "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the main result of a validation: (its name, its value)."""
+    """Return (name, value) of the main result of a validation."""
     if "val_loss" in metrics:
         return "loss", float(metrics["val_loss"])
     return mean_word(metrics), float(metrics["accuracy"])
 
 
 def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
-    """Return whether a validation reached `stop_at_validation_threshold`. Raise ValueError for an unknown metric."""
+    """Return whether a validation reached `stop_at_validation_threshold`. Raise ValueError if the validation lacks the
+    metric `stop_at_validation_metric`.
+    """
     name, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if metrics is None or name is None or threshold is None:
         return False

@@ -1,5 +1,6 @@
-"""The interface of losses, and the losses over the native ops: of policies (PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and
-on-policy losses with KL) and of critics."""
+"""The interface of losses, and losses computed with the native ops: for policies (PPO, GRPO, DAPO, GSPO, CISPO,
+REINFORCE and on-policy losses with KL) and for critics.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +20,24 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 
 class LossType(enum.Enum):
-    """The global count by which a loss is divided."""
+    """The count by which a loss is divided: of valid tokens or of valid sequences in the global batch."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(enum.Enum):
-    """The model output that the loss takes: `logits`, or `next_token_logprobs` [B, S-1]."""
+    """The model output that a loss takes: `logits`, or `next_token_logprobs` [B, S-1]."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"
 
 
 class LossFunction(Protocol):
-    """A loss: called with the model output by keyword, the data and the global counts; returns (scalar, metrics).
-    Derive custom losses from this class.
+    """The base class of losses. A loss is called with the model output by keyword, the data and the global counts, and
+    returns (scalar, metrics). Derive custom losses from it.
 
-    Values of micro-batches and ranks are added, never averaged, so a loss must divide by the global counts.
+    The results of micro-batches and ranks are added, never averaged, so a loss must divide by the global counts.
     """
 
     loss_type: LossType = LossType.TOKEN_LEVEL
@@ -50,16 +51,16 @@ class LossFunction(Protocol):
         global_valid_toks: torch.Tensor,
         **kwargs: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss of the samples of one micro-batch, padded to the longest sample.
+        """Return (loss, metrics) of the samples of one micro-batch, padded to the longest sample.
 
         `next_token_logprobs` [b, S-1] requires grad; entry t is the log-probability of token t+1. `data` has
         `token_mask` and `advantages` [b, S], `sample_mask` [b], `prev_logprobs` and `generation_logprobs` [b, S], and
-        `reference_policy_logprobs` if there is a KL weight. The counts cover the whole global batch.
+        with a KL weight `reference_policy_logprobs` [b, S]. The counts are those of the whole global batch.
         """
 
 
 class NativeGradient(torch.autograd.Function):
-    """Inserts a loss with precomputed gradients into the autograd graph."""
+    """An autograd function that inserts a loss with precomputed gradients into the graph."""
 
     @staticmethod
     def forward(ctx, loss, *inputs_and_grads):
@@ -79,10 +80,10 @@ class ClippedPGLossFn:
 
         L = reduce(max(-A R, -A clip(R))) + beta reduce(KL) + mu NLL(correct samples)
 
-    A call returns (loss, metrics); the loss carries a gradient to `next_token_logprobs` if they require grad. `native`
-    returns loss, gradient and metrics without autograd. The constructor raises AssertionError if settings contradict
-    each other. The first call raises AssertionError for ratio_clip_c <= 1, and ValueError for an unknown KL type or a
-    truncation ratio without a known type.
+    A call returns (loss, metrics). The loss has a gradient with respect to `next_token_logprobs` if they require grad.
+    `native` returns loss, gradient and metrics without autograd. The constructor raises AssertionError if settings
+    contradict each other. The first call raises AssertionError for ratio_clip_c <= 1, and ValueError for an unknown KL
+    type or for a truncation ratio without a known type.
     """
 
     input_type = LossInputType.LOGPROB
@@ -97,7 +98,7 @@ class ClippedPGLossFn:
 
     def __getattr__(self, name: str) -> object:
         """Return a setting of `cfg`, as in NeMo RL."""
-        if name == "cfg":  # not set yet: a copy is being made
+        if name == "cfg":  # a copy or unpickled object has no cfg yet
             raise AttributeError(name)
         return getattr(self.cfg, name)
 
@@ -137,13 +138,13 @@ class ClippedPGLossFn:
         )
 
     def op_config(self) -> ops.ClippedPGConfig:
-        """Return the settings in the form that the native op takes."""
+        """Return the settings in the form that the native op takes. The result is cached."""
         if self._op_config is None:
             self._op_config = self._make_op_config()
         return self._op_config
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the op's settings when the loss is sent to workers, which build them again."""
+        """Return the state without the cached op settings; a worker that receives the loss computes them again."""
         return {**self.__dict__, "_op_config": None}
 
     def _make_op_config(self) -> ops.ClippedPGConfig:
@@ -193,7 +194,7 @@ class ClippedPGLossFn:
         )
 
     def _fixed_length(self) -> float:
-        """Return the constant by which a sequence's sum is divided; 0: divide by its length."""
+        """Return the constant by which the sum over a sequence is divided, or 0 to divide by the sequence's length."""
         if self.loss_agg_mode == "seq-mean-token-sum":
             return 1.0
         if self.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -210,11 +211,13 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor | float | None,
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> ops.ClippedPGResult:
-        """Return loss, gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first non-finite (sample,
-        token).
+        """Return loss, gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first (sample, token) whose
+        loss is not finite.
 
-        `global_valid_positive_toks` counts the valid tokens of samples with a positive reward over the global batch.
-        Without it (and without the key in the data) the NLL term is divided by this batch's count."""
+        `global_valid_positive_toks` is the number of valid tokens in samples with positive reward, over the global
+        batch. If neither it nor the key of this name in `data` is given, the NLL term is divided by this batch's
+        number.
+        """
         positive = (
             data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         )
@@ -227,12 +230,12 @@ class ClippedPGLossFn:
 
     @property
     def takes_candidates(self) -> bool:
-        """Whether the data has `curr_candidates` and `candidate_old_logprobs`."""
+        """Whether the loss needs `curr_candidates` and `candidate_old_logprobs` in the data."""
         return self.score_centering_k is not None
 
     @property
     def takes_entropies(self) -> bool:
-        """Whether the data has `curr_entropies`, of the current policy."""
+        """Whether the loss needs `curr_entropies`, the entropies of the current policy, in the data."""
         return self.entropy_coef > 0
 
     @property
@@ -240,7 +243,7 @@ class ClippedPGLossFn:
         return "generation_logprobs" if self.bypass_mode else "prev_logprobs"
 
     def _token_weights(self, data: Mapping[str, Tensor], counts: ops.LossCounts) -> Tensor:
-        """Return [B, S-1], the weight of each token in the loss's mean."""
+        """Return [B, S-1], the weight of each token in the mean that the loss takes."""
         config, mask, samples = self.op_config(), data["token_mask"][:, 1:].double(), data["sample_mask"].double()
         weights = mask * samples[:, None]
         if config.token_level_loss:
@@ -253,11 +256,14 @@ class ClippedPGLossFn:
     def _with_centered_scores(
         self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.ClippedPGResult:
-        """Add A sum_v sg(q_v w_v) log p_v to each token's term -A sg(w) log p, so that the score has mean 0 under the old
-        policy q (score centering, arXiv:2609.20807). w is 1 (gpg) or the clipped p / q (cispo).
+        """Add score centering (arXiv:2609.20807). The term -A sg(w) log p of each token gets A sum_v sg(q_v w_v) log
+        p_v, so that the score has mean 0 under the old policy q. w is 1 (gpg) or the clipped p / q (cispo); sg stops
+        the gradient.
 
-        The sum is over the k likeliest tokens of q. All others together have p's distribution, scaled to q's mass by
-        a = (1 - sum q) / (1 - sum p); as sum_v p_v d(log p_v) = 0 they add -a w(1 / a) p_v to the k coefficients."""
+        The sum is over the k most likely tokens of q. All other tokens together are taken to have p's distribution,
+        scaled to q's mass by a = (1 - sum q) / (1 - sum p). As sum_v p_v d(log p_v) = 0, they add -a w(1 / a) p_v to
+        the k coefficients.
+        """
         x, q = data["curr_candidates"].double(), data["candidate_old_logprobs"][:, 1:].double().exp()
         p, weights = x.exp(), self._token_weights(data, counts)
         rest = 1 - p.sum(-1, keepdim=True)
@@ -278,7 +284,9 @@ class ClippedPGLossFn:
     def _with_entropy_bonus(
         self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.ClippedPGResult:
-        """Subtract entropy_coef times the mean of `curr_entropies` [B, S-1], taken like the mean of the loss."""
+        """Subtract entropy_coef times the mean of `curr_entropies` [B, S-1], with the same token weights
+        as the loss.
+        """
         entropies, weights = data["curr_entropies"], self._token_weights(data, counts)
         bonus = torch.where(weights != 0, weights * entropies, 0.0).sum()
         metrics = {**result.metrics, "entropy": float(bonus)}
@@ -298,7 +306,7 @@ class ClippedPGLossFn:
         return ops.ClippedPGInputs(
             advantages=advantages,
             prev_logprobs=prev_logprobs,
-            # fine-tuning has none, and the gradient does not depend on it then
+            # supervised fine-tuning has none; the gradient is then independent of it
             generation_logprobs=torch.zeros_like(advantages) if generation is None else generation,
             reference_policy_logprobs=data["reference_policy_logprobs"] if with_kl else None,
             token_mask=data["token_mask"],
@@ -315,8 +323,10 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | None,
     ) -> C.TokenLoss | None:
-        """Return the gradient of `native` per token (ops.token_loss), or None if that is impossible; the trainer then
-        calls `native`. `data` is the global batch; without `prev_logprobs` the current log-probabilities are used."""
+        """Return the gradient of `native` in per-token form (ops.token_loss), or None if the settings do not allow it;
+        the trainer then calls `native`. `data` is the global batch. Without `prev_logprobs` in it, the current
+        log-probabilities are used.
+        """
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
         prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
@@ -327,8 +337,9 @@ class ClippedPGLossFn:
         )
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
-        """Return bool [B], the samples whose gradient is zero because their advantages are (a group of equal rewards
-        under GRPO); None if a term other than the advantages contributes to the gradient."""
+        """Return bool [B]: whether a sample has zero gradient because its advantages are 0 (in GRPO, if its group has
+        equal rewards). Return None if a term without advantages contributes to the gradient.
+        """
         config, advantages = self.op_config(), data.tokens.get("advantages")
         if config.kl_penalty != 0 or config.positive_nll_weight > 0 or config.ratio_mode == "dro" or advantages is None:
             return None
@@ -347,7 +358,9 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return (loss, metrics); differentiable in the log-probs [B, S-1] and data["curr_logprobs_unfiltered"]."""
+        """Return (loss, metrics), differentiable in `next_token_logprobs` [B, S-1] and
+        `data["curr_logprobs_unfiltered"]`.
+        """
         x = next_token_logprobs
         if x.dtype not in (torch.float32, torch.float64):
             x = x.float()
@@ -362,9 +375,10 @@ class ClippedPGLossFn:
 
 
 class MseValueLossFn:
-    """Squared error of value predictions, clipped around the old predictions if `cliprange` is set (PPO).
+    """Squared error of the critic's values. If `cliprange` is set, values are clipped around the old values (PPO).
 
-    data: token_mask, returns and (with a cliprange) values [B, S]; sample_mask [B]. Columns are not shifted.
+    `data` has token_mask, returns and, with a cliprange, values, all [B, S], and sample_mask [B]. Unlike
+    log-probabilities, columns are not shifted by one token.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -381,7 +395,9 @@ class MseValueLossFn:
         global_valid_seqs: Tensor | float | None,
         global_valid_toks: Tensor | float | None,
     ) -> ops.ValueLossResult:
-        """Return loss, gradient with respect to `values` [B, S], metrics, and the first non-finite (sample, token)."""
+        """Return loss, gradient with respect to `values` [B, S], metrics, and the first (sample, token) whose loss is
+        not finite.
+        """
         clipping = bool(self.cliprange and self.cliprange > 0)
         result = ops.mse_value_loss(
             values.detach(),
@@ -399,7 +415,7 @@ class MseValueLossFn:
     def __call__(
         self, logits: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return (loss, metrics) for value predictions [B, S] or [B, S, 1]; differentiable in the predictions."""
+        """Return (loss, metrics) for the critic's values [B, S] or [B, S, 1], differentiable in the values."""
         values = logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits
         if values.dtype not in (torch.float32, torch.float64):
             values = values.float()

@@ -1,4 +1,4 @@
-"""The loss of distillation on the k likeliest tokens of the teacher or of the student."""
+"""The distillation loss over the k most likely tokens of the teacher or of the student, the candidates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from nemo_rl_cpp.config.base import Settings, as_model
 from nemo_rl_cpp.config.distillation import DistillationLossConfig
 
 LOG_OF_ZERO = -100.0
-"""The log-probability that NeMo RL gives the teacher's tokens outside its top k under `zero_outside_topk`."""
+"""NeMo RL's log-probability for the teacher's tokens outside its top k if `zero_outside_topk` is set."""
 
 
 class DistillationResult(NamedTuple):
     """Loss (scalar), metrics, and the gradients with respect to the student's log-probabilities of the sampled tokens
-    [b, S-1] (zero), of the candidates [b, S-1, k], and of the entropies [b, S-1] (None if they are not used)."""
+    [b, S-1] (always zero) and of the candidates [b, S-1, k], and to the entropies [b, S-1] (None if they are not used).
+    """
 
     loss: Tensor
     metrics: dict[str, float]
@@ -29,13 +30,16 @@ class DistillationResult(NamedTuple):
 
 
 def divergence(student: Tensor, teacher: Tensor, entropies: Tensor | None, cfg: DistillationLossConfig) -> Tensor:
-    """Return [...], the divergence of each token's distributions over k candidates, from log-probabilities [..., k].
+    """Return [...], the divergence between student and teacher at each token, from their log-probabilities [..., k] of
+    k candidates.
 
-    With P, Q the student's and the teacher's distribution over the candidates: reverse sum P log(P / Q), forward
-    sum Q log(Q / P), mixed the sum of both by `mixed_kl_weight` (the forward's). Q is renormalised to the candidates,
-    and without `zero_outside_topk` so is P. With it P keeps its mass r outside them, where Q is e^LOG_OF_ZERO: the
-    reverse KL gains (sum of P log P over all other tokens) - r LOG_OF_ZERO, the sum being minus the student's entropy
-    less its part within the candidates. `entropies` [...] are read by this term alone.
+    P and Q are the student's and the teacher's distribution over the candidates. `kl_type` reverse gives sum P log(P /
+    Q), forward gives sum Q log(Q / P), and mixed the weighted sum of both; `mixed_kl_weight` is the weight of the
+    forward KL. Q is renormalised over the candidates, and without `zero_outside_topk` so is P.
+
+    With `zero_outside_topk`, P keeps its mass r outside the candidates, where Q is e^LOG_OF_ZERO. This adds (sum of P
+    log P over all other tokens) - r LOG_OF_ZERO to the reverse KL. The sum is the candidates' part of the student's
+    entropy minus the whole entropy, which is `entropies` [...]; nothing else reads them.
     """
     teacher = torch.log_softmax(teacher, -1)
     if not cfg.zero_outside_topk:
@@ -49,10 +53,11 @@ def divergence(student: Tensor, teacher: Tensor, entropies: Tensor | None, cfg: 
 
 
 class TopKDistillationLossFn:
-    """The mean over the trained tokens of `divergence` (NeMo RL's DistillationLossFn).
+    """The mean of `divergence` over the trained tokens (NeMo RL's DistillationLossFn), computed in float64.
 
-    The data has `candidate_teacher_logprobs` [b, S, k]; the trainer adds the student's, `curr_candidates` [b, S-1, k],
-    and with `zero_outside_topk` `curr_entropies` [b, S-1]. All is computed in float64."""
+    The data has `candidate_teacher_logprobs` [b, S, k]. The trainer adds the student's log-probabilities of the
+    candidates, `curr_candidates` [b, S-1, k], and with `zero_outside_topk` also `curr_entropies` [b, S-1].
+    """
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
@@ -70,7 +75,7 @@ class TopKDistillationLossFn:
         global_valid_toks: Tensor | float,
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> DistillationResult:
-        """Return loss, metrics and gradients; positions with a mask of 0 have no effect."""
+        """Return loss, metrics and gradients. Positions with mask 0 have no effect."""
         mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).double()
         valid = mask != 0
         student = data["curr_candidates"][valid].double().requires_grad_()

@@ -46,39 +46,53 @@ class ClusterConfig(Section):
     _beside_training: bool = PrivateAttr(False)
     gpus_per_node: Positive = key(
         1,
-        "devices of a machine; with executor processes or ray that many workers, else they are folded onto the one device at hand, see strict_sizes",
+        "Number of devices per machine. With executor processes or ray, it is the number of workers per "
+        "machine. Otherwise the run uses a single device, see strict_sizes.",
     )
-    device: Literal["cpu", "cuda"] = key("cpu", "where models, optimizer and engine lie")
+    device: Literal["cpu", "cuda"] = key("cpu", "Device of the models, the optimizer and the generation engine.")
     num_nodes: Positive = key(
         1,
-        "machines; with executor processes they count like gpus_per_node, all on this machine; ray: where it has room; else folded",
+        "Number of machines. The number of workers is num_nodes * gpus_per_node. With executor processes all "
+        "of them run on this machine; Ray places them where the cluster has room. Otherwise the run uses a "
+        "single device, see strict_sizes.",
     )
     strict_sizes: bool = key(
         False,
-        "true: device counts and parallel sizes above what runs are errors; false: they are folded onto what runs, with a notice",
+        "What happens if the configuration asks for more devices or larger parallel sizes than the run has. "
+        "true: an error. false: the run uses the devices that it has, and prints a notice.",
     )
     executor: Literal["auto", "in_process", "processes", "ray"] = key(
         "auto",
-        "auto: the ranks that torchrun or srun has started, else in_process, since the CPU is one device, or two processes for rollouts beside training (async_grpo), of which one trains and one generates; in_process: everything in this process; processes: gpus_per_node * num_nodes processes of this machine train and generate together, on the CPU; ray: so many Ray actors, on the cluster of RAY_ADDRESS or on one that is started here",
+        "Processes that train and generate. in_process: this process. processes: gpus_per_node * num_nodes "
+        "processes on this machine, on the CPU. ray: as many Ray actors, on the cluster of RAY_ADDRESS or on "
+        "a new local one. auto: the ranks that torchrun or srun has started; without a launcher in_process, "
+        "or two processes (one trains, one generates) for rollouts that overlap with training (async_grpo, "
+        "async_ppo).",
     )
     cpus_per_worker: Positive | None = key(
         None,
-        "threads that the run computes on; with executor processes or ray those of each worker (ray: CPUs that it takes of the cluster); null: OMP_NUM_THREADS, or the cores, which workers share equally",
+        "Number of CPU threads of the run; with executor processes or ray, of each worker. Ray also reserves "
+        "this number of CPUs per worker. null: OMP_NUM_THREADS or the number of cores, divided equally among "
+        "the workers.",
     )
     worker_timeout_s: Annotated[float, Field(gt=0)] = key(
-        60.0, "seconds without a sign of life after which a worker process counts as lost, and the run ends"
+        60.0, "Seconds without a heartbeat after which a worker counts as lost and the run ends."
     )
     max_restarts: Count = key(
         0,
-        "how often a run of the run scripts resumes from its newest checkpoint with new workers after one was lost; 0: it ends",
+        "How often a run started by a run script may resume from its newest checkpoint, with new workers, "
+        "after a worker was lost. 0: the run ends instead.",
     )
     environment_restarts: Count = key(
         3,
-        "with executor ray: how often each Ray actor of an environment is started again after it was lost, and asked again, where the environment allows it (can_be_asked_again); others end the run",
+        "With executor ray: how often each Ray actor of an environment may be restarted after it was lost. "
+        "The call is then repeated. Only classes with can_be_asked_again are restarted; the loss of another "
+        "one ends the run.",
     )
     communication_timeout_s: Annotated[float, Field(gt=0)] = key(
         1800.0,
-        "seconds that one message between worker processes may take, waiting for a slower one included; with executor ray also one answer of an environment",
+        "Timeout in seconds of a message between workers, including the wait for a slower one. With executor "
+        "ray also the timeout of a call of an environment.",
     )
 
     def note_beside_training(self) -> None:

@@ -105,12 +105,17 @@ class DatasetDefaults(Section):
 
     dataset_name: str | None = key(
         None,
-        "known name, ResponseDataset with data_path, or a class package.module.Name; null: data.default.dataset_name",
+        "Name of the dataset: a built-in one, ResponseDataset (which needs data_path), or your own class as "
+        "package.module.Name. null: data.default.dataset_name.",
     )
-    prompt_file: str | None = key(None, "text with {} for the question")
-    system_prompt_file: str | None = key(None, "text of the system message")
-    processor: str | None = key(None, "registered processor that makes a sample (math_hf_data_processor)")
-    env_name: str | None = key(None, "environment that scores it, a key of `env`")
+    prompt_file: str | None = key(
+        None, "Text file with the prompt template. `{}` is replaced by the question. null: the question alone."
+    )
+    system_prompt_file: str | None = key(None, "Text file with the system message. null: none.")
+    processor: str | None = key(
+        None, "Name of the registered function that turns a row into a sample. null: the default of the dataset."
+    )
+    env_name: str | None = key(None, "Name of the environment that scores the responses, a key of `env`.")
 
     @model_serializer(mode="wrap")
     def _only_what_was_given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -138,9 +143,11 @@ class DatasetConfig(DatasetDefaults):
     """A data set. Further keys depend on dataset_name."""
 
     split_validation_size: HeldOut = key(
-        None, "held out for validation: a share below 1, or a number of samples; null or 0: nothing"
+        None,
+        "Part of the dataset that is held out for validation: a fraction below 1, or a number of samples. "
+        "null or 0: none.",
     )
-    seed: Int | None = key(None, "seed of the split or of generated data")
+    seed: Int | None = key(None, "Random seed for the validation split and for generated data.")
 
 
 Datasets = Annotated[
@@ -152,25 +159,33 @@ Datasets = Annotated[
 class DataConfig(Section):
     """Where prompts come from and how they become samples."""
 
-    train: Datasets | None = key(None, "data set to train on, or a list of them")
+    train: Datasets | None = key(None, "The training dataset, or a list of them.")
     validation: Datasets | None = key(
-        None, "data set to validate on, or a list; null: the part held out from train, if any"
+        None,
+        "The validation dataset, or a list of them. null: the part held out from the training data by "
+        "split_validation_size, if any.",
     )
     default: DatasetDefaults | None = section(DatasetDefaults, "settings of all data sets that do not have their own")
     max_input_seq_length: Positive | None = key(
-        None, "prompts of this many tokens or more are cut and get no gradient; null: no limit"
+        None, "Prompts of this many tokens or more are cut, and their responses are not trained on. null: no limit."
     )
-    shuffle: bool = key(True, "shuffle the training data")
-    num_workers: Int = key(1, "loader processes", ge=0)
+    shuffle: bool = key(True, "Shuffle the training data.")
+    num_workers: Int = key(1, "Number of threads that load and prepare samples. 0: the main thread does it.", ge=0)
     use_multiple_dataloader: bool = key(
         False,
-        "a loader of its own for each data set; these begin again without end, so max_num_epochs ends no run: max_num_steps does",
+        "Use a separate data loader for each dataset. These loaders repeat their data without end, so "
+        "max_num_epochs has no effect: set max_num_steps.",
     )
-    num_prompts_per_dataloader: Positive | None = key(None, "prompts from each loader when there are several")
+    num_prompts_per_dataloader: Positive | None = key(
+        None,
+        "With use_multiple_dataloader: number of prompts that a step takes from one loader. null: all "
+        "prompts of the step.",
+    )
     custom_dataloader: str | None = key(
         None,
-        "with use_multiple_dataloader: function module.name of (data_iterators, dataloaders) that gives (the next prompts, data_iterators); it must keep no state "
-        "of its own, which no checkpoint would have; null: each loader in turn",
+        "With use_multiple_dataloader: your own function, module.name, that chooses the prompts of a step. "
+        "It takes (data_iterators, dataloaders) and returns (next prompts, data_iterators). It must not keep "
+        "state, because checkpoints do not contain it. null: take from the loaders in turn.",
     )
 
 
@@ -181,8 +196,8 @@ class EvalDataConfig(DatasetConfig):
     """The data set of an evaluation. As in NeMo RL, dataset_name may be a file or a Hub data set with `problem_key` and
     `solution_key`, which means ResponseDataset with data_path, input_key and output_key."""
 
-    max_input_seq_length: Positive | None = key(None, "prompts of this many tokens or more are cut; null: no limit")
-    repeat: Positive = key(1, "times that the data set is repeated")
+    max_input_seq_length: Positive | None = key(None, "Prompts of this many tokens or more are cut. null: no limit.")
+    repeat: Positive = key(1, "Number of times that the dataset is repeated.")
 
     @model_validator(mode="before")
     @classmethod

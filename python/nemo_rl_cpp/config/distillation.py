@@ -40,14 +40,16 @@ class OnPolicyDistillationConfig(Section):
     """Teachers that score the policy's samples, for `grpo.adv_estimator.name: opd`."""
 
     is_switched = True
-    enabled: bool = key(False, "load the teachers and score the responses")
+    enabled: bool = key(False, "Load the teachers and score the responses with them.")
     teacher_model_by_agent_name: dict[str, str] = key(
-        {}, "model of each teacher, by the task that it teaches: the name of a data set (NeMo RL: of an agent)"
+        {}, "Model of each teacher, by task. A task is the name of a dataset (in NeMo RL, of an agent)."
     )
     default_teacher_alias: str | None = key(
-        None, "which of these names teaches every other task; null: the only teacher, if there is one"
+        None,
+        "Key of teacher_model_by_agent_name whose teacher is used for tasks without their own. null: the "
+        "only teacher, if there is just one.",
     )
-    strict_agent_name_match: bool = key(False, "end the run at a task without a teacher of its name")
+    strict_agent_name_match: bool = key(False, "End the run with an error if a task has no teacher of its name.")
     non_colocated_teachers: NonColocatedTeachersConfig | None = section(
         NonColocatedTeachersConfig, "devices of the teachers, without effect: they lie beside the policy"
     )
@@ -75,14 +77,20 @@ class TeacherConfig(Section):
     model_config = ConfigDict(extra="allow")
     model_name: str = key(
         ...,
-        "folder, packaged model, or name on the hub; its tokenizer must be the policy's; with base_url the server's name of the model",
+        "Teacher model: a local folder, a packaged model, or a name on the Hugging Face Hub. It must have "
+        "the policy's tokenizer. With base_url: the model's name on the server.",
     )
-    backend: Literal["native", "hf"] = key("native", "native, or hf: transformers scores, for other architectures")
+    backend: Literal["native", "hf"] = key(
+        "native",
+        "Implementation of a teacher that the run loads. native: the C++ core. hf: transformers, which "
+        "supports further architectures.",
+    )
     base_url: str | None = key(
         None,
-        "a server that scores token ids, as http://host:8000/v1 of vLLM or nemo-rl-cpp serve; null: the teacher is loaded",
+        "URL of a server that scores token ids, for example http://host:8000/v1 (vLLM, or nemo-rl-cpp "
+        "serve). null: the run loads the teacher.",
     )
-    api_key_env: str | None = key(None, "environment variable with the server's key; null: none is sent")
+    api_key_env: str | None = key(None, "Environment variable with the API key of the server. null: no key is sent.")
 
     @property
     def is_outside(self) -> bool:
@@ -93,22 +101,37 @@ class TeacherConfig(Section):
 class DistillationLossConfig(ClippedPGLossConfig):
     """The loss of a distillation run: a divergence from the teacher, applied as a policy-gradient loss."""
 
-    reference_policy_kl_penalty: NonNegative = key(0.0, "weight of the KL from the model that the run began with")
-    kl_type: Literal["reverse", "forward", "mixed", "jensen"] = key(
-        "reverse", "divergence between student and teacher that is lowered, estimated on the sampled tokens"
+    reference_policy_kl_penalty: NonNegative = key(
+        0.0,
+        "Weight of the KL term between the policy and the model that the run started from. 0: no reference "
+        "model is loaded.",
     )
-    mixed_kl_weight: Fraction = key(0.5, "mixed: weight of the forward KL; the rest is the reverse KL's")
+    kl_type: Literal["reverse", "forward", "mixed", "jensen"] = key(
+        "reverse", "Divergence between student and teacher to minimise. It is estimated on the sampled tokens."
+    )
+    mixed_kl_weight: Fraction = key(
+        0.5, "kl_type mixed: weight of the forward KL. The reverse KL has the weight 1 - mixed_kl_weight."
+    )
     zero_outside_topk: bool = key(
         False,
-        "topk_logits_k: the teacher's probability outside its k tokens counts as 0, instead of comparing the k tokens alone; reverse, mixed",
+        "With distillation.topk_logits_k and kl_type reverse or mixed: treat the teacher's probability of "
+        "tokens outside its top k as 0. false: compare the distributions over the k tokens alone.",
     )
-    max_teacher_ratio: Real = key(10.0, "forward, mixed: largest teacher's over student's probability of a token", gt=1)
+    max_teacher_ratio: Real = key(
+        10.0,
+        "kl_type forward or mixed: upper bound of the ratio of the teacher's and the student's probability of a token.",
+        gt=1,
+    )
 
 
 class DistillationEstimatorConfig(AdvEstimatorConfig):
     """How the teacher's scores become advantages."""
 
-    name: GRPOEstimator = key("opd", "opd, or a class or function of yours, as my_module.MyEstimator")
+    name: GRPOEstimator = key(
+        "opd",
+        "Advantage estimator: opd, or your own class or function by its dotted name, for example "
+        "my_module.MyEstimator.",
+    )
 
 
 class DistillationConfig(LoopConfig):
@@ -123,11 +146,16 @@ class DistillationConfig(LoopConfig):
     val_batch_size: Positive | None = other_default("val_batch_size", 64)
     max_val_samples: Positive | None = other_default("max_val_samples", 512)
     topk_logits_k: Positive | None = key(
-        None, "how many tokens are compared at each sampled token; null: the sampled token alone"
+        None,
+        "Number of most likely tokens on which teacher and student are compared at each position. null: the "
+        "sampled token alone.",
     )
-    topk_of: Literal["teacher", "student"] = key("teacher", "topk_logits_k: whose likeliest tokens are compared")
-    advantage_clip_low: Real | None = key(None, "lower bound of final advantages")
-    advantage_clip_high: Real | None = key(None, "upper bound of final advantages")
+    topk_of: Literal["teacher", "student"] = key(
+        "teacher",
+        "With topk_logits_k: whether the tokens compared are the teacher's or the student's most likely ones.",
+    )
+    advantage_clip_low: Real | None = key(None, "Lower bound of the advantages. null: none.")
+    advantage_clip_high: Real | None = key(None, "Upper bound of the advantages. null: none.")
     adv_estimator: DistillationEstimatorConfig = section(
         DistillationEstimatorConfig, "how the teacher's scores become advantages"
     )

@@ -8,24 +8,34 @@ from .base import Int, Positive, Real, Section, StopStrings, key, no_effect
 class VerifierPoolConfig(Section):
     """Verifiers that run in separate processes and are killed at a deadline."""
 
-    num_workers: Positive = key(1, "verifier processes")
+    num_workers: Positive = key(1, "Number of verifier processes.")
     verifier_deadline_s: Real = key(
-        5.0, "seconds for one response, after which its verifier is killed and it scores 0", gt=0
+        5.0,
+        "Time limit in seconds for verifying one response. After it, the verifier is killed and the response "
+        "gets reward 0.",
+        gt=0,
     )
-    verifier_memory_mb: Positive | None = key(2048, "memory of a verifier process in MB; null: no limit")
-    max_answer_chars: Positive = key(1_000_000, "characters of the longest response that is read; longer ones score 0")
+    verifier_memory_mb: Positive | None = key(2048, "Memory limit of a verifier process in MB. null: no limit.")
+    max_answer_chars: Positive = key(
+        1_000_000, "Maximum length in characters of a response that is verified. Longer responses get reward 0."
+    )
 
 
 class MathEnvConfig(VerifierPoolConfig):
     """Compares the answer with the ground truth: 1 or 0."""
 
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = key(
-        "hf_math_verify", "how answers are compared"
+        "hf_math_verify",
+        "Implementation that compares the answer with the ground truth: the package math_verify, or DAPO's rules.",
     )
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = key(
-        "math", "kind of answer"
+        "math",
+        "Type of the answers: a mathematical expression, or the letter of a multiple-choice question (in "
+        "English or in several languages).",
     )
-    stop_strings: StopStrings | None = key(None, "texts that end a response of the next turn")
+    stop_strings: StopStrings | None = key(
+        None, "Stop strings of a response in the next turn. null: those of the generation section."
+    )
 
 
 class MultiRewardEnvConfig(Section):
@@ -35,13 +45,19 @@ class MultiRewardEnvConfig(Section):
         "hf_math_verify", "answers are compared letter for letter"
     )
     verifier_type: Literal["math"] | None = no_effect("math")
-    max_answer_chars: Positive = key(1_000_000, "characters of the longest response that is read; longer ones score 0")
+    max_answer_chars: Positive = key(
+        1_000_000, "Maximum length in characters of a response that is verified. Longer responses get reward 0."
+    )
 
 
 class ReasoningGymEnvConfig(VerifierPoolConfig):
     """Scores with the task's own function in the reasoning_gym package."""
 
-    answer_format: Literal["auto", "tag", "line"] = key("auto", "where the answer stands in a response")
+    answer_format: Literal["auto", "tag", "line"] = key(
+        "auto",
+        "Where the answer is in a response. tag: in the last `<answer>...</answer>`. line: in the first "
+        "nonempty line. auto: in the tag if there is one, otherwise in the line.",
+    )
 
 
 class PlainEnvConfig(Section):
@@ -51,49 +67,69 @@ class PlainEnvConfig(Section):
 class CodeEnvConfig(Section):
     """Runs the program in a response against tests, in a sandbox without network or files."""
 
-    num_workers: Positive = key(1, "programs that run at the same time")
-    reward: Literal["all", "fraction"] = key("all", "all: 1 when every test passes; fraction: the share that passes")
-    time_limit_s: Real = key(5.0, "seconds for one run of a program", gt=0)
-    total_time_limit_s: Real = key(20.0, "seconds for all tests of a response", gt=0)
-    memory_mb: Int = key(512, "memory of a program, its folder included, in MB", ge=64)
-    max_processes: Positive = key(8, "threads of a program at the same time; it is one process")
-    max_output_kb: Positive = key(1024, "what a program may print, in kB")
-    folder_mb: Positive = key(32, "size of the program's folder in MB")
-    max_answer_chars: Positive = key(1_000_000, "characters of the longest response that is read; longer ones score 0")
+    num_workers: Positive = key(1, "Number of programs that run at the same time.")
+    reward: Literal["all", "fraction"] = key(
+        "all", "all: reward 1 if every test passes, otherwise 0. fraction: the fraction of tests that pass."
+    )
+    time_limit_s: Real = key(5.0, "Time limit in seconds for one run of a program.", gt=0)
+    total_time_limit_s: Real = key(20.0, "Time limit in seconds for all tests of a response together.", gt=0)
+    memory_mb: Int = key(512, "Memory limit of a program in MB, including its folder, which is in memory.", ge=64)
+    max_processes: Positive = key(8, "Maximum number of threads of a program. A program cannot start a second process.")
+    max_output_kb: Positive = key(1024, "Maximum output of a program in kB. A program that prints more is killed.")
+    folder_mb: Positive = key(32, "Size of the program's folder in MB.")
+    max_answer_chars: Positive = key(
+        1_000_000, "Maximum length in characters of a response that is verified. Longer responses get reward 0."
+    )
 
 
 class GuessNumberEnvConfig(Section):
     """A multi-turn game: guess a number from the hints "higher" and "lower"."""
 
-    max_guesses: Positive = key(3, "turns of a game; grpo.max_rollout_turns must allow them")
-    higher: str = key(" higher\n", "what the environment says after a guess that is too low")
-    lower: str = key(" lower\n", "what it says after one that is too high")
-    stop_strings: StopStrings | None = key(None, "texts that end the next guess; null: those of the generation")
+    max_guesses: Positive = key(
+        3, "Maximum number of guesses in a game. grpo.max_rollout_turns must be at least as large."
+    )
+    higher: str = key(" higher\n", "Reply of the environment to a guess that is too low.")
+    lower: str = key(" lower\n", "Reply of the environment to a guess that is too high.")
+    stop_strings: StopStrings | None = key(
+        None, "Stop strings of the next guess. null: those of the generation section."
+    )
 
 
 class AgentEnvConfig(Section):
     """Rollouts by a user's function that calls the policy over HTTP; needs policy.generation.expose_http_server."""
 
-    function: str = key(..., "dotted name of the function: it takes an AgentTask and returns the reward")
-    max_concurrency: Positive = key(64, "rollouts under way at the same time")
-    timeout_s: Real = key(600.0, "seconds for one rollout; one that is not over scores 0 and is not trained", gt=0)
+    function: str = key(..., "Dotted name of your function, which takes an AgentTask and returns the reward.")
+    max_concurrency: Positive = key(64, "Maximum number of rollouts that run at the same time.")
+    timeout_s: Real = key(
+        600.0,
+        "Time limit in seconds for one rollout. A rollout that takes longer gets reward 0 and is not trained on.",
+        gt=0,
+    )
 
 
 class VerifiersEnvConfig(Section):
     """Rollouts by agents of the package verifiers; needs policy.generation.expose_http_server."""
 
-    env: dict[str, Any] = key({}, "verifiers' own section env without its taskset: id, roles, timeouts")
-    harness: dict[str, Any] | None = key(None, "the agents' program, a mapping with id; null: that of the task set")
-    runtime: dict[str, Any] = key(
-        {"type": "subprocess"}, "where the program runs; its type subprocess: on this machine"
+    env: dict[str, Any] = key({}, "The section env of verifiers without its task set: id, roles, timeouts.")
+    harness: dict[str, Any] | None = key(
+        None, "Program of the agents, a mapping with id. null: the one that the task set names."
     )
+    runtime: dict[str, Any] = key({"type": "subprocess"}, "Where the program runs. type subprocess: on this machine.")
     renderer: dict[str, Any] | None = key(
-        None, "how conversations become tokens, a mapping with name; null: by the model's name"
+        None, "How a conversation is converted to tokens, a mapping with name. null: chosen by the model's name."
     )
-    max_turns: Positive | None = key(None, "answers of the policy in a rollout; null: no limit but the program's")
-    max_tokens: Positive | None = key(None, "tokens of one answer; null: policy.generation.max_new_tokens")
-    max_concurrency: Positive = key(64, "rollouts under way at the same time")
-    timeout_s: Real = key(600.0, "seconds for one rollout; one that is not over scores 0 and is not trained", gt=0)
+    max_turns: Positive | None = key(
+        None, "Maximum number of responses of the policy in a rollout. null: no limit other than the program's."
+    )
+    max_tokens: Positive | None = key(
+        None, "Maximum number of tokens in a response. null: policy.generation.max_new_tokens."
+    )
+    max_concurrency: Positive = key(64, "Maximum number of rollouts that run at the same time.")
+    timeout_s: Real = key(
+        600.0,
+        "Time limit in seconds for one rollout. A rollout that takes longer gets reward 0 and is not trained on.",
+        gt=0,
+    )
 
 
 class EnvironmentEntry(TypedDict, total=False):

@@ -24,32 +24,40 @@ class VllmConfig(Section):
 
     python: str | None = key(
         None,
-        "the interpreter of an environment that has vLLM: with backend vllm, the run starts vLLM's server in it, which generates; null: "
-        "the trainer's own engine stands in for vLLM",
+        "Python interpreter of an environment that has vLLM installed. With backend vllm, the run starts a "
+        "vLLM server with it, and that server generates. null: the trainer's own engine generates, unless "
+        "server_url is set.",
     )
     server_url: str | None = key(
         None,
-        "http://host:port of a vLLM server that runs already: with backend vllm, it generates, and each refit brings it the weights "
-        "(docs/vllm.md has the command that starts one); null: none",
+        "URL http://host:port of a running vLLM server, which generates if backend is vllm. Each refit sends "
+        "it the new weights. docs/vllm.md shows how to start such a server. null: none.",
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = key(
-        600.0, "with python: seconds that vLLM may take to load, after which the run ends"
+        600.0,
+        "With python: time in seconds that vLLM may take to load the model. After it, the run ends with an error.",
     )
     timeout_s: Annotated[float, Field(gt=0)] = key(
         300.0,
-        "with python or server_url: seconds that a step of vLLM, or a call of a refit, may take, after which the run ends",
+        "With python or server_url: time limit in seconds for one generation step or one call of a refit. "
+        "After it, the run ends with an error.",
     )
 
     max_model_len: Positive | None = key(
-        None, "longest sequence; null: policy.max_total_sequence_length (alias: policy.generation.max_model_len)"
+        None,
+        "Maximum length of a sequence (prompt and response) in tokens. null: "
+        "policy.max_total_sequence_length. Alias: policy.generation.max_model_len.",
     )
     precision: str | None = key(
         None,
-        "with python: what vLLM computes in (null: policy.precision); with server_url: what it must compute in (null: anything); else the engine computes in policy.precision; fp8 and other quantised "
-        "values are errors",
+        "With python: the dtype that vLLM computes in; null: policy.precision. With server_url: the dtype "
+        "that the server must have; null: any. Otherwise the engine computes in policy.precision. fp8 and "
+        "other quantised types are errors.",
     )
     kv_cache_dtype: str = key(
-        "auto", "keys and values are kept in policy.precision; fp8 and other quantised values are errors"
+        "auto",
+        "Accepted for NeMo RL's files. The dtype of the KV cache is policy.precision; fp8 and other "
+        "quantised types are errors.",
     )
     tensor_parallel_size: Positive = key(1, _FOLDED)
     pipeline_parallel_size: Positive = key(1, _FOLDED)
@@ -57,18 +65,21 @@ class VllmConfig(Section):
     data_parallel_size: Positive = key(1, _FOLDED)
     enforce_eager: bool = key(
         False,
-        "on a GPU: true launches a decode step kernel by kernel instead of as a CUDA graph; the same results. With python: handed to vLLM, "
-        "which compiles the model where it is false",
+        "On a GPU: true launches the kernels of a decode step one by one, false as a CUDA graph. The results "
+        "are the same. With python it is passed to vLLM, which compiles the model if it is false.",
     )
     http_refit_api_key_env_var: str | None = key(
-        None, "with server_url: environment variable that holds the server's key; else not read"
+        None, "With server_url: environment variable that holds the API key of the server. Otherwise not used."
     )
     enable_prefix_caching: bool | None = key(
         None,
-        "with python: handed to vLLM (null: vLLM's own default); else a prompt is always computed once for its group",
+        "With python: passed to vLLM; null: vLLM's default. Otherwise not used: the native engine always "
+        "computes a prompt once per group.",
     )
     env_vars: dict[str, object] | None = key(
-        None, "with python: environment variables of vLLM's server (null takes one away); else not read"
+        None,
+        "With python: environment variables for the vLLM server. The value null removes a variable. "
+        "Otherwise not used.",
     )
 
     def dtype_for(self, precision: str) -> str:
@@ -81,9 +92,15 @@ class ResourcesConfig(Section):
     """How many of the cluster's workers only generate if generation is not colocated; these workers do not train."""
 
     gpus_per_node: Positive | None = key(
-        None, "cluster.num_nodes 1: how many of its workers; several nodes: null, or cluster.gpus_per_node"
+        None,
+        "With cluster.num_nodes 1: number of workers that only generate. With several nodes it must be null "
+        "or cluster.gpus_per_node.",
     )
-    num_nodes: Positive | None = key(None, "cluster.num_nodes above 1: how many nodes; one node: 1 or null")
+    num_nodes: Positive | None = key(
+        None,
+        "With cluster.num_nodes above 1: number of nodes whose workers only generate. With one node it must "
+        "be null or 1.",
+    )
 
 
 class ColocatedConfig(Section):
@@ -91,7 +108,10 @@ class ColocatedConfig(Section):
 
     enabled: bool = key(
         True,
-        "false: with cluster.executor processes or ray generation has workers and weights of its own (resources), to which each step's weights are sent; with auto it shares the trainer's device all the same, see cluster.strict_sizes",
+        "true: generation shares the devices and the weights of training. false: some workers (see "
+        "resources) only generate, with their own copy of the weights, which is updated at each step. This "
+        "needs cluster.executor processes or ray, or auto with rollouts that overlap with training; "
+        "otherwise generation is colocated all the same, see cluster.strict_sizes.",
     )
     resources: ResourcesConfig = section(ResourcesConfig, "workers when not colocated")
 
@@ -119,16 +139,25 @@ PACKAGES = ("starlette", "uvicorn")
 class HttpServerConfig(Section):
     """The address and the limits of the policy's HTTP server; read if expose_http_server is set."""
 
-    host: str = key("127.0.0.1", "address to listen at; the default is reached from this machine only", min_length=1)
-    port: Int = key(0, "0: a free one, which is printed", ge=0, le=65535)
+    host: str = key(
+        "127.0.0.1",
+        "Address that the server listens on. With 127.0.0.1 it can be reached from this machine only.",
+        min_length=1,
+    )
+    port: Int = key(0, "Port of the server. 0: a free port, which is printed.", ge=0, le=65535)
     api_key_variable: str | None = key(
         None,
-        "environment variable with the key that requests must carry; null: a new key for each run, which agents are told",
+        "Environment variable with the API key that requests must carry. null: a new key for each run, which "
+        "agents receive.",
     )
-    max_queue: Positive = key(1024, "answers under way or waiting; more are refused with status 503")
-    max_batch_size: Positive = key(64, "answers that the server generates at the same time")
-    max_body_mb: Real = key(8.0, "size of a request in MiB", gt=0)
-    request_timeout_s: Real = key(600.0, "seconds for an answer, the wait for new weights included", gt=0)
+    max_queue: Positive = key(
+        1024, "Maximum number of requests that are running or waiting. Further requests get status 503."
+    )
+    max_batch_size: Positive = key(64, "Maximum number of responses that the server generates at the same time.")
+    max_body_mb: Real = key(8.0, "Maximum size of a request in MiB.", gt=0)
+    request_timeout_s: Real = key(
+        600.0, "Time limit in seconds for a response, including the wait for new weights.", gt=0
+    )
 
 
 class GenerationConfig(Section):
@@ -137,40 +166,57 @@ class GenerationConfig(Section):
     spellings = {"max_model_len": "vllm_cfg.max_model_len", "vllm_cfg.expose_http_server": "expose_http_server"}
     backend: Literal["native", "hf", "vllm", "sglang", "megatron", "trtllm", "dynamo"] | None = key(
         None,
-        "native: the C++ engine; hf: transformers; each reads the weights of a trainer of its name; vllm with vllm_cfg.python or vllm_cfg.server_url: vLLM itself; null: that of policy.backend, and so are the names of NeMo RL's engines, with a notice",
+        "Generation engine. native: the C++ engine. hf: transformers. vllm: a vLLM server, if "
+        "vllm_cfg.python or vllm_cfg.server_url is set. null: the engine of policy.backend. native and hf "
+        "need the same policy.backend. NeMo RL's other names, and vllm without a server, also select the "
+        "engine of policy.backend, with a notice.",
     )
-    max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
+    max_new_tokens: Positive | None = key(
+        None, "Maximum number of tokens in a response. null: policy.max_total_sequence_length."
+    )
     temperature: Temperature = key(
-        1.0, "sampling temperature (also divides the training logits); 0: greedy, in evaluations only"
+        1.0, "Sampling temperature. Training divides the logits by it as well. 0: greedy decoding, in evaluations only."
     )
-    top_p: TopP = key(1.0, "nucleus sampling; training's log-probabilities are filtered too; 1: off")
+    top_p: TopP = key(
+        1.0,
+        "Nucleus sampling: sample from the most likely tokens whose probabilities add up to top_p. Training "
+        "computes log-probabilities with the same filter. 1: off.",
+    )
     top_k: Int | None = key(
         None,
-        "sample among the k likeliest tokens; training's log-probabilities are filtered too; null or -1: off",
+        "Sample from the k most likely tokens. Training computes log-probabilities with the same filter. "
+        "null or -1: off.",
         ge=-1,
     )
-    val_temperature: Temperature | None = key(None, "temperature in validation; null: temperature")
-    val_top_p: TopP | None = key(None, "top_p in validation; null: top_p")
-    val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
-    stop_token_ids: StopTokenIds | None = key(None, "tokens that end a response; null: the end tokens of the model")
-    stop_strings: StopStrings | None = key(None, "texts that end a response; the response keeps them")
+    val_temperature: Temperature | None = key(None, "Sampling temperature in validation. null: temperature.")
+    val_top_p: TopP | None = key(None, "top_p in validation. null: top_p.")
+    val_top_k: Int | None = key(None, "top_k in validation. null: top_k.", ge=-1)
+    stop_token_ids: StopTokenIds | None = key(
+        None, "Token ids that end a response. null: the model's end-of-sequence tokens."
+    )
+    stop_strings: StopStrings | None = key(None, "Strings that end a response. They remain part of it. null: none.")
     expose_http_server: bool = key(
         False,
-        "true: the policy is served over HTTP during training, by the routes of OpenAI and vLLM, and agents can train through it: "
-        "docs/serving.md (alias: policy.generation.vllm_cfg.expose_http_server)",
+        "Serve the policy over HTTP during training, with the routes of OpenAI and vLLM, so that agents can "
+        "use it and be trained through it. See docs/serving.md. Alias: "
+        "policy.generation.vllm_cfg.expose_http_server.",
     )
     http_server: HttpServerConfig = section(HttpServerConfig, "where and within which limits it is served")
     kv_cache_gb: Real | None = key(
-        None, "memory for keys and values in GB; null: what the largest batch needs, within the free memory", gt=0
+        None, "Size of the KV cache in GB. null: as much as the largest batch needs, limited by the free memory.", gt=0
     )
     max_batch_size: Positive | None = key(
-        None, "responses generated at the same time; null: as many as kv_cache_gb holds"
+        None, "Maximum number of responses generated at the same time. null: as many as fit in the KV cache."
     )
-    prefill_chunk_tokens: Positive = key(2048, "prompt tokens that the model computes at once; fewer save memory")
+    prefill_chunk_tokens: Positive = key(
+        2048, "Number of prompt tokens that are prefilled in one forward pass. A smaller number needs less memory."
+    )
     packed_weights: Literal["off", "on", "auto"] = key(
         "auto",
-        "on: steps of few texts (up to 12; 64 without bfloat16 instructions, 4 with AMX) read a copy of bfloat16 weights in 12 bits each, the same bits "
-        "(CPU with AVX-512; 1.5 bytes a parameter); auto: once 16 such steps have run since the weights changed; off: never",
+        "Use a compressed copy of bfloat16 weights (12 bits per weight, same results) in decode steps with "
+        "few sequences: up to 12; up to 64 on CPUs without bfloat16 instructions; up to 4 with AMX. It needs "
+        "a CPU with AVX-512, and 1.5 bytes per parameter. on: always. auto: make the copy after 16 such "
+        "steps with the same weights. off: never.",
     )
     vllm_cfg: VllmConfig = section(VllmConfig, "vLLM's settings; of these max_model_len and enforce_eager are read")
     colocated: ColocatedConfig = section(ColocatedConfig, "whether generation shares the trainer's device")
@@ -178,7 +224,8 @@ class GenerationConfig(Section):
     mcore_generation_config: McoreGenerationConfig = section(McoreGenerationConfig, "Megatron's engine, not used here")
     vllm_kwargs: dict[str, object] = key(
         {},
-        "with vllm_cfg.python: further options of vLLM's server, by their names in vllm.LLM; else not read, but what would change results is refused",
+        "With vllm_cfg.python: further options of vLLM, by the names of the arguments of vllm.LLM. Otherwise "
+        "not used, but options that would change results are errors.",
     )
 
     @property
@@ -194,15 +241,20 @@ class GenerationConfig(Section):
 class EvalVllmConfig(VllmConfig):
     """Settings of vLLM. The native engine reads only max_model_len and precision."""
 
-    precision: Literal["bfloat16", "float32"] | None = key(None, "of weights and products; null: bfloat16")
+    precision: Literal["bfloat16", "float32"] | None = key(
+        None, "dtype of the weights and of the matrix products. null: bfloat16."
+    )
 
 
 class EvalGenerationConfig(GenerationConfig):
     """Generation in an evaluation, with the model and the number of prompts per batch."""
 
-    model_name: str = key(..., "folder, checkpoint of a run (step_N), packaged model or name on the hub")
+    model_name: str = key(
+        ...,
+        "Model: a local folder, a checkpoint of a run (step_N), a packaged model, or a name on the Hugging Face Hub.",
+    )
     vllm_cfg: EvalVllmConfig = section(
         EvalVllmConfig, "settings of vLLM; only max_model_len, enforce_eager and precision are read"
     )
-    num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
-    temperature: Temperature = key(0.0, "sampling temperature; 0: greedy")
+    num_prompts_per_step: Int = key(-1, "Number of prompts generated in one batch. -1: all.", ge=-1)
+    temperature: Temperature = key(0.0, "Sampling temperature. 0: greedy decoding.")

@@ -18,59 +18,67 @@ if TYPE_CHECKING:
 class WandbConfig(Section):
     """Weights & Biases; used if logger.wandb_enabled. A variable (WANDB_PROJECT, ...) is used unless its key is set."""
 
-    project: str = key("grpo-dev", "project")
-    name: str | None = key("grpo-dev-logger", "name of the run")
-    entity: str | None = key(None, "team or user")
-    group: str | None = key(None, "group of runs")
-    job_type: str | None = key(None, "kind of run")
-    tags: list[str] | None = key(None, "tags")
-    notes: str | None = key(None, "text shown with the run")
-    mode: Literal["online", "offline", "disabled", "shared"] | None = key(None, "online, offline, disabled or shared")
-    id: str | None = key(None, "identifier of a run to continue")
-    resume: Literal["allow", "must", "never", "auto"] | None = key(None, "how that run continues")
+    project: str = key("grpo-dev", "Project of the run.")
+    name: str | None = key("grpo-dev-logger", "Name of the run.")
+    entity: str | None = key(None, "Team or user that owns the run.")
+    group: str | None = key(None, "Group of runs that this run belongs to.")
+    job_type: str | None = key(None, "Type of the run, for filters.")
+    tags: list[str] | None = key(None, "Tags of the run.")
+    notes: str | None = key(None, "Description of the run.")
+    mode: Literal["online", "offline", "disabled", "shared"] | None = key(
+        None, "Mode of Weights & Biases: online, offline, disabled or shared."
+    )
+    id: str | None = key(None, "Id of an earlier run to continue.")
+    resume: Literal["allow", "must", "never", "auto"] | None = key(
+        None, "Whether to continue the run with this id, as in wandb.init(resume=...)."
+    )
 
 
 class SwanlabConfig(Section):
     """SwanLab; used if logger.swanlab_enabled. A variable (SWANLAB_PROJ_NAME, ...) is used unless its key is set."""
 
-    project: str = key("grpo-dev", "project")
-    name: str | None = key("grpo-dev-logger", "name of the run")
-    workspace: str | None = key(None, "team or user")
-    description: str | None = key(None, "text shown with the run")
-    tags: list[str] | None = key(None, "tags")
-    mode: str | None = key(None, "cloud, local, offline or disabled")
+    project: str = key("grpo-dev", "Project of the run.")
+    name: str | None = key("grpo-dev-logger", "Name of the run.")
+    workspace: str | None = key(None, "Team or user that owns the run.")
+    description: str | None = key(None, "Description of the run.")
+    tags: list[str] | None = key(None, "Tags of the run.")
+    mode: str | None = key(None, "Mode of SwanLab: cloud, local, offline or disabled.")
 
 
 class MLflowConfig(Section):
     """MLflow; used if logger.mlflow_enabled. A variable (MLFLOW_RUN_NAME, ...) is used unless its key is set."""
 
-    experiment_name: str = key("grpo-dev", "experiment")
-    run_name: str | None = key("grpo-dev-logger", "name of the run")
-    tracking_uri: str | None = key(None, "server, or a folder; null: MLflow's own (MLFLOW_TRACKING_URI)")
-    run_id: str | None = key(None, "identifier of a run to continue")
-    artifact_location: str | None = key(None, "where files go; null: the run's log folder")
+    experiment_name: str = key("grpo-dev", "Experiment that the run belongs to.")
+    run_name: str | None = key("grpo-dev-logger", "Name of the run.")
+    tracking_uri: str | None = key(
+        None, "URI of the tracking server, or a folder. null: MLflow's own setting (MLFLOW_TRACKING_URI)."
+    )
+    run_id: str | None = key(None, "Id of an earlier run to continue.")
+    artifact_location: str | None = key(None, "Location of the experiment's artifacts. null: the run's log folder.")
 
 
 class TrackioConfig(Section):
     """Trackio; used if logger.trackio_enabled."""
 
-    project: str = key("grpo-dev", "project")
-    name: str | None = key("grpo-dev-logger", "name of the run")
-    group: str | None = key(None, "group of runs")
-    space_id: str | None = key(None, "Hugging Face Space that shows the run")
+    project: str = key("grpo-dev", "Project of the run.")
+    name: str | None = key("grpo-dev-logger", "Name of the run.")
+    group: str | None = key(None, "Group of runs that this run belongs to.")
+    space_id: str | None = key(None, "Hugging Face Space that shows the run.")
 
 
 class TensorboardConfig(Section):
     """TensorBoard; used if logger.tensorboard_enabled."""
 
-    log_dir: str | None = key(None, "folder of the events; null: <log_dir>/tensorboard")
+    log_dir: str | None = key(
+        None, "Folder of the event files. null: the subfolder tensorboard of the run's log folder."
+    )
 
 
 class GPUMonitoringConfig(Section):
     """How often device usage is sampled if logger.monitor_gpus is set."""
 
-    collection_interval: Real = key(10, "seconds between samples", gt=0)
-    flush_interval: Real = key(10, "seconds between writes", gt=0)
+    collection_interval: Real = key(10, "Seconds between samples of the GPU usage.", gt=0)
+    flush_interval: Real = key(10, "Seconds between writes of the samples to the logs.", gt=0)
 
 
 class LoggerConfig(Section):
@@ -82,13 +90,13 @@ class LoggerConfig(Section):
     def is_enabled(self, name: str) -> bool:
         return getattr(self, f"{name}_enabled")
 
-    log_dir: str = key("logs", "folder; each run makes exp_NNN in it")
-    num_val_samples_to_print: Count = key(0, "validation samples shown in the terminal")
-    report: bool = key(True, "write report.html, one self-contained page")
+    log_dir: str = key("logs", "Folder for logs. Each run creates a subfolder exp_NNN.")
+    num_val_samples_to_print: Count = key(0, "Number of validation samples to print per validation.")
+    report: bool = key(True, "Write report.html, a self-contained page about the run.")
     chrome_trace: bool = key(
-        False, "write the stages of every step as a timeline for chrome://tracing and ui.perfetto.dev"
+        False, "Write a timeline of the stages of every step, for chrome://tracing or ui.perfetto.dev."
     )
-    monitor_gpus: bool = key(True, "sample how much the GPUs are used, if there are any")
+    monitor_gpus: bool = key(True, "Log the usage of the GPUs, if there are any.")
     gpu_monitoring: GPUMonitoringConfig = section(GPUMonitoringConfig, "sampling of the GPUs' use")
 
 

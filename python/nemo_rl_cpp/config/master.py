@@ -42,12 +42,18 @@ from .sft import SFTConfig, SFTLossConfig
 class EvalConfig(Section):
     """What an evaluation measures."""
 
-    metric: Literal["pass@k", "cons@k"] = key("pass@k", "pass@k: one of k right; cons@k: the majority of k right")
-    num_tests_per_prompt: Positive = key(1, "responses to each prompt")
-    k_value: Positive = key(1, "k of the metric")
-    seed: Int = key(42, "seed of sampling")
-    max_rollout_turns: Positive = key(1, "turns of a conversation, for environments that answer")
-    save_path: str | None = key(None, "folder for evaluation.html, evaluation_data.json and config.json; null: none")
+    metric: Literal["pass@k", "cons@k"] = key(
+        "pass@k",
+        "What is reported: pass@k, the probability that at least one of k responses is correct, or cons@k, "
+        "the probability that the majority answer of k responses is correct.",
+    )
+    num_tests_per_prompt: Positive = key(1, "Number of responses to each prompt.")
+    k_value: Positive = key(1, "k of the metric. At most num_tests_per_prompt.")
+    seed: Int = key(42, "Random seed for sampling.")
+    max_rollout_turns: Positive = key(1, "Maximum number of turns of a rollout, for environments that reply.")
+    save_path: str | None = key(
+        None, "Folder for evaluation.html, evaluation_data.json and config.json. null: they are not written."
+    )
 
 
 class MasterConfig(Section):
@@ -121,16 +127,20 @@ class TrainMasterConfig(MasterConfig):
     """The sections that every training run has, regardless of its algorithm."""
 
     loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss of the policy")
-    policy: PolicyConfig = key(..., "model, training and generation")
+    policy: PolicyConfig = key(..., "Model, training and generation.")
     data: DataConfig = section(DataConfig, "data sets")
-    env: EnvConfigs = key({}, "environments by name")
+    env: EnvConfigs = key({}, "Environments by name.")
     checkpointing: CheckpointingConfig = section(CheckpointingConfig, "checkpoints")
     logger: LoggerConfig = section(LoggerConfig, "logs")
     cluster: ClusterConfig = section(ClusterConfig, "devices")
     reward_penalties: RewardPenaltyConfig | None = section(
         RewardPenaltyConfig, "responses with a defect of form earn 0"
     )
-    async_rl: AsyncRLConfig | None = key(None, "rollouts beside training, as NeMo RL's SingleController writes it")
+    async_rl: AsyncRLConfig | None = key(
+        None,
+        "Rollouts that overlap with training, in the form of NeMo RL's SingleController. null: see "
+        "async_grpo and async_ppo.",
+    )
     data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
 
     @classmethod
@@ -214,7 +224,7 @@ class DistillationMasterConfig(TrainMasterConfig):
     """A policy that learns from a teacher's scores of the policy's own samples (`run_distillation`)."""
 
     distillation: DistillationConfig = section(DistillationConfig, "training loop")
-    teacher: TeacherConfig = key(..., "teacher")
+    teacher: TeacherConfig = key(..., "The teacher.")
     loss_fn: DistillationLossConfig = section(DistillationLossConfig, "loss of the policy")
 
     @property
@@ -281,10 +291,10 @@ class EvalMasterConfig(MasterConfig):
     """An evaluation (`run_eval`)."""
 
     eval: EvalConfig = section(EvalConfig, "what is measured")
-    generation: EvalGenerationConfig = key(..., "model, sampling and engine")
+    generation: EvalGenerationConfig = key(..., "Model, sampling and engine.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
-    data: EvalDataConfig = key(..., "data set")
-    env: EnvConfigs = key({}, "environments by name")
+    data: EvalDataConfig = key(..., "The dataset.")
+    env: EnvConfigs = key({}, "Environments by name.")
     cluster: ClusterConfig = section(ClusterConfig, "devices")
 
     def _check_together(self, report: Report) -> None:

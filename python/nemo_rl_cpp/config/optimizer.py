@@ -53,25 +53,25 @@ Float32 = Annotated[Literal["float32"], BeforeValidator(_float32)]
 class OptimizerKwargs(Section):
     """Arguments of AdamW."""
 
-    lr: NonNegative = key(5e-6, "learning rate")
-    weight_decay: NonNegative = key(0.01, "decoupled weight decay")
+    lr: NonNegative = key(5e-6, "Learning rate.")
+    weight_decay: NonNegative = key(0.01, "Decoupled weight decay.")
     betas: list[Real] = key(
-        [0.9, 0.999], "decay of the first and second moment, each in [0, 1)", min_length=2, max_length=2
+        [0.9, 0.999], "Decay rates of the first and the second moment, each in [0, 1).", min_length=2, max_length=2
     )
-    eps: NonNegative = key(1e-8, "added to the square root of the second moment")
+    eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
     exp_avg_dtype: MomentDtype = key(
-        "float32", "float32, or bfloat16 (2 bytes a weight, rounded at random): the first moment"
+        "float32", "dtype of the first moment. bfloat16 takes 2 bytes per weight and is rounded stochastically."
     )
     exp_avg_sq_dtype: MomentDtype = key(
-        "float32", "float32, or bfloat16 (2 bytes a weight, rounded at random): the second moment"
+        "float32", "dtype of the second moment. bfloat16 takes 2 bytes per weight and is rounded stochastically."
     )
 
 
 class OptimizerConfig(Section):
     """The optimizer, by its torch name."""
 
-    name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "AdamW; the only one")
-    kwargs: OptimizerKwargs = key(None, "arguments", validate_default=True)
+    name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "Optimizer. AdamW is the only one.")
+    kwargs: OptimizerKwargs = key(None, "Arguments of the optimizer.", validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -83,8 +83,8 @@ class SchedulerStage(Section):
     """An entry of `scheduler`: a schedule, or the milestones at which the next schedules begin."""
 
     name: str | None = key(None, "torch.optim.lr_scheduler." + "|".join(SCHEDULER_KWARGS))
-    kwargs: dict[str, object] = key({}, "arguments of the schedule")
-    milestones: list[Count] | None = key(None, "steps at which the next schedule begins")
+    kwargs: dict[str, object] = key({}, "Arguments of the schedule.")
+    milestones: list[Count] | None = key(None, "Steps at which the next schedule of the list begins.")
 
     @model_validator(mode="after")
     def _check(self) -> SchedulerStage:
@@ -115,39 +115,43 @@ class SchedulerStage(Section):
 class MegatronOptimizerConfig(Section):
     """Megatron's optimizer settings; used if megatron_cfg.enabled."""
 
-    optimizer: Literal["adam"] = key("adam", "Adam with decoupled weight decay; the only one")
-    lr: NonNegative = key(5e-6, "highest learning rate")
-    min_lr: NonNegative = key(5e-7, "lowest learning rate after decay")
-    weight_decay: NonNegative = key(0.01, "decoupled weight decay")
-    adam_beta1: Real = key(0.9, "decay of the first moment", ge=0, lt=1)
-    adam_beta2: Real = key(0.999, "decay of the second moment", ge=0, lt=1)
-    adam_eps: NonNegative = key(1e-8, "added to the square root of the second moment")
-    clip_grad: NonNegative | None = key(1.0, "bound of the gradient's global norm; 0 or null: none")
-    params_dtype: Literal["float32"] = key("float32", "optimizer state is fp32")
+    optimizer: Literal["adam"] = key("adam", "Optimizer. adam (with decoupled weight decay) is the only one.")
+    lr: NonNegative = key(5e-6, "Maximum learning rate.")
+    min_lr: NonNegative = key(5e-7, "Learning rate at the end of the decay.")
+    weight_decay: NonNegative = key(0.01, "Decoupled weight decay.")
+    adam_beta1: Real = key(0.9, "Decay rate of the first moment.", ge=0, lt=1)
+    adam_beta2: Real = key(0.999, "Decay rate of the second moment.", ge=0, lt=1)
+    adam_eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
+    clip_grad: NonNegative | None = key(1.0, "Maximum global norm of the gradient. 0 or null: no clipping.")
+    params_dtype: Literal["float32"] = key("float32", "The dtype of the optimizer's state is float32.")
     exp_avg_dtype: MomentDtype = key(
-        "float32", "float32, or bfloat16 (2 bytes a weight, rounded at random): the first moment"
+        "float32", "dtype of the first moment. bfloat16 takes 2 bytes per weight and is rounded stochastically."
     )
     exp_avg_sq_dtype: MomentDtype = key(
-        "float32", "float32, or bfloat16 (2 bytes a weight, rounded at random): the second moment"
+        "float32", "dtype of the second moment. bfloat16 takes 2 bytes per weight and is rounded stochastically."
     )
-    main_grads_dtype: Float32 = key("float32", "gradients are summed in float32; nothing else is supported")
-    main_params_dtype: Float32 = key("float32", "master weights are float32; nothing else is supported")
+    main_grads_dtype: Float32 = key("float32", "dtype in which gradients are accumulated. Only float32 is supported.")
+    main_params_dtype: Float32 = key("float32", "dtype of the master weights. Only float32 is supported.")
 
 
 class MegatronSchedulerConfig(Section):
     """Megatron's schedule of learning rate and weight decay; used if megatron_cfg.enabled."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = key(
-        "constant", "shape of the decay after warm-up"
+        "constant", "Shape of the learning rate's decay after the warm-up."
     )
     lr_decay_iters: Positive | None = key(
-        1000, "steps until min_lr; null: the whole run, which max_num_steps or max_num_epochs ends"
+        1000,
+        "Step at which the learning rate reaches min_lr. null: the last step of the run (max_num_steps or "
+        "max_num_epochs).",
     )
-    lr_warmup_iters: Count = key(13, "steps of linear warm-up")
-    lr_warmup_init: NonNegative = key(5e-7, "learning rate at the start of the warm-up")
-    start_weight_decay: NonNegative | None = key(None, "weight decay at the start; null: optimizer.weight_decay")
-    end_weight_decay: NonNegative | None = key(None, "weight decay at the end; null: optimizer.weight_decay")
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = key("constant", "how weight decay changes")
+    lr_warmup_iters: Count = key(13, "Number of linear warm-up steps.")
+    lr_warmup_init: NonNegative = key(5e-7, "Learning rate at the start of the warm-up.")
+    start_weight_decay: NonNegative | None = key(None, "Weight decay at the start. null: optimizer.weight_decay.")
+    end_weight_decay: NonNegative | None = key(None, "Weight decay at the end. null: optimizer.weight_decay.")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = key(
+        "constant", "Shape of the change from start_weight_decay to end_weight_decay."
+    )
 
 
 @dataclass(frozen=True)
@@ -277,30 +281,37 @@ class LoraConfig(Section):
     is_switched = True
     enabled: bool = key(
         False,
-        "train low-rank adapters instead of the weights, in a few bytes a parameter instead of 18 to 22; read with dtensor_cfg.enabled "
-        "(docs/lora.md)",
+        "Train low-rank adapters and freeze the weights. Memory: a few bytes per parameter instead of 18 to "
+        "22. Used if dtensor_cfg.enabled is true. See docs/lora.md.",
     )
     target_modules: list[str] = key(
         [],
-        "matrices to adapt: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (of Phi 3 qkv_proj and gate_up_proj), or "
-        "names with wildcards such as *.layers.0.*.q_proj; []: all but exclude_modules. Only with match_all_linear false",
+        "With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, "
+        "gate_proj, up_proj, down_proj (qkv_proj and gate_up_proj in Phi 3), or names with wildcards such as "
+        "`*.layers.0.*.q_proj`. []: all except exclude_modules.",
     )
     exclude_modules: list[str] = key(
-        [], "matrices to leave out, named likewise; instead of target_modules, and only with match_all_linear false"
+        [],
+        "With match_all_linear false, instead of target_modules: matrices that get no adapter. Names as in "
+        "target_modules.",
     )
-    match_all_linear: bool = key(True, "adapt every matrix of every layer; head and embedding stay frozen")
-    dim: Positive = key(8, "the adapters' rank")
-    alpha: Positive = key(32, "an adapter is multiplied by alpha / dim")
+    match_all_linear: bool = key(
+        True, "Give every matrix of every layer an adapter. The LM head and the embedding stay frozen in any case."
+    )
+    dim: Positive = key(8, "Rank of the adapters.")
+    alpha: Positive = key(32, "Scale of the adapters: the product B A is multiplied by alpha / dim.")
     lora_A_init: Literal["xavier", "kaiming", "uniform"] = key(
         "xavier",
-        "how A is drawn from the run's seed: xavier (normal) or kaiming (uniform; NeMo RL's uniform is the same). B begins at 0",
+        "Distribution of the initial A: xavier (normal) or kaiming (uniform). uniform is NeMo RL's name for "
+        "kaiming. B starts at 0.",
     )
     merge: bool = key(
         True,
-        "form the weights W + s B A after each step; false: products add s B (A x) to W x, so W is kept once and no update is too small "
-        "for policy.precision to act. With `quantization` it is false",
+        "true: compute the merged weights W + s B A after each step. false: compute s B (A x) + W x in each "
+        "forward pass, so only one copy of W is needed, and no update is too small to be represented in "
+        "policy.precision. With `quantization` the default is false.",
     )
-    use_rslora: bool = key(False, "multiply an adapter by alpha / sqrt(dim) instead of alpha / dim (rsLoRA)")
+    use_rslora: bool = key(False, "rsLoRA: multiply B A by alpha / sqrt(dim) instead of alpha / dim.")
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -461,8 +472,10 @@ class DTensorConfig(Section):
     """The PyTorch backend of NeMo RL. If enabled, policy.optimizer, scheduler and max_grad_norm are used."""
 
     is_switched = True
-    enabled: bool = key(True, "read optimizer, scheduler and max_grad_norm beside this section")
-    activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    enabled: bool = key(True, "Use optimizer, scheduler and max_grad_norm of the section that contains dtensor_cfg.")
+    activation_checkpointing: bool = key(
+        False, "Recompute activations in the backward pass. This needs less memory and more time."
+    )
     tensor_parallel_size: Positive = key(1, _TENSOR)
     context_parallel_size: Positive = key(1, _FOLDED)
     expert_parallel_size: Positive = key(1, _FOLDED)
@@ -482,12 +495,16 @@ class DDPConfig(Section):
     and `data_parallel_sharding_strategy` are null."""
 
     overlap_grad_reduce: bool = key(
-        True, "several processes: gradients are added over them while the backward is running, else after it"
+        True, "With several processes: reduce gradients during the backward pass. false: after it."
     )
-    use_custom_fsdp: bool = key(False, "read data_parallel_sharding_strategy; false: optim")
+    use_custom_fsdp: bool = key(
+        False, "Use data_parallel_sharding_strategy of this section. false: the strategy is optim."
+    )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = key(
         "optim_grads_params",
-        "with use_custom_fsdp, what several processes share out: no_shard and optim: optimizer state and master weights (ZeRO-1); optim_grads and optim_grads_params: gradients too (ZeRO-2); each process has all weights in every case",
+        "With use_custom_fsdp: what is sharded over the processes. no_shard and optim: optimizer state and "
+        "master weights (ZeRO-1). optim_grads and optim_grads_params: gradients as well (ZeRO-2). Each "
+        "process always has all weights.",
     )
 
 
@@ -499,8 +516,10 @@ class MegatronConfig(Section):
     """The Megatron backend of NeMo RL. If enabled, its optimizer and scheduler sections are used."""
 
     is_switched = True
-    enabled: bool = key(False, "read optimizer, scheduler and clip_grad from this section")
-    activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    enabled: bool = key(False, "Use the optimizer, scheduler and clip_grad of this section.")
+    activation_checkpointing: bool = key(
+        False, "Recompute activations in the backward pass. This needs less memory and more time."
+    )
     tensor_model_parallel_size: Positive = key(1, _TENSOR)
     pipeline_model_parallel_size: Positive = key(1, _FOLDED)
     context_parallel_size: Positive = key(1, _FOLDED)
@@ -516,7 +535,11 @@ class MegatronConfig(Section):
     peft: PeftConfig = section(PeftConfig, "Megatron's LoRA (not supported; see dtensor_cfg.lora_cfg)")
     distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
     fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
-    freeze_moe_router: bool = key(True, "the router of a model with experts is trained all the same, which a note says")
+    freeze_moe_router: bool = key(
+        True,
+        "Accepted for NeMo RL's files. The router of a mixture-of-experts model is always trained; a notice "
+        "reports this.",
+    )
 
 
 PARALLEL_SIZES = {

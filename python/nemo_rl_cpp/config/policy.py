@@ -62,40 +62,53 @@ Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value]
 class TokenizerConfig(Section):
     """The tokenizer and its chat template."""
 
-    name: str | None = key(None, "folder or name on the hub; null: policy.model_name")
-    chat_template: str | None = key(
-        "default", "default: the tokenizer's; null: plain text; else a .jinja file or a template"
+    name: str | None = key(
+        None, "Tokenizer: a local folder, or a name on the Hugging Face Hub. null: policy.model_name."
     )
-    chat_template_kwargs: dict[str, object] | None = key(None, "arguments of the chat template")
+    chat_template: str | None = key(
+        "default",
+        "Chat template of the prompts. default: the tokenizer's. null: none, prompts are plain text. "
+        "Otherwise a .jinja file, or the template itself.",
+    )
+    chat_template_kwargs: dict[str, object] | None = key(None, "Arguments of the chat template. null: none.")
 
 
 class TokenBudget(Section):
     """The number of tokens in a micro-batch."""
 
     train_mb_tokens: Positive | None = key(
-        None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size"
+        None,
+        "Maximum number of tokens in a training micro-batch. null: max_total_sequence_length * train_micro_batch_size.",
     )
     logprob_mb_tokens: Positive | None = key(
-        None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
+        None,
+        "Maximum number of tokens in a micro-batch of the log-probability pass. null: "
+        "max_total_sequence_length * logprob_batch_size.",
     )
 
 
 class DynamicBatchingConfig(TokenBudget):
     """Micro-batches of similar lengths within a token budget; cannot be combined with sequence_packing."""
 
-    enabled: bool = key(False, "sort by length and fill micro-batches to the budget")
-    sequence_length_round: Positive = key(64, "a length counts as rounded up to a multiple of this")
+    enabled: bool = key(False, "Sort sequences by length and fill each micro-batch up to the token budget.")
+    sequence_length_round: Positive = key(
+        64, "Lengths are rounded up to a multiple of this number before micro-batches are formed."
+    )
 
 
 class SequencePackingConfig(TokenBudget):
     """Sequences packed end to end in one micro-batch within a token budget, without padding."""
 
-    enabled: bool = key(True, "pack sequences")
+    enabled: bool = key(True, "Pack sequences.")
     algorithm: PackingAlgorithm = key(
-        "modified_first_fit_decreasing", "how sequences (with a shared prompt: groups of them) are put into bins"
+        "modified_first_fit_decreasing",
+        "Bin-packing algorithm that assigns sequences to micro-batches. With share_prompt_prefix it assigns "
+        "whole groups.",
     )
     microbatch_order: Literal["packer", "largest_first"] | None = key(
-        "packer", "packer or null: bins by their first sequence; largest_first: bins with most tokens first"
+        "packer",
+        "Order of the micro-batches. packer or null: by their first sequence. largest_first: by their number "
+        "of tokens, largest first.",
     )
 
 
@@ -116,11 +129,11 @@ class HfConfig(Section):
     """How transformers loads a model; read if backend is hf."""
 
     attn_implementation: str | None = key(
-        None, "transformers' name of an attention: sdpa, eager, flash_attention_2, ...; null: transformers chooses"
+        None,
+        "transformers' name of the attention implementation: sdpa, eager, flash_attention_2, ... null: "
+        "transformers chooses.",
     )
-    trust_remote_code: bool = key(
-        False, "run the Python code that a model's folder brings along (auto_map); read it first"
-    )
+    trust_remote_code: bool = key(False, "Run the Python code in the model's folder (auto_map). Read the code first.")
 
 
 Backend = Literal["native", "hf"]
@@ -134,48 +147,68 @@ class TrainedModelConfig(Section):
         "automodel_cfg": "dtensor_cfg",
         **{f"automodel_cfg.{key}": f"dtensor_cfg.{key}" for key, _ in fields_of(DTensorConfig)},
     }
-    backend: Backend | None = key(None, "native or hf")
+    backend: Backend | None = key(None, "Implementation that trains: native or hf.")
     hf_cfg: HfConfig = section(HfConfig, "how transformers loads the model (backend hf)")
-    model_name: str | None = key(None, "folder, packaged model or name on the hub")
-    hf_config_overrides: dict[str, object] | None = key({}, "changes to the model's config.json")
+    model_name: str | None = key(None, "Model: a local folder, a packaged model, or a name on the Hugging Face Hub.")
+    hf_config_overrides: dict[str, object] | None = key({}, "Values that replace entries of the model's config.json.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
-    train_global_batch_size: Positive | None = key(None, "samples an optimizer step")
+    train_global_batch_size: Positive | None = key(None, "Number of samples per optimizer step.")
     train_micro_batch_size: Positive | None = key(
-        None, "samples in a micro-batch; packing and dynamic batching decide by tokens instead"
+        None,
+        "Number of samples in a training micro-batch. With sequence packing or dynamic batching the token "
+        "budget decides instead.",
     )
     logprob_batch_size: Positive | None = key(
-        None, "samples of a log-probability micro-batch; null: train_micro_batch_size"
+        None, "Number of samples in a micro-batch of the log-probability pass. null: train_micro_batch_size."
     )
-    max_total_sequence_length: Positive | None = key(None, "longest sequence, prompt and response")
-    precision: Precision = key("bfloat16", "float32, or bfloat16 (bf16 compute, fp32 master weights and optimizer)")
+    max_total_sequence_length: Positive | None = key(
+        None, "Maximum length of a sequence (prompt and response) in tokens."
+    )
+    precision: Precision = key(
+        "bfloat16",
+        "Precision of the model. bfloat16: compute in bfloat16, with float32 master weights and optimizer "
+        "state. float32: everything in float32.",
+    )
     quantization: Quantization | None = key(
         None,
-        "format of the frozen matrices of the layers, of which dtensor_cfg.lora_cfg trains adapters: q8_0 (8.5 bits a weight) or q4_0 (4.5 bits), "
-        "llama.cpp's blocks; null: they are in `precision` (docs/lora.md)",
+        "With LoRA: format of the frozen matrices of the layers, in llama.cpp's blocks. q8_0 takes 8.5 bits "
+        "per weight, q4_0 takes 4.5. null: they are in `precision`. See docs/lora.md.",
     )
-    make_sequence_length_divisible_by: Positive = key(1, "padded batches get a length divisible by this")
+    make_sequence_length_divisible_by: Positive = key(1, "The length of padded batches is a multiple of this number.")
     max_grad_norm: NonNegative | None = key(
-        1.0, "largest global norm of the gradient; null or 0: no limit (read with dtensor_cfg.enabled)"
+        1.0, "Maximum global norm of the gradient. null or 0: no clipping. Used if dtensor_cfg.enabled is true."
     )
     optimizer: OptimizerConfig | None = section(OptimizerConfig, "the optimizer (read with dtensor_cfg.enabled)")
     scheduler: Schedule | None = key(
-        None, "learning-rate schedules, one after another; null: constant (read with dtensor_cfg.enabled)"
+        None,
+        "List of learning-rate schedules, which follow each other. null: constant learning rate. Used if "
+        "dtensor_cfg.enabled is true.",
     )
     dtensor_cfg: DTensorConfig = section(DTensorConfig, "NeMo RL's PyTorch backend")
     megatron_cfg: MegatronConfig = section(MegatronConfig, "NeMo RL's Megatron backend")
     gradient_blocks: Positive | None = key(
         None,
-        "a power of two: gradients are summed over that many fixed blocks of a global batch along a fixed tree, so that every number of processes that divides it trains the same bits; null: one block a process. Each doubling costs memory of one more gradient in a process with all blocks. The value model's null is the policy's",
+        "Number of blocks of a global batch, a power of two. The gradients of the blocks are summed in a "
+        "fixed tree, so every number of processes that divides it trains bit-identical weights. Each "
+        "doubling needs memory for one more gradient in a process that has all blocks. null: one block per "
+        "process; for the critic: policy.gradient_blocks.",
     )
     data_parallel_sharding_strategy: Literal["optim", "optim_grads"] | None = key(
         None,
-        "what the processes that train together share out: optim: optimizer state and master weights (ZeRO-1); optim_grads: gradients too (ZeRO-2), which saves memory where a block of gradient_blocks is one micro-batch; same weights to the bit; null: as megatron_cfg.distributed_data_parallel_config says where that backend is enabled, else optim. The value model's null is the policy's",
+        "What is sharded over the training processes. optim: optimizer state and master weights (ZeRO-1). "
+        "optim_grads: gradients as well (ZeRO-2), which saves memory if a block of gradient_blocks is one "
+        "micro-batch. The weights are bit-identical. null: the strategy of "
+        "megatron_cfg.distributed_data_parallel_config if megatron_cfg is enabled, otherwise optim; for the "
+        "critic: the policy's key.",
     )
     overlap_grad_reduce: bool | None = key(
         None,
-        "true: gradients are added over the processes while the last backward is running, layer by layer; false: after it; same bits; null: as megatron_cfg.distributed_data_parallel_config says where that backend is enabled, else false. The value model's null is the policy's",
+        "true: reduce gradients over the processes layer by layer during the last backward pass. false: "
+        "after it. The weights are bit-identical. null: the value of "
+        "megatron_cfg.distributed_data_parallel_config if megatron_cfg is enabled, otherwise false; for the "
+        "critic: the policy's key.",
     )
-    share_prompt_prefix: bool = key(True, "training computes the prompt of a group once (backend native)")
+    share_prompt_prefix: bool = key(True, "Compute the prompt of a group only once in training. backend native only.")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
     sequence_packing: SequencePackingConfig = section(SequencePackingConfig, "micro-batches without padding")
 
@@ -279,42 +312,58 @@ def fill(target: Section, **values: object) -> None:
 class PolicyConfig(TrainedModelConfig):
     """The model that is trained, how it is trained, and how it generates."""
 
-    model_name: str = key(..., "folder, packaged model (smollm2-135m-instruct), tiny-random, or name on the hub")
+    model_name: str = key(
+        ...,
+        "Model to train: a local folder, a packaged model (smollm2-135m-instruct), tiny-random, or a name on "
+        "the Hugging Face Hub.",
+    )
     train_global_batch_size: Positive = key(
-        512, "samples in an optimizer step; prompts x generations of a step must be a multiple of it"
+        512,
+        "Number of samples per optimizer step. The samples of a step (prompts * responses) must be a multiple of it.",
     )
     train_micro_batch_size: Positive = key(
-        4, "samples in a micro-batch; packing and dynamic batching decide by tokens instead"
+        4,
+        "Number of samples in a training micro-batch. With sequence packing or dynamic batching the token "
+        "budget decides instead.",
     )
-    max_total_sequence_length: Positive = key(512, "longest sequence, prompt and response")
+    max_total_sequence_length: Positive = key(512, "Maximum length of a sequence (prompt and response) in tokens.")
     backend: Backend = key(
         "native",
-        "native: the C++ trainer (docs/supported-models.md lists its architectures); hf: transformers, any causal language model, slower (extra hf)",
+        "Implementation that trains. native: the C++ core, for the architectures in "
+        "docs/supported-models.md. hf: transformers, for any causal language model; slower, and needs the "
+        "extra `hf`.",
     )
     reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
-        "auto", "use generation's log-probabilities as the old policy's; auto: as long as both agree bit for bit"
+        "auto",
+        "Use the log-probabilities of generation as those of the old policy, instead of recomputing them. "
+        "auto: as long as generation and training are bit-identical.",
     )
     kept_activations_gb: NonNegative | None = key(
         None,
-        "GB of memory to keep generation's activations, which save the first update's forward pass (CPU); null: a quarter of the free memory, "
-        "if a step fits into it; 0: keep none",
+        "CPU only: memory in GB for the activations of generation, from which the first update trains "
+        "without its own forward pass. null: a quarter of the free memory, if the activations of a step fit "
+        "in it. 0: keep none.",
     )
     kept_activations_check_period: Count = key(
         20,
-        "steps between two checks; in a check the first update makes its own forward pass, which is compared with generation's; "
-        "0: check only in the first step of a run",
+        "Number of steps between checks of the kept activations. In a check, the first update makes its own "
+        "forward pass, which is compared with generation's. 0: check only in the first step of a run.",
     )
     logprob_chunk_size: Positive | None = key(
         None,
-        "backend hf: of so many tokens float32 logits exist at a time; null: of as many as 64 MB hold. The native head never holds more than 224 MB of logits",
+        "backend hf: number of tokens whose float32 logits are in memory at a time. null: as many as fit in "
+        "64 MB. The native backend does not use it: its logits never take more than 224 MB.",
     )
     refit_buffer_size_gb: Annotated[float, Field(gt=0)] | None = key(
         None,
-        "GB of weights in one message to engines with workers of their own (policy.generation.colocated.enabled=false); null: 0.008",
+        "With policy.generation.colocated.enabled false: GB of weights in one message to the engines. null: 0.008.",
     )
     refit: Literal["full", "delta"] = key(
         "full",
-        "what is sent to engines with workers of their own: full: all weights; delta: those that have changed since the last refit, for bfloat16 and small learning rates; the sender keeps the last weights for it. The engines have the same weights either way",
+        "With policy.generation.colocated.enabled false: weights that are sent to the engines. full: all. "
+        "delta: only those that have changed since the last refit, which pays with bfloat16 and small "
+        "learning rates; the trainer then keeps a copy of the previous weights. The engines' weights are the "
+        "same either way.",
     )
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")
@@ -344,7 +393,7 @@ class RewardModelConfig(Section):
 class ValuePackingConfig(SequencePackingConfig):
     """Sequence packing of the value model."""
 
-    enabled: bool = key(False, "pack sequences")
+    enabled: bool = key(False, "Pack sequences.")
 
 
 class ValueTokenizerConfig(TokenizerConfig):
@@ -356,9 +405,9 @@ class ValueTokenizerConfig(TokenizerConfig):
 class ValueConfig(TrainedModelConfig):
     """The critic: the policy's architecture with a scalar head. Its defaults are the policy's values."""
 
-    backend: Backend | None = key(None, "native or hf, as policy.backend; null: policy.backend")
+    backend: Backend | None = key(None, "Implementation that trains the critic: native or hf. null: policy.backend.")
     tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
-    precision: Precision | None = key(None, "float32 or bfloat16; null: policy.precision")
+    precision: Precision | None = key(None, "Precision of the critic, float32 or bfloat16. null: policy.precision.")
     sequence_packing: ValuePackingConfig = section(ValuePackingConfig, "micro-batches without padding")
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
 

@@ -22,24 +22,34 @@ class SFTLossConfig(ClippedPGLossConfig):
     """The loss on the answers."""
 
     name: LossName = key(
-        "nll", "nll: the negative log-likelihood; or a class or function of yours, as my_module.MyLoss"
+        "nll",
+        "Loss. nll: the negative log-likelihood. Your own class or function is given by its dotted name, for "
+        "example my_module.MyLoss.",
     )
-    reference_policy_kl_penalty: NonNegative = key(0.0, "weight of the KL from the model that the run began with")
+    reference_policy_kl_penalty: NonNegative = key(
+        0.0,
+        "Weight of the KL term between the policy and the model that the run started from. 0: no reference "
+        "model is loaded.",
+    )
 
 
 class SFTConfig(OnePassLoop):
     """The loop of supervised fine-tuning: each step trains on policy.train_global_batch_size rows of a file."""
 
     section_name: ClassVar[str] = "sft"
-    max_num_epochs: Positive = key(1, "passes over the data; training ends at this or at max_num_steps")
-    max_num_steps: Count = key(60, "optimisation steps; training ends at this or at max_num_epochs")
-    val_period: Int = key(10, "steps between validations; 0 or less: none")
-    val_batches: Int = key(8, "batches a validation; 0 or less: all")
-    val_global_batch_size: Positive = key(32, "rows in a batch of a validation")
-    val_micro_batch_size: Positive = key(1, "rows in a micro-batch of a validation")
-    val_at_start: bool = key(True, "validate before the first step")
-    val_at_end: bool = key(False, "validate after the last step")
-    seed: Seed = key(42, "seed of the order of the data")
+    max_num_epochs: Positive = key(
+        1, "Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."
+    )
+    max_num_steps: Count = key(
+        60, "Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."
+    )
+    val_period: Int = key(10, "Number of steps between validations. 0 or less: no validation at intervals.")
+    val_batches: Int = key(8, "Number of batches per validation. 0 or less: all.")
+    val_global_batch_size: Positive = key(32, "Number of rows in a validation batch.")
+    val_micro_batch_size: Positive = key(1, "Number of rows in a validation micro-batch.")
+    val_at_start: bool = key(True, "Run a validation before the first step.")
+    val_at_end: bool = key(False, "Run a validation after the last step.")
+    seed: Seed = key(42, "Random seed for the order of the data.")
 
     # fixed values of keys that the other algorithms' loops have
     num_generations_per_prompt: ClassVar[int] = 1

@@ -1,4 +1,5 @@
-"""The table of architectures: the structure of each model_type's layers, and the defaults of its config.json."""
+"""The table of supported architectures: for each model_type, the structure of its layers and the defaults of its
+config.json."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -18,14 +19,15 @@ def _all_sliding(form: Form) -> list[str]:
 
 
 def _listed(form: Form, every: int) -> list[str]:
-    """Use layer_types if set; otherwise every `every`-th layer has no window."""
+    """Return the kind of each layer: layer_types if set; otherwise SLIDING, but FULL for each `every`-th layer."""
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else SLIDING for i in range(form["num_hidden_layers"])
     ]
 
 
 def _where_switched_on(form: Form) -> list[str]:
-    """Use windows only with use_sliding_window: by layer_types, or from layer max_window_layers on."""
+    """Return the kind of each layer: FULL without use_sliding_window; otherwise layer_types if set, or SLIDING from
+    layer max_window_layers on."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -37,7 +39,8 @@ def _all_sliding_where_switched_on(form: Form) -> list[str]:
 
 
 def _alternating_where_switched_on(form: Form) -> list[str]:
-    """Use windows only with use_sliding_window: by layer_types, or every second of the first max_window_layers."""
+    """Return the kind of each layer: FULL without use_sliding_window; otherwise layer_types if set, or SLIDING for
+    every second of the first max_window_layers layers."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -58,7 +61,8 @@ def _smollm3_layer_types(form: Form) -> list[str]:
 
 
 def _recurrent_between(form: Form) -> list[str]:
-    """Use layer_types if set; otherwise every full_attention_interval-th layer has attention."""
+    """Return the kind of each layer: layer_types if set; otherwise RECURRENT, but FULL for each
+    full_attention_interval-th layer."""
     every = form["full_attention_interval"]
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else RECURRENT for i in range(form["num_hidden_layers"])
@@ -84,14 +88,14 @@ def _gemma_factors(form: Form) -> dict[str, float]:
 
 
 class Experts(NamedTuple):
-    """The keys and tensor names of a model_type's mixture of experts.
+    """The keys of config.json and the tensor names for the mixture of experts of a model_type.
 
     Attributes:
-        count, width: keys of the number of experts and of the columns of each expert.
-        renormalise: key of whether the weights of the chosen experts are scaled to sum to 1; None: always.
-        shared: key of the columns of an MLP that all tokens pass through; None: no such MLP.
-        block, gate, up, down: names in the checkpoint: a layer's expert block, and an expert's matrices.
-    """
+        count, width: keys of the number of experts and of each expert's intermediate size.
+        renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: they always
+            are.
+        shared: key of the intermediate size of the shared expert, which processes all tokens; None: no shared expert.
+        block, gate, up, down: names in the checkpoint of a layer's expert block, and of an expert's matrices."""
 
     count: str = "num_experts"
     width: str = "moe_intermediate_size"
@@ -108,36 +112,39 @@ class Experts(NamedTuple):
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Two names of the same key."""
+"""Two names of the key with the number of experts."""
 
 
 def layers_with_experts(form: Form) -> list[int]:
-    """Return the layers whose MLP is a mixture of experts, by mlp_only_layers and decoder_sparse_step."""
+    """Return the indices of the layers with a mixture of experts, according to mlp_only_layers and
+    decoder_sparse_step."""
     dense, every = form.get("mlp_only_layers") or (), form.get("decoder_sparse_step", 1)
     return [layer for layer in range(form["num_hidden_layers"]) if layer not in dense and (layer + 1) % every == 0]
 
 
 class Architecture(NamedTuple):
-    """A model_type: its name in transformers, the structure of its layers, and the defaults of config.json.
+    """The description of a model_type: its class name in transformers, the structure of its layers, and the defaults of
+    config.json.
 
     Attributes:
-        norms: names of a layer's norms by place: before or after attention and MLP (csrc/model/config.h).
-        qk_norm: "none", "head" or "whole".
-        biases: possible biases: "qkv" always, "attention" if attention_bias, "mlp" if mlp_bias.
-        layer_types: the kind of each layer; a SLIDING layer sees sliding_window tokens, unless that is null.
+        title: prefix of the class names in transformers, such as Llama.
+        norms: name of each norm of a layer, by place: before or after attention and MLP (csrc/model/config.h).
+        qk_norm: norm of queries and keys: "none", "head" (each head separately) or "whole" (all heads together).
+        biases: which biases may exist: "qkv" always, "attention" if attention_bias, "mlp" if mlp_bias.
+        layer_types: returns the kind of each layer; a SLIDING layer attends to sliding_window tokens, unless that is
+            null.
         lists_layers: the canonical config.json always has layer_types.
-        rotary: whether each layer applies rotary embeddings to queries and keys.
+        rotary: returns, for each layer, whether it applies RoPE.
         rope_theta: default if config.json has none.
-        local_rope: SLIDING layers have separate rotary embeddings: (key of their theta in format 4, its default).
+        local_rope: SLIDING layers have a separate RoPE; (key of their theta in format 4, default of the theta).
         partial_rotary: partial_rotary_factor is supported.
         fused_tensors: the checkpoint has qkv_proj and gate_up_proj.
         norm_offset: added to a norm's weight before multiplying.
-        factors: the scales, multipliers and softcaps that differ from the defaults in `native_config`.
+        factors: returns the scales, multipliers and softcaps that differ from the defaults in `native_config`.
         only: keys for which only one value is supported.
         activation: key of the MLP's activation.
-        experts: description of a mixture of experts; None: every layer has one MLP.
-        output_gate: the query's matrix also gives a gate, whose sigmoid multiplies the attention's result.
-    """
+        experts: the mixture of experts; None: every layer has one MLP.
+        output_gate: the query projection also returns a gate, whose sigmoid multiplies the attention's output."""
 
     title: str
     defaults: dict[str, Plain]
@@ -162,9 +169,9 @@ class Architecture(NamedTuple):
 RECURRENT_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
-"""Keys of the sizes of a RECURRENT layer."""
+"""Keys of config.json with the sizes of a RECURRENT layer."""
 WITH_A_TEXT_SECTION = {"qwen3_5": "qwen3_5_text"}
-"""model_type of models of images and text -> that of their text_config, which alone is computed."""
+"""model_type of a vision-language model -> model_type of its text_config. Only the text model is computed."""
 
 
 # transformers 5's defaults for keys that config.json omits.

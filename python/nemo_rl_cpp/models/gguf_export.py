@@ -1,7 +1,7 @@
 """Writes a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (ggml's docs/gguf.md).
 
-llama.cpp selects the computation by the architecture's name and by metadata, so a GGUF file cannot represent every
-variant of a family. Unsupported variants are rejected.
+llama.cpp derives the computation from the architecture's name and from metadata, so a GGUF file cannot represent every
+variant of a model family. Variants that it cannot represent raise ModelFolderError.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTU
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-"""Formats of the matrices. Vectors are always float32. In q4_0, embedding and head have 8 bits, which costs little and
-avoids most of the error of 4 bits there."""
+"""Formats of the matrices. Vectors are always float32. In q4_0, embedding and LM head have 8 bits: this costs little
+and avoids most of the error that 4 bits would cause there."""
 
 
 class Family(NamedTuple):
-    """The counterpart of a model_type in llama.cpp.
+    """The properties of a model_type in llama.cpp.
 
     Attributes:
         architecture: its name in the file.
-        interleaved: llama.cpp's rotary embeddings pair neighbouring rows of a head; Hugging Face pairs its halves.
-        has_windows: llama.cpp computes windows; otherwise it sees all tokens, so the file's context ends at the window.
-        scalings: supported types of rope scaling.
-    """
+        interleaved: llama.cpp's RoPE pairs adjacent rows of a head; Hugging Face's pairs the two halves.
+        has_windows: llama.cpp computes sliding windows. If not, it attends to all tokens, so the file limits the
+            context
+            to the window.
+        scalings: supported types of RoPE scaling."""
 
     architecture: str
     interleaved: bool = False
@@ -65,7 +66,7 @@ FAMILIES = {
 def export_gguf(folder: Path, file: Path, kind: str) -> int:
     """Write the model and the tokenizer of a Hugging Face folder as one GGUF file, and return its size in bytes.
 
-    Tensors are read, converted and written one at a time. The file is renamed to its final name once it is complete.
+    Tensors are read, converted and written one at a time. The file gets its final name once it is complete.
 
     Args:
         kind: the quantization format of the matrices, one of FORMATS.
@@ -111,7 +112,7 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
 
 
 def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Return a tensor in the given format, blocks as the core packs them for `policy.quantization`."""
+    """Return a tensor in the given format. The blocks of q8_0 and q4_0 equal those of `policy.quantization`."""
     import gguf
 
     name = kind.name.lower()
@@ -127,7 +128,7 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def read_gguf(file: Path, config: Mapping[str, Plain]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a file written by `export_gguf`, in float32, under their names in the model folder."""
+    """Yield (name in the model folder, float32 array) for each tensor of a file that `export_gguf` has written."""
     names = {there: here for here, there in tensor_names(config).items()}
     for tensor in gguf.GGUFReader(file).tensors:
         if tensor.name in names:
@@ -136,7 +137,7 @@ def read_gguf(file: Path, config: Mapping[str, Plain]) -> Iterator[tuple[str, np
 
 
 def check_family(config: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError for a canonical configuration that llama.cpp would compute differently."""
+    """Raise ModelFolderError if llama.cpp would compute the model differently. `config` is in canonical form."""
     kind = config["model_type"]
     if kind not in FAMILIES:
         raise ModelFolderError(
@@ -221,7 +222,7 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
 
 
 def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
-    """Return llama.cpp's name of each parameter."""
+    """Return the name of each parameter in the model folder -> its name in llama.cpp."""
     architecture = FAMILIES[config["model_type"]].architecture
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
@@ -230,7 +231,7 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
-    """Return the format of a tensor if matrices have the format `kind`."""
+    """Return the format of one tensor in a file whose matrices have the format `kind`."""
     if len(shape) < 2:
         kind = "f32"
     elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):
@@ -241,8 +242,9 @@ def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
 
 
 def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Return a parameter in llama.cpp's layout: norms with Gemma's 1 added, and rows interleaved if its rotary
-    embeddings pair neighbours (row i of a head's first half becomes 2i, row i of the second half 2i + 1)."""
+    """Return a parameter in llama.cpp's layout. Gemma's norms get 1 added. If llama.cpp's RoPE pairs adjacent rows, the
+    rows of query and key projections are interleaved: row i of a head's first half becomes 2i, of its second half 2i +
+    1."""
     heads = _paired_heads(config, name)
     if heads:
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
@@ -251,7 +253,7 @@ def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.nd
 
 
 def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Undo `to_gguf`."""
+    """Return a parameter in Hugging Face's layout: the inverse of `to_gguf`."""
     heads = _paired_heads(config, name)
     if heads:
         values = unpermute(values, heads)
@@ -259,7 +261,7 @@ def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.
 
 
 def _paired_heads(config: Mapping[str, Plain], name: str) -> int:
-    """Return the number of heads of a query or key projection with interleaved rows; 0 for any other parameter."""
+    """Return the number of heads of a query or key projection whose rows are interleaved; 0 for any other parameter."""
     if not FAMILIES[config["model_type"]].interleaved:
         return 0
     return (
@@ -276,7 +278,7 @@ def _is_offset(config: Mapping[str, Plain], name: str) -> bool:
 
 
 def _rope_factors(config: Mapping[str, Plain]) -> dict[str, np.ndarray]:
-    """Return the tensors by which llama.cpp divides rotary frequencies, for rope scaling of type llama3 or longrope."""
+    """Return the tensors by which llama.cpp divides RoPE frequencies, if RoPE scaling is of type llama3 or longrope."""
     full = rope.of_kind(config, FULL)
     scaling = full["rope_scaling"] or {}
     if scaling.get("rope_type") == "longrope":
@@ -295,7 +297,7 @@ TEXT = (
 
 
 class Gap(NamedTuple):
-    """The difference between the file's model and the folder's model, over the tokens of `TEXT`."""
+    """The difference between the models of the file and of the folder, on the tokens of `TEXT`."""
 
     tokens: int
     mean_kl: float
@@ -305,7 +307,7 @@ class Gap(NamedTuple):
 
 
 def compare_with_folder(file: Path, folder: Path) -> Gap:
-    """Compare the logits of a file written by `export_gguf` with the folder's; both are computed in float32."""
+    """Compare the logits of a file written by `export_gguf` with those of the folder, both computed in float32."""
     import torch
 
     from nemo_rl_cpp._native import C
@@ -334,12 +336,12 @@ def compare_with_folder(file: Path, folder: Path) -> Gap:
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _REST: "qwen2"}
-"""Regular expression that splits text into words -> its name in llama.cpp."""
+"""Regular expression by which a pre-tokenizer splits text into words -> its name in llama.cpp."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-    """Write a tokenizer for a model of `vocab_size` tokens, whose responses end at the tokens `ends`.
+    """Write the tokenizer into the file. The model has `vocab_size` tokens, and its responses end at the tokens `ends`.
 
     Raise ModelFolderError for a kind of tokenizer that llama.cpp does not support.
     """
@@ -378,7 +380,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, end
 
 
 def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
-    """Return llama.cpp's name of the rule that splits text into words."""
+    """Return llama.cpp's name of the rule by which the pre-tokenizer splits text into words."""
     parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [part["type"] for part in parts]
     patterns = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
@@ -395,7 +397,7 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
 
 
 def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> list[float]:
-    """Return a score per token; llama.cpp merges to tokens with higher scores first."""
+    """Return a score per token. llama.cpp first merges to the tokens with the highest scores."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)

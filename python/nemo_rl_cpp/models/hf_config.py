@@ -1,8 +1,8 @@
-"""Reads a Hugging Face config.json for the native decoder, and rejects what is not supported. Needs no torch.
+"""Reads a Hugging Face config.json for the native decoder and rejects what the decoder does not support. Needs no
+torch.
 
 transformers 4 and 5 write config.json differently, and both omit default values. `canonical_config` converts every
-config.json to one canonical form, which the decoder, the comparison of two models and the saved config.json use.
-"""
+config.json to one canonical form, which the decoder, the comparison of two models and the saved config.json use."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -42,12 +42,12 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
-}  # two names per function
+}  # two names per activation function
 
 
 def read_config_file(folder: str | Path) -> dict[str, Plain]:
     """Return the config.json of a model folder unchanged. Raise ModelFolderError if the file is missing or invalid, or
-    if the folder holds an adapter, which transformers would apply."""
+    if the folder holds an adapter, which transformers would apply but this package does not."""
     path = Path(folder) / "config.json"
     adapter = next((name for name in _ADAPTER_FILES if (Path(folder) / name).exists()), None)
     if adapter is not None:
@@ -69,7 +69,7 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
 
 
 def read_json(path: Path) -> dict[str, Plain]:
-    """Return the mapping in a JSON file. Raise ModelFolderError, which names the file, for anything else."""
+    """Return the mapping in a JSON file. For anything else raise ModelFolderError, which names the file."""
     try:
         raw = path.read_bytes()
         if raw.startswith(b"\xef\xbb\xbf"):
@@ -87,8 +87,8 @@ def read_json(path: Path) -> dict[str, Plain]:
 
 
 def read_config(folder: str | Path, overrides: Mapping[str, Plain] | None = None) -> dict[str, Plain]:
-    """Return the folder's config.json in canonical form, with `policy.hf_config_overrides` applied (new keys are
-    allowed, as in transformers). Raise ModelFolderError, which names the file and the key."""
+    """Return the folder's config.json in canonical form, after applying `policy.hf_config_overrides` (which may add
+    keys, as in transformers). Raise ModelFolderError, which names the file and the key."""
     raw = read_config_file(folder)
     try:
         return canonical_config(raw, overrides)
@@ -98,8 +98,8 @@ def read_config(folder: str | Path, overrides: Mapping[str, Plain] | None = None
 
 
 def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain] | None = None) -> dict[str, Plain]:
-    """Return a configuration in canonical form: omitted keys get transformers 5's defaults, rotary embeddings are
-    written as in `models.rope`, and overrides, in the format of transformers 4 or 5, are applied.
+    """Return a configuration in canonical form. Omitted keys get transformers 5's defaults, the RoPE keys have the form
+    of `models.rope`, and `overrides`, in the format of transformers 4 or 5, are applied.
 
     transformers 4 and 5 read the result identically. Keys that affect the computation are checked. Idempotent.
 
@@ -144,8 +144,8 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 
 
 def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
-    """Return the configuration of the text model of a model of images and text, whose vision tower and further
-    prediction heads are not computed; any other configuration unchanged."""
+    """Return the configuration of the text model of a vision-language model. Its vision tower and its
+    multi-token-prediction heads are not computed. Return any other configuration unchanged."""
     kind, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
     if kind is None:
         return config
@@ -157,7 +157,7 @@ def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
 
 
 def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
-    """Return the configuration with its rotary embeddings in canonical form."""
+    """Return the configuration with its RoPE keys in canonical form."""
     positions = made.defaults["max_position_embeddings"]
     if made.local_rope is not None:
         return rope.respell_kinds(config, positions, made.rope_theta, *made.local_rope)
@@ -170,7 +170,8 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 
 
 def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
-    """Rename the number of experts, for which transformers 5 writes a different key than released folders."""
+    """Rename the key of the number of experts, because transformers 5 writes a different key than released models
+    have."""
     for name in EXPERT_COUNTS:
         if name != experts.count and name in form:
             form.setdefault(experts.count, form[name])
@@ -178,7 +179,7 @@ def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
 
 
 def _derive(form: dict[str, Plain]) -> None:
-    """Set sizes that follow from other sizes."""
+    """Set sizes that are missing and follow from others."""
     heads, hidden = form["num_attention_heads"], form["hidden_size"]
     if form.get("num_key_value_heads") is None:
         form["num_key_value_heads"] = heads
@@ -263,7 +264,7 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
 
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
-    """Check the sizes of the recurrent layers, and which layers they are."""
+    """Raise ModelFolderError for invalid sizes of the recurrent layers, or an invalid choice of these layers."""
     for key in (*RECURRENT_SIZES, "full_attention_interval"):
         if not _is_size(form[key]):
             raise ModelFolderError(f"{key} is {form[key]!r}, but a whole number above 0 was expected")
@@ -291,7 +292,7 @@ def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
 
 
 def _check_layers(form: Mapping[str, Plain]) -> None:
-    """Check the keys that set which layers have a window and which layers rotate queries and keys."""
+    """Raise ModelFolderError for invalid keys that set which layers use sliding-window attention and which use RoPE."""
     defaults, layers = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults, form["num_hidden_layers"]
     if not defaults.keys() & {"sliding_window", "no_rope_layer_interval"}:
         return
@@ -319,26 +320,29 @@ def _check_layers(form: Mapping[str, Plain]) -> None:
 
 
 def has_window(config: Mapping[str, Plain]) -> bool:
-    """Return whether some layer of a canonical configuration attends to only sliding_window tokens."""
+    """Return whether any layer of a canonical configuration uses sliding-window attention."""
     kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
     return config.get("sliding_window") is not None and SLIDING in kinds
 
 
 def max_positions(config: Mapping[str, Plain]) -> int:
-    """Return the longest sequence length that the model has positions for, with rope scaling, as in vLLM."""
+    """Return the longest sequence that the model has positions for, in tokens, including RoPE scaling as in vLLM."""
     positions, factor = rope.position_factor(rope.of_kind(config, FULL))
     return int((positions or config["max_position_embeddings"]) * factor)
 
 
 def check_length(config: Mapping[str, Plain], length: int, key: str, model: str) -> None:
-    """Raise ModelFolderError if sequences of `length` tokens (configuration key `key`) are too long for the model,
-    which messages call `model`. vLLM uses the same rule."""
+    """Raise ModelFolderError if sequences of `length` tokens are too long for the model. vLLM applies the same rule.
+
+    Args:
+        key: the configuration key that sets `length`, for the message.
+        model: the model's name in the message."""
     positions = max_positions(config)
     section, _, name = key.partition(".")
     overrides = (
         f"{section}.hf_config_overrides" if name == "max_total_sequence_length" else None
-    )  # an evaluation has no such section
-    stated = config.get("model_max_length")  # a longer length that the model's authors allow, as in vLLM
+    )  # an evaluation has no section with hf_config_overrides
+    stated = config.get("model_max_length")  # the model's authors allow longer sequences, which vLLM accepts, too
     if length > max(positions, stated if _is_size(stated) else 0):
         of_pretraining, factor = rope.position_factor(rope.of_kind(config, FULL))
         raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
@@ -351,7 +355,7 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
 
 
 def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
-    """Yield remarks on properties of an unmodified config.json that a reader may not expect; each is a sentence."""
+    """Yield a sentence for each property of an unmodified config.json that may surprise, such as an ignored key."""
     yield from rope.rope_remarks(config)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         if config.get(key):
@@ -389,8 +393,9 @@ _ARCHITECTURE = (
 
 
 def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the keys of a configuration (in any form) that determine the computation, in canonical form. Models with
-    equal keys compute the same function of equal weights; max_position_embeddings and token names are ignored."""
+    """Return the keys of a configuration (in any form) that determine the computation, in canonical form. If two models
+    have equal keys and equal weights, they compute the same function. max_position_embeddings and token names are
+    ignored."""
     form = canonical_config(config)
     made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     known = {
@@ -417,16 +422,16 @@ def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
 def native_config(
     config: Mapping[str, Plain], *, value_head: bool = False, max_length: int | None = None
 ) -> dict[str, Plain]:
-    """Return the keyword dictionary of the native `DecoderModel`.
+    """Return the keyword arguments of the native `DecoderModel`.
 
     Args:
         config: contents of config.json of a supported model, in any form.
-        value_head: build a critic: one scalar per token instead of the language-model head.
-        max_length: tokens of the longest sequence, by which longrope chooses a table. None: all positions of the model.
+        value_head: build a critic, with one scalar per token in place of the LM head.
+        max_length: tokens of the longest sequence, by which longrope chooses its factors. None: all positions of the
+            model.
 
     Raises:
-        ModelFolderError: the architecture or one of its options is not supported; the message names it.
-    """
+        ModelFolderError: the architecture or one of its options is not supported; the message names it."""
     form = canonical_config(config)
     kind, head_dim = form["model_type"], form["head_dim"]
     if head_dim % 8 or head_dim > 256:
@@ -487,7 +492,7 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
 
 
 def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
-    """Return the sizes of the recurrent layers, and which layers they are; empty if there are none."""
+    """Return the sizes and the indices of the recurrent layers; an empty mapping if there are none."""
     layers = [layer for layer, kind in enumerate(made.layer_types(form)) if kind == RECURRENT]
     if not layers:
         return {}
@@ -498,8 +503,8 @@ def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 def _layers(
     form: Mapping[str, Plain], made: Architecture, longest: int
 ) -> tuple[list[tuple[int, int | None]], list[tuple[list[float], float]]]:
-    """Return (window, index of its rotary table) per layer, 0 for no window and None for no table; and the tables, as
-    (inverse frequencies, factor)."""
+    """Return (window or 0, index of the RoPE table or None) per layer, and the tables as (inverse frequencies,
+    factor)."""
     ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in form.get("rope_parameters", (FULL,))]
     layers = []
     for kind, rotary in zip(made.layer_types(form), made.rotary(form), strict=True):
@@ -510,7 +515,7 @@ def _layers(
 
 
 def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
-    """Return name and shape of every parameter of the `DecoderModel` that `native_config` describes."""
+    """Return name -> shape of every parameter of the `DecoderModel` that `native_config` describes."""
     hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
     query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads
     products = {
@@ -563,7 +568,7 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
 
 
 def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Return name and shape of every parameter of a gated delta net, without the layer prefix."""
+    """Return name -> shape of every parameter of a gated delta net, without the layer's prefix."""
     heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
     mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
     shapes = {
@@ -575,7 +580,7 @@ def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list
 
 
 def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Return name and shape of every parameter of a mixture of experts, without the layer prefix."""
+    """Return name -> shape of every parameter of a mixture of experts, without the layer's prefix."""
     block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
     shapes = {f"{block}.gate.weight": [experts["count"], hidden]}
     for expert in range(experts["count"]):

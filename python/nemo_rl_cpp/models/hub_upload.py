@@ -1,4 +1,4 @@
-"""Uploads a model to the Hugging Face Hub with the Hub's own library."""
+"""Uploads a model to the Hugging Face Hub with the huggingface_hub library."""
 
 from fnmatch import fnmatchcase
 from glob import escape
@@ -15,7 +15,7 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write
 
 
 class UploadError(SourceError):
-    """A model could not be uploaded; the message is one sentence."""
+    """Raised if a model could not be uploaded; the message is one sentence."""
 
 
 def push_to_hub(
@@ -27,7 +27,7 @@ def push_to_hub(
     token: str | None = None,
     client: object = None,
 ) -> str:
-    """Upload a model folder, a checkpoint (`step_N`) or a run's newest checkpoint, with its card; return the address.
+    """Upload a model folder, a checkpoint (`step_N`) or a run's newest checkpoint, with its model card. Return its URL.
 
     Uploads the model's files: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA
     (`adapter/`). A missing repository is created, private unless `private` is False; an existing one keeps its
@@ -72,7 +72,7 @@ def push_to_hub(
 
 
 def can_push() -> bool:
-    """Return whether this machine has a Hub token."""
+    """Return whether a Hub token is stored on this machine or set in the environment."""
     from huggingface_hub import get_token
 
     return get_token() is not None
@@ -90,7 +90,7 @@ def _model_folder(folder: str | Path) -> Path:
 
 
 def _names(weights: Path) -> list[str]:
-    """Return the files to upload, as patterns that match only these files."""
+    """Return a pattern for each file to upload, which matches only this file."""
     files = (path for at in (weights, weights / ADAPTER) if at.is_dir() for path in at.iterdir() if path.is_file())
     named = (path for path in files if path.name[0] != "." and any(fnmatchcase(path.name, fit) for fit in _FILES))
     return sorted(escape(path.relative_to(weights).as_posix()) for path in named)

@@ -1,4 +1,4 @@
-"""An estimate of a run's peak memory by phase, computed from the model's sizes and the configuration only."""
+"""Estimates a run's peak memory by phase, from the model's sizes and the configuration alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def machine_memory() -> float | None:
-    """Return the bytes this process may use: the machine's memory, or its cgroup limit if that is less."""
+    """Return the bytes of memory that this process may use: the machine's, or its cgroup limit if lower; None if
+    unknown."""
     try:
         amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     except (ValueError, OSError):
@@ -48,29 +49,30 @@ _CHUNK = 2**24
 
 
 def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
-    """Return the bytes of float32 logits of `chunk` tokens (`policy.logprob_chunk_size`), plus three arrays of the same
-    size for the backward pass (models/hf/outputs.py)."""
+    """Return the bytes of the float32 logits of `chunk` tokens (`policy.logprob_chunk_size`) and of three arrays of the
+    same size for the backward pass (models/hf/outputs.py). `tokens`: tokens of the micro-batch, an upper limit."""
     return 16.0 * min(tokens * vocab_size, _CHUNK if chunk is None else chunk * vocab_size)
 
 
 def tape_bytes(sizes: ModelSizes, width: int) -> int:
-    """Return the bytes per token and layer that torch keeps for the backward pass.
+    """Return the bytes per token and layer that torch keeps for the backward pass of a layer of transformers.
 
-    These are the input of each norm, its normalised form and its result; queries, keys, values and the attention's
-    result, twice; gate, its activation, up and their product. Norms of bfloat16 are computed in float32.
-    """
+    They hold the input, the normalised form and the output of each norm; queries, keys, values and the attention's
+    output, twice; the MLP's gate, its activation, up, and the product of these two. Norms of bfloat16 inputs are
+    computed in float32. `width`: bytes per element."""
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     norms = 6 * sizes.hidden_size * width + (0 if width == 4 else 2 * sizes.hidden_size * 4)
     return norms + (3 * query + 2 * key_value + 4 * sizes.experts_per_token * sizes.intermediate_size) * width
 
 
 def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
-    """Return the gradient bytes that each of `processes` ranks holds while blocks are added along the tree."""
+    """Return the bytes of gradients that each of `processes` ranks holds while gradient blocks are summed along the
+    tree."""
     blocks = model.gradient_blocks or processes
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
     if processes == 1 or not model.shards_gradients:
         return sums
-    # shards of the sums, and the current block: for one micro-batch the embedding, two layers and layers in transfer
+    # shards of the sums, and the current block; with one micro-batch per block only the embedding and four layers of it
     by_tokens = model.sequence_packing.enabled or model.dynamic_batching.enabled
     alone = not by_tokens and (model.train_global_batch_size or 0) <= blocks * (model.train_micro_batch_size or 0)
     few = sizes.embedding_parameters + 4 * sizes.layer_parameters
@@ -79,7 +81,7 @@ def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step and the memory in use during it: (what, bytes)."""
+    """A phase of a training step, and the memory in use during it: `parts` are (description, bytes)."""
 
     name: str
     parts: tuple[tuple[str, float], ...]
@@ -90,8 +92,8 @@ class Phase:
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
-    """Return the configuration. If its models are not on this machine but in the table of known models, return a copy
-    with their sizes in hf_config_overrides, for an estimate before any download."""
+    """Return the configuration, with the sizes of its models for an estimate before any download: for a model that is
+    not on this machine but in the table of known models, hf_config_overrides of the copy hold them."""
     changed: dict[str, object] = {}
     for name, model in config.trained_models().items():
         known = known_model(model.model_name)
@@ -103,7 +105,7 @@ def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
 
 def generation_bytes(model: PolicyConfig) -> float | None:
     """Return the bytes of the weights for generation: in the run's precision, plus the packed copy for fast decoding.
-    Return None if the sizes are not known."""
+    Return None if the model's sizes are not known."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return None
@@ -111,11 +113,11 @@ def generation_bytes(model: PolicyConfig) -> float | None:
 
 
 def forecast(config: TrainMasterConfig) -> list[Phase] | None:
-    """Return the phases with their peak memory in bytes, or None if the model's sizes are not known on this machine.
+    """Return the phases of a step with their memory in bytes; None if the policy's sizes are not known on this machine.
 
-    The estimate excludes library buffers and the Python process itself (a few hundred MB). For several processes it is
-    the sum. Each process holds the weights (with tensor parallelism a slice), its gradients and its micro-batch. Master
-    weights and optimizer state are sharded; with the transformers backend weights and gradients are sharded too, and
+    The estimate is the sum over all processes. It excludes library buffers and Python itself (a few hundred MB). Each
+    process holds the weights (with tensor parallelism a slice), its gradients and its micro-batch. Master weights and
+    optimizer state are sharded. With the transformers backend weights and gradients are sharded too, and weights are
     gathered for computation.
     """
     policy, critic = config.policy, config.value if config.has_critic else None
@@ -182,11 +184,12 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
 
 
 _ONCE = ("master weights", "optimizer", "KV cache", "recurrent states", "logits")
-"""Parts that are sharded over processes, once per slice of a model; all other parts exist in every process."""
+"""Parts that exist once for each tensor-parallel slice, sharded over processes; other parts exist in every process."""
 
 
 def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory that engines in separate workers always hold: weights, and buffers for the next refit."""
+    """Return the memory that engines in separate workers hold in all phases: weights, and buffers for the next
+    refit."""
     if count == 0:
         return ()
     weights = float(sizes.parameters * _width(policy) * count)
@@ -198,8 +201,8 @@ def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
     """Return the bytes of one checkpoint; None if a model's sizes are not known on this machine.
 
-    Counts each trained model's weights unless they are quantised, and adapters, plus master weights and AdamW's moments if save_optimizer is set.
-    """
+    For each trained model this counts the weights unless they are quantised, the adapters, and if save_optimizer is set
+    also master weights and AdamW's moments."""
     total = 0.0
     for name, model in config.trained_models().items():
         sizes = model_sizes(model.model_name, model.hf_config_overrides)
@@ -221,24 +224,24 @@ def _width(model: TrainedModelConfig) -> int:
 
 
 def _weight_bytes(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> float:
-    """Return the bytes of `parameters` weights, of which the layers' matrices may be quantised."""
+    """Return the bytes of a model with `parameters` weights. The layers' matrices may be quantised."""
     quantised = sizes.num_hidden_layers * (sizes.layer_parameters - 2 * sizes.hidden_size) if model.quantization else 0
     return quantised * _BLOCK_BYTES.get(model.quantization, 0) / 32 + (parameters - quantised) * _width(model)
 
 
 def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> int:
-    """Return the number of trained parameters: all, or the adapters' only."""
+    """Return the number of trained parameters: with LoRA those of the adapters, otherwise all."""
     return parameters if model.lora is None else adapter_sizes(model.lora, sizes).trained
 
 
 def _resting(
     model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
 ) -> tuple[tuple[str, float], ...]:
-    """Return the memory in use in all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two moments.
+    """Return the memory in use in all phases: weights (bfloat16 with float32 master weights, or float32) and AdamW's
+    two moments.
 
-    With adapters: weights, adapters (fp32, and rounded copies for products), and the adapters' moments; with
-    `lora_cfg.merge` a second copy of the adapted weights.
-    """
+    With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the adapters; with
+    `lora_cfg.merge` also a second copy of the adapted weights."""
     width, masters = _width(model), ()
     if model.backend == "hf" and processes > 1:
         width = 4  # FSDP2 keeps only the master weights
@@ -256,7 +259,7 @@ def _resting(
 
 
 def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
-    """Return the bytes of keys and values of all concurrent sequences, or the budget if that is less."""
+    """Return the bytes of the KV cache for all concurrent sequences, at most `kv_cache_gb`."""
     generation: GenerationConfig = policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
     layers = sizes.num_hidden_layers - sizes.recurrent_layers
@@ -266,7 +269,8 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
 
 
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> tuple[tuple[str, float], ...]:
-    """Return the states of recurrent layers, of the concurrent sequences and of their prompts (csrc/generation/engine.cpp)."""
+    """Return the memory of recurrent states, of the concurrent sequences and of their prompts
+    (csrc/generation/engine.cpp)."""
     if not sizes.recurrent_layers:
         return ()
     state = sizes.recurrent_values * sizes.linear_key_head_dim * 4 + 3 * sizes.convolved * _width(policy)
@@ -274,7 +278,8 @@ def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: in
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the packed copy for small-batch decoding: 12 bits per weight, patches (csrc/kernels/packed_weights.h)."""
+    """Return the memory of the packed copy of the weights for small-batch decoding: 12 bits per weight, plus patches
+    (csrc/kernels/packed_weights.h)."""
     if policy.backend == "hf" or policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
         return ()
     packed = sizes.vocab_size * sizes.hidden_size if policy.quantization else sizes.parameters
@@ -290,7 +295,8 @@ def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
 
 
 def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Return the bytes that one layer's backward pass needs per micro-batch: the inputs of each product and norm."""
+    """Return the bytes that one layer keeps per micro-batch for its backward pass: the inputs of each matrix product
+    and norm. `kind` is "train" or "logprob"."""
     tokens, width = _micro_batch_tokens(model, kind), _width(model)
     if model.backend == "hf":
         return float(tokens * tape_bytes(sizes, width))
@@ -304,7 +310,7 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
 
 
 def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Return the bytes of a layer's rows sorted by expert: inputs, results, gradients (csrc/model/experts.cpp)."""
+    """Return the bytes of a layer's tokens sorted by expert: inputs, outputs, gradients (csrc/model/experts.cpp)."""
     if sizes.experts == 1 or model.backend == "hf":
         return 0.0
     a_token = sizes.experts_per_token * (4 * sizes.hidden_size + 4 * sizes.intermediate_size)
@@ -320,7 +326,7 @@ def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
 
 
 def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:
-    """Return the memory of the language-model head for one micro-batch."""
+    """Return the memory of the LM head for one micro-batch. `kind` is "train" or "logprob"."""
     if policy.backend == "hf":
         tokens, copies = (
             _micro_batch_tokens(policy, kind),
@@ -329,7 +335,7 @@ def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, floa
         logits = float(copies * tokens * sizes.vocab_size * _width(policy))
         return "logits of a micro-batch", logits + chunk_bytes(tokens, sizes.vocab_size, policy.logprob_chunk_size)
     generation = policy.generation
-    # whole rows of logits exist if top-k or top-p filters them (csrc/model/vocabulary_head.cpp: kRowLogits)
+    # top-k and top-p need whole rows of logits (csrc/model/vocabulary_head.cpp: kRowLogits)
     filtered = 2.0**26 if (generation.top_k or 0) > 0 or (generation.top_p or 1.0) < 1 else 0.0
     if kind != "train":
         return "logits chunk", filtered
@@ -338,12 +344,13 @@ def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, floa
 
 
 def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
-    """Return the weights that each process gathers: current layer and embeddings, or all weights for generation."""
+    """Return the memory of the weights that each process gathers with the transformers backend: `parameters` of
+    them."""
     return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 
 def forecast_summary(config: WholeConfig) -> str | None:
-    """Return a short comparison of the estimated peak with this machine's memory; None for an evaluation."""
+    """Return one line with the estimated peak memory and this machine's memory; None for an evaluation."""
     if not config.trained_models():
         return None
     config = with_known_sizes(config)
@@ -377,7 +384,7 @@ def certain_bytes(config: TrainMasterConfig) -> float | None:
 
 
 def fit_text(config: TrainMasterConfig) -> str:
-    """Return a text on whether the estimate fits into this machine's memory, with a remedy if it does not."""
+    """Return a text on whether the estimated peak fits in this machine's memory, with a remedy if it does not."""
     if config.cluster.device != "cpu":
         return "of the GPU's memory, which is not looked at here"
     amount = machine_memory()
@@ -398,7 +405,7 @@ def fit_text(config: TrainMasterConfig) -> str:
 
 
 def fits(config: TrainMasterConfig) -> bool | None:
-    """Return whether the estimated peak is at most this machine's memory; None if either amount is not known."""
+    """Return whether the estimated peak is at most this machine's memory; None if either is not known, or on a GPU."""
     phases, amount = forecast(config), machine_memory()
     if phases is None or amount is None or config.cluster.device != "cpu":
         return None
@@ -411,7 +418,8 @@ _BYTES_OF_TRAINING = 18  # per weight: bfloat16, float32 master, gradient and tw
 
 
 def _parameters_by_name(model_name: str) -> float | None:
-    """Return the billions of parameters in a name such as Llama-3.1-8B-Instruct; 30 for 30B-A3B (all are trained)."""
+    """Return the billions of parameters in a name such as Llama-3.1-8B-Instruct, or None. For 30B-A3B return 30: all
+    experts are trained."""
     found = re.findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
     return max(map(float, found), default=None)
 
@@ -447,7 +455,7 @@ def forecast_text(config: TrainMasterConfig) -> str:
 
 
 def size_text(size: float) -> str:
-    """Return a number of bytes with a suitable unit: "1.8 GB", "300 kB"."""
+    """Return a number of bytes as text with a suitable unit: "1.8 GB", "300 kB"."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""The source of a model's configuration and weights: a Hugging Face folder, or a new random model. Needs no torch."""
+"""The source of a model's configuration and weights: a Hugging Face folder, or random weights. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 BLOCK_WEIGHTS = 32
-"""Weights of a row that share one scale in a quantised matrix (csrc/kernels/weight_blocks.h)."""
+"""Number of weights of a row that share one scale in a quantised matrix (csrc/kernels/weight_blocks.h)."""
 _SAID: set[str] = set()
 
 
 def note_as_said(remark: str) -> str:
-    """Record and return a remark that is shown to the user separately, so that loading does not repeat it."""
+    """Record that the caller shows `remark` to the user, so that loading a model does not repeat it; return
+    `remark`."""
     _SAID.add(remark)
     return remark
 
 
 def was_said(remark: str) -> bool:
-    """Return whether a remark has reached the user."""
+    """Return whether a remark has been shown to the user."""
     return remark in _SAID
 
 
 def note_trained_router(router: str, section: str) -> None:
-    """Print a note once that a router is trained although the configuration's `section` requests a frozen router."""
+    """Print a note, once, that a router is trained although the configuration's `section` requests a frozen router."""
     what = f"every parameter is trained, {router} too"
     if not was_said(what):
         key = f"{section}.megatron_cfg.freeze_moe_router"
@@ -46,11 +47,14 @@ def note_trained_router(router: str, section: str) -> None:
 class ModelFolder:
     """The description of a model before it is built.
 
-    `config` is config.json in the canonical form of `models.hf_config`; `path` the folder with the weights, None for
-    random weights; `value_head`: build a critic; `max_length`: tokens of the longest sequence (None: all positions of
-    the model); `remarks`: sentences for the user; `quantization`: the format of the layers' matrices (None: not
-    quantised); `adapter`: added to the weights of `path`.
-    """
+    Attributes:
+        config: config.json in the canonical form of `models.hf_config`.
+        path: the folder with the weights; None: random weights, drawn from `seed`.
+        value_head: build a critic.
+        max_length: tokens of the longest sequence; None: all positions of the model.
+        remarks: warnings for the user, one sentence each.
+        quantization: format of the layers' matrices; None: not quantised.
+        adapter: an adapter that is added to the weights of `path`."""
 
     config: dict[str, Plain]
     path: Path | None
@@ -66,18 +70,19 @@ class ModelFolder:
         return self.config
 
     def native(self) -> dict[str, Plain]:
-        """Return the keyword dictionary of the native `DecoderModel`."""
+        """Return the keyword arguments of the native `DecoderModel`."""
         native = hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
         return native if self.quantization is None else {**native, "quantization": self.quantization}
 
     def check_weights(self) -> None:
-        """Raise the errors that building and filling the model would raise, by reading only the files' headers."""
+        """Raise the errors that building and filling the model would raise, after reading only the files' headers."""
         native = self.native()
         if self.path is not None:
             check_parameters(self.path, hf_config.parameter_shapes(native))
 
     def check_quantization(self, key: str) -> None:
-        """Raise ModelFolderError if a matrix does not consist of whole blocks; `key` sets the format."""
+        """Raise ModelFolderError if the model cannot be quantised: it has recurrent layers, or the rows of a matrix are
+        not divisible into blocks of 32 weights. `key` names the configuration key of the format."""
         native = self.native()
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
@@ -97,7 +102,8 @@ class ModelFolder:
                 )
 
     def check_slices(self, count: int, key: str) -> None:
-        """Raise ModelFolderError if the model cannot be split into `count` slices; `key` sets `count`."""
+        """Raise ModelFolderError if the model cannot be split into `count` tensor-parallel slices. `key` names the
+        configuration key that sets `count`."""
         native = self.native()
         shared = {
             "attention heads": native["num_heads"], "key/value heads (num_key_value_heads)": native["num_kv_heads"],
@@ -131,7 +137,8 @@ class ModelFolder:
             )
 
     def check_device(self, device: str) -> None:
-        """Raise ModelFolderError if the model is not supported on a device such as "cpu" or "cuda:0"."""
+        """Raise ModelFolderError if the native core does not support the model on a device such as "cpu" or
+        "cuda:0"."""
         if device != "cpu" and "experts" in self.native():
             raise ModelFolderError(
                 f"{self.config['model_type']} is a mixture of experts, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
@@ -143,8 +150,8 @@ class ModelFolder:
             )
 
     def check_recurrent(self, model: TrainedModelConfig, section: str) -> None:
-        """Raise ModelFolderError if the model has recurrent layers and its `section` of the configuration requests what
-        they cannot do yet."""
+        """Raise ModelFolderError if the model has recurrent layers, and the configuration section `model` requests LoRA
+        or vLLM, which do not support them. `section` is its name."""
         if "gated_delta" not in self.native():
             return
         has = f"but {self.config['model_type']} has recurrent layers"
@@ -157,12 +164,13 @@ class ModelFolder:
             raise ModelFolderError(f"{key} is vllm, {has}, whose weights are not sent to vLLM: set it to native")
 
     def note_router(self, section: str) -> None:
-        """Note once that the router is trained, if megatron_cfg requests a frozen one, as NeMo RL's files do."""
+        """Print a note, once, that the model's router is trained. Called if megatron_cfg requests a frozen router, as
+        NeMo RL's configuration files do."""
         if "experts" in self.native():
             note_trained_router(f"{self.config['model_type']}'s router", section)
 
     def fill(self, model: C.DecoderModel) -> None:
-        """Load or initialise the weights of a native `DecoderModel`."""
+        """Load or initialise the weights of a native `DecoderModel`, and add the adapter if there is one."""
         from nemo_rl_cpp.models.weights import add_saved_adapter, initialize_weights, load_weights
 
         if self.path is None:
@@ -173,7 +181,7 @@ class ModelFolder:
             add_saved_adapter(model, self.adapter)
 
     def print_remarks(self) -> None:
-        """Print each remark to stderr, once per process."""
+        """Print each remark to stderr as a warning, once per process."""
         for remark in self.remarks:
             if remark not in _SAID:
                 print(f"warning: {note_as_said(remark)}", file=sys.stderr, flush=True)
@@ -183,14 +191,14 @@ def open_model_folder(
     name: str, overrides: Mapping[str, Plain] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
     length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
 ) -> ModelFolder:  # fmt: skip
-    """Open `policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name for
+    """Open the model `name`: "tiny-random" (with sizes from `hf_config_overrides`), a folder, or a name for
     `hub.sources.resolve_model`. Print its remarks.
 
     Args:
         overrides: `hf_config_overrides`, in the format of transformers 4 or 5.
         value_head: build a critic.
         max_length: tokens of the longest sequence, which the model must have positions for.
-        length_key, key: the keys of that length and of the model's name, for messages.
+        length_key, key: the configuration keys of that length and of the model's name, for messages.
 
     Raises:
         ModelFolderError: the model is not supported, its files are damaged, or sequences are too long for it.
@@ -208,7 +216,7 @@ def open_model_folder(
 
 
 def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """Return the small random model; `fields` are fields of `ModelFolder`."""
+    """Return the small random model. `fields` are further fields of `ModelFolder`."""
     try:
         return ModelFolder(hf_config.canonical_config(hf_config.TINY_CONFIG, overrides), None, **fields)
     except ModelFolderError as error:
@@ -216,11 +224,11 @@ def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) 
 
 
 def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """Read the model of a local folder, and print nothing. `fields` are fields of `ModelFolder`.
+    """Return the model in a local folder; print nothing. `fields` are further fields of `ModelFolder`.
 
-    If config.json ties the weights, but a head exists that differs from the embedding, both are used untied, as in vLLM
-    (transformers 5 keeps both, too). This does not apply to a critic. A checkpoint that holds an adapter over a
-    quantised base names that base, from which the weights are read.
+    If config.json ties the weights but the LM head in the files differs from the embedding, both are used untied, as in
+    vLLM (transformers 5 keeps both, too). This does not apply to a critic. If the folder is a checkpoint with only an
+    adapter of a quantised base model, the weights are read from the base model that it names.
     """
     config = hf_config.read_config(path, overrides)
     if (adapter := saved_adapter(path)) is not None:

@@ -1,4 +1,4 @@
-"""The sizes of decoders, from config.json or the table of known models. Needs no torch."""
+"""The sizes of decoder models, from config.json or from the table of known models. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_rl_cpp.models.hf_config import read_config_file, text_section
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a decoder, from config.json."""
+    """The sizes of a decoder model."""
 
     hidden_size: int
     intermediate_size: int
@@ -30,18 +30,18 @@ class ModelSizes:
     """number of expert MLPs per layer"""
     experts_per_token: int = 1
     shared_expert_size: int = 0
-    """columns of the MLP that all tokens pass through"""
+    """intermediate size of the shared expert, which processes all tokens; 0: none"""
     fused_tensors: bool = False
     """the checkpoint stores q, k, v in one matrix, and gate, up in one matrix"""
     recurrent_layers: int = 0
-    """layers with a gated delta net of these sizes; the others' queries come with gates"""
+    """number of layers with a gated delta net (sizes below); the other layers then have an output gate"""
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
 
     def as_config(self) -> dict[str, object]:
-        """Return the sizes under their names in config.json."""
+        """Return the sizes under the names of config.json."""
         own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers")
         if not self.recurrent_layers:
             own += RECURRENT_SIZES
@@ -59,7 +59,7 @@ class ModelSizes:
         return sizes
 
     def slice(self, count: int) -> ModelSizes:
-        """Return the sizes of one of `count` slices (tensor parallelism)."""
+        """Return the sizes of one of `count` tensor-parallel slices."""
         return replace(
             self,
             intermediate_size=self.intermediate_size // count,
@@ -76,23 +76,23 @@ class ModelSizes:
 
     @property
     def _mlp_parameters(self) -> int:
-        """Number of weights of a layer's MLP and norms."""
+        """Return the number of weights of a layer's MLP and norms."""
         columns = self.experts * self.intermediate_size + self.shared_expert_size
         return 3 * self.hidden_size * columns + 2 * self.hidden_size
 
     @property
     def recurrent_values(self) -> int:
-        """Columns of a recurrent layer's output product."""
+        """Return the number of columns that a recurrent layer's output projection reads."""
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def convolved(self) -> int:
-        """Channels of a recurrent layer's short convolution."""
+        """Return the number of channels of a recurrent layer's short convolution."""
         return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.recurrent_values
 
     @property
     def recurrent_parameters(self) -> int:
-        """Number of weights of a layer with recurrence."""
+        """Return the number of weights of a recurrent layer, including its MLP and norms."""
         rows = self.convolved + self.recurrent_values + 2 * self.linear_num_value_heads
         return self.hidden_size * (rows + self.recurrent_values) + self._mlp_parameters
 
@@ -102,14 +102,14 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Number of weights, without biases and head norms (far below one percent)."""
+        """Return the number of weights of the model, without biases and head norms (far below one percent)."""
         attention = (self.num_hidden_layers - self.recurrent_layers) * self.layer_parameters
         recurrent = self.recurrent_layers * self.recurrent_parameters
         return attention + recurrent + self.embedding_parameters + self.hidden_size
 
     @property
     def backbone_parameters(self) -> int:
-        """Number of weights of a value model, whose head has one column instead of an untied LM head."""
+        """Return the number of weights of a critic, which has a scalar head in place of an untied LM head."""
         head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.parameters - head + self.hidden_size
 
@@ -132,7 +132,8 @@ _VARIANT = re.compile(r"-(base|instruct|chat(-v[\d.]+)?|v0\.[123]|it|sft|dpo|cod
 
 
 def known_model(name: str) -> KnownModel | None:
-    """Return the model of a Hub name, with or without the owner; variants such as -Instruct have the same sizes."""
+    """Return the known model with this name on the Hub, with or without the owner; None if there is none. Variants such
+    as -Instruct are found too, because they have the same sizes."""
     owner, _, short = name.lower().rpartition("/")
     short = short.replace("mistral-7b-v0.3", "mistral-7b").replace("mistral-7b-instruct-v0.3", "mistral-7b")
     while short:
@@ -151,7 +152,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return the expert sizes in config.json under the names of `ModelSizes`; empty for a model without experts."""
+    """Return the expert sizes of a config.json under the names of `ModelSizes`; an empty mapping if it has no
+    experts."""
     count = next((value for name in _EXPERTS if is_count(value := known.get(name))), None)
     if count is None:
         return {}
@@ -165,7 +167,8 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
 
 
 def recurrent_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return the sizes of recurrent layers under the names of `ModelSizes`; empty for a model without them."""
+    """Return the sizes of recurrent layers in a config.json under the names of `ModelSizes`; an empty mapping if it has
+    none."""
     kinds, every, layers = (known.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers"))
     names = RECURRENT_SIZES[:4]
     if not all(is_count(known.get(name)) for name in names) or not is_count(layers):
@@ -176,14 +179,14 @@ def recurrent_sizes(known: Mapping[str, object]) -> dict[str, int]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a value of config.json is a whole number above 0."""
+    """Return whether a value of config.json is an integer above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
     """Return the sizes from the model folder's config.json and the overrides.
 
-    Return None if the folder is missing, or its file is unreadable or lacks sizes (other checks report it).
+    Return None if the folder is missing, or if its file is unreadable or lacks sizes, which other checks report.
     """
     known: dict[str, object] = {}
     if (Path(model_name).expanduser() / "config.json").is_file():

@@ -1,6 +1,6 @@
-"""Rotary embeddings in config.json: the canonical form of transformers' two formats, and the resulting frequencies.
+"""RoPE (rotary position embeddings) in config.json: conversion to a canonical form, and the resulting frequencies.
 
-Format 4 (transformers 4) has `rope_theta` and `rope_scaling`; format 5 has one section `rope_parameters` with both. The
+Format 4 (transformers 4) has `rope_theta` and `rope_scaling`. Format 5 has one section `rope_parameters` with both. The
 canonical form is format 4, which both versions read identically; `rope_scaling` is None without scaling.
 """
 
@@ -13,7 +13,7 @@ from nemo_rl_cpp.models.architectures import FULL, SLIDING
 
 DEFAULT_THETA = 10000.0
 KINDS = (FULL, SLIDING)
-"""Kinds of layers; each may have separate rotary embeddings."""
+"""Kinds of layers; each may have a separate RoPE."""
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 _NEEDED = {
     "linear": ("factor",),
@@ -21,7 +21,11 @@ _NEEDED = {
     "yarn": ("factor",),
     "longrope": (),
 }
-_REMEMBERS_ORIGINAL = ("llama3", "yarn", "longrope")  # types that compare positions with the positions of pretraining
+_REMEMBERS_ORIGINAL = (
+    "llama3",
+    "yarn",
+    "longrope",
+)  # types of scaling that depend on the number of positions in pretraining
 _CHOICES = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 _ORIGINAL = "original_max_position_embeddings"
 _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
@@ -30,12 +34,12 @@ _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_f
 def respell(
     config: Mapping[str, Plain], default_positions: int, default_theta: float = DEFAULT_THETA
 ) -> dict[str, Plain]:
-    """Return the configuration with only `rope_theta` and `rope_scaling` for rotary embeddings; nothing is checked.
+    """Return the configuration with its RoPE keys in canonical form: only `rope_theta` and `rope_scaling`. Check
+    nothing.
 
     Precedence is as in transformers 5: `rope_scaling` before `rope_parameters`; keys in the section before top-level
-    keys, except that a top-level `original_max_position_embeddings` comes first. The latter's default is
-    max_position_embeddings, or `default_positions` if that is missing too.
-    """
+    keys, except that a top-level `original_max_position_embeddings` comes first. Its default is
+    max_position_embeddings, or `default_positions` if that is missing too."""
     section = config.get(section_name(config)) or {}
     form = {name: value for name, value in config.items() if name not in _SPELLINGS}
     form["rope_theta"], form["rope_scaling"] = _first(config.get("rope_theta"), default_theta), section or None
@@ -62,9 +66,11 @@ def respell(
 def respell_kinds(
     config: Mapping[str, Plain], default_positions: int, theta: float, local_key: str | None, local_theta: float
 ) -> dict[str, Plain]:
-    """Like `respell`, for a model whose KINDS of layers have separate embeddings. The result has transformers 5's
-    section `rope_parameters` with one section per kind. Format 4 has one scaling section, for full attention, with
-    `rope_theta`, and `local_key`, if it exists, as theta of the sliding layers."""
+    """Return the configuration in canonical form for a model whose kinds of layers (KINDS) have separate RoPE.
+
+    The result has transformers 5's `rope_parameters` with one section per kind. Format 4 has one scaling section, for
+    full attention, with `rope_theta`. There the theta of the sliding layers is the key `local_key`, if not None;
+    default `local_theta`."""
     section = config.get(section_name(config)) or {}
     if not isinstance(section, Mapping):
         raise ModelFolderError(f"{section_name(config)} is {section!r}, but a section was expected")
@@ -84,7 +90,7 @@ def respell_kinds(
 
 
 def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
-    """Return the canonical configuration for layers of one kind, with `rope_theta` and `rope_scaling`."""
+    """Return the canonical configuration of the layers of one kind, with `rope_theta` and `rope_scaling`."""
     if "rope_parameters" not in form:
         return dict(form)
     scaling = dict(form["rope_parameters"][kind])
@@ -93,7 +99,8 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 
 
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
-    """Write the values that transformers derives from `positions` and from top-level keys into the section."""
+    """Write into the section `scaling` the values that transformers derives from `positions` and from top-level
+    keys."""
     scaling[_ORIGINAL] = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     if (
         scaling["rope_type"] == "yarn"
@@ -105,10 +112,10 @@ def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positio
 
 
 def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return a canonical configuration with the rotary settings of overrides in either format applied.
+    """Return a canonical configuration after applying the RoPE keys of `overrides`, which may have either format.
 
     A section with `rope_type` replaces the model's scaling section, null removes it, and a section without `rope_type`
-    changes single keys of it. `rope_theta` is kept unless an override, in the section or at the top level, sets it.
+    changes single keys of it. `rope_theta` is kept unless `overrides` sets it, in the section or at the top level.
     """
     changed = dict(form)
     beside = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
@@ -133,7 +140,7 @@ def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> 
 
 
 def section_name(config: Mapping[str, Plain]) -> str:
-    """Return the name of the section that takes precedence."""
+    """Return which section takes precedence: "rope_scaling" or "rope_parameters"."""
     named = [key for key in ("rope_scaling", "rope_parameters") if config.get(key)]
     return (
         named[0]
@@ -145,8 +152,11 @@ def section_name(config: Mapping[str, Plain]) -> str:
 
 
 def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False) -> None:
-    """Raise ModelFolderError if the canonical form is not supported; messages call the section `key`. `is_partial`:
-    rotary embeddings may cover part of a head."""
+    """Raise ModelFolderError if the RoPE keys of a canonical configuration are invalid or not supported.
+
+    Args:
+        key: name of the section, for messages.
+        is_partial: RoPE may cover only part of a head (partial_rotary_factor)."""
     _number("rope_theta", form["rope_theta"])
     part = _number("partial_rotary_factor", form.get("partial_rotary_factor", 1.0))
     if part != 1.0 and not is_partial:
@@ -192,7 +202,7 @@ def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False)
 
 
 def rope_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
-    """Yield remarks on rotary settings of config.json that are ignored, which a reader may not expect."""
+    """Yield a sentence for each RoPE setting of config.json that is ignored."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if old and new and _said(config, old) != _said(config, new):
         yield "rope_scaling and rope_parameters differ: rope_scaling counts, as in transformers 5"
@@ -200,7 +210,7 @@ def rope_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
     section = config.get(key)
     if isinstance(section, Mapping) and _kind(section) == "default" and not _nested(section):
         read = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-        unread = [name for name in section if name not in read]  # mrope orders the positions of images
+        unread = [name for name in section if name not in read]  # mrope only concerns the positions of images
         if unread:
             yield f"{key} has {', '.join(unread)} but no rope_type that reads them: nothing is scaled, as in transformers 5"
 
@@ -213,8 +223,10 @@ def _said(config: Mapping[str, Plain], section: Plain) -> Plain:
 
 
 def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
-    """Return (positions that replace max_position_embeddings or None, factor), as vLLM computes a model's length: yarn
-    scales pretraining's positions, linear max_position_embeddings; llama3 and longrope include their factor already."""
+    """Return (positions, factor), whose product is a model's maximum length in vLLM.
+
+    yarn scales the positions of pretraining; linear scales max_position_embeddings, for which `positions` is None.
+    llama3 and longrope give factor 1, because their max_position_embeddings include it."""
     scaling = form["rope_scaling"]
     if scaling is None or scaling["rope_type"] in ("llama3", "longrope"):
         return None, 1.0
@@ -248,17 +260,17 @@ def _number(name: str, value: Plain) -> float:
 
 
 def rotary_size(form: Mapping[str, Plain]) -> int:
-    """Return the number of dimensions of a head that are rotated."""
+    """Return the number of a head's dimensions that RoPE rotates."""
     return int(form["head_dim"] * form.get("partial_rotary_factor", 1.0))
 
 
 def rope_frequencies(form: Mapping[str, Plain], max_length: int) -> tuple[list[float], float]:
-    """Return the inverse frequencies [rotary_size / 2] after rope scaling, and the factor that multiplies cos and sin.
+    """Return the inverse frequencies [rotary_size / 2] after RoPE scaling, and the factor that multiplies cos and sin.
 
     `form` is canonical; `max_length` is the longest sequence. Types: default, linear, llama3 (Llama 3.1), yarn (Peng et
-    al., 2023), longrope (Ding et al., 2024). For longrope, transformers chooses a table by the longest sequence of a
-    batch, so that samples affect each other; this function, like vLLM, chooses it by `max_length`.
-    """
+    al., 2023), longrope (Ding et al., 2024). longrope has factors for short and for long sequences. transformers
+    chooses between them by the longest sequence of a batch, so that samples affect each other. This function, like
+    vLLM, chooses by `max_length`."""
     head_dim = rotary_size(form)
     theta, scaling = float(form["rope_theta"]), form["rope_scaling"]
     inv_freq = [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]

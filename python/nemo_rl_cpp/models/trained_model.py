@@ -306,7 +306,7 @@ class TrainedModel(NoOffload):
                 self.ranks.fail_together(error)
             except OtherRankFailedError:
                 if not eval_mode:
-                    way.abandon_sum()  # the failed rank has joined a gradient sum, which would otherwise mix with that of the next step
+                    way.abandon_sum()  # the failed rank has joined a sum, which the next step must not receive
                 raise
             if begin == 0 and after_first is not None:
                 after_first(result)

@@ -1,1 +1,1 @@
-"""Checkpoints: published atomically, and found after any crash."""
+"""Checkpoints, which are published atomically and can be found after any crash."""

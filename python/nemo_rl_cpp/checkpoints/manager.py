@@ -1,4 +1,5 @@
-"""Checkpoints of a run: written to a temporary folder, sealed, renamed into place, pruned, and found after any crash.
+"""Checkpoints of a run. A checkpoint is written to a temporary folder, sealed with a manifest, and renamed into place.
+Old checkpoints are removed, and the newest complete one is found after any crash.
 
     checkpoint_dir/
       step_20/
@@ -12,8 +13,8 @@
         manifest.json             size and SHA-256 of every file; written last
       latest_checkpoint_status.json
 
-A save fills `tmp_step_N`, syncs every file, writes the manifest and renames the folder to `step_N`. At any instant the
-newest `step_N` with a valid manifest is complete; `recover` finishes or removes what a crash left.
+A save fills `tmp_step_N`, syncs every file, writes the manifest and renames the folder to `step_N`. At any moment the
+newest `step_N` with a valid manifest is complete. `recover` finishes or removes what a crash has left.
 """
 
 import json
@@ -35,29 +36,30 @@ from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 
 
 class ResumeError(FolderError):
-    """Raised if a run must not resume from its checkpoint folder, or must not start in it."""
+    """Raised if a run may not resume from its checkpoint folder, or may not start in it."""
 
 
 class CheckpointManager:
-    """Saves, keeps and finds checkpoints as `checkpointing.*` configures.
+    """The checkpoints of a run, which are saved, kept and found as `checkpointing.*` configures.
 
-    One save, from the loop:
+    The loop saves a checkpoint as follows:
 
         with manager.saving(step, state.to_training_info(), config) as folder:
             policy.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
 
-    An exception in the block (no space left, Ctrl-C) removes the unfinished folder; earlier checkpoints are untouched.
+    An exception in the block (a full disk, Ctrl-C) removes the unfinished folder; earlier checkpoints are untouched.
 
     Attributes:
         metric_seen: whether `metric_name` was found among the metrics of this run.
-        metric_missed: whether the user was told that a checkpoint lacks the metric.
-        owed: whether a due checkpoint could not be saved for lack of space.
-        facts: entries of every checkpoint's manifest, in addition to the step and the time.
+        metric_missed: whether the user was warned that a checkpoint lacks the metric.
+        owed: whether a due checkpoint could not be saved because the disk was full.
+        facts: entries to add to the manifest of every checkpoint, besides the step and the time.
     """
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
-        """Read the section `checkpointing`. In a mapping, `metric_name` and `keep_top_k` default to null, and
-        `save_period` to 1."""
+        """Read the section `checkpointing`, or a mapping with its keys, in which `metric_name` and `keep_top_k` default
+        to null and `save_period` to 1. Raise ValueError if `checkpoint_dir` is empty.
+        """
         if isinstance(config, Mapping):
             config = {"checkpoint_dir": "", "metric_name": None, "save_period": 1, "keep_top_k": None} | config
         config = as_model(config, CheckpointingConfig, "checkpointing")
@@ -80,7 +82,9 @@ class CheckpointManager:
         timeout: bool = False,
         interrupted: bool = False,
     ) -> str | None:
-        """Return why a checkpoint is due after `step` (1-based), or None. None is returned if checkpointing is off."""
+        """Return the reason why a checkpoint is due after `step` (counted from 1), or None if none is due or
+        checkpointing is off.
+        """
         reasons = {
             "interrupted": interrupted,
             "timeout": timeout,
@@ -97,9 +101,9 @@ class CheckpointManager:
     def saving(
         self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Iterator[Path]:
-        """Yield `tmp_step_N` with training_info.json and config.yaml, to be filled by the block. If the block ends
-        without an exception, seal and publish the folder, replace an older `step_N`, and remove checkpoints that no
-        rule keeps.
+        """Yield the folder `tmp_step_N` with training_info.json and config.yaml, for the block to fill. When the block
+        ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove the checkpoints
+        that no rule keeps.
 
         Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir.
         """
@@ -128,7 +132,9 @@ class CheckpointManager:
             self._store.release()
 
     def _tidy_up(self, step: int, saved: Path) -> None:
-        """Write the status file and prune. The checkpoint is safe, so an OSError is only a warning."""
+        """Write the status file and remove old checkpoints. An OSError is only a warning, because the new checkpoint is
+        safe.
+        """
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
         for work in (lambda: durable.write_atomic(self.checkpoint_dir / STATUS, status), self._thin_out):
             try:
@@ -140,14 +146,14 @@ class CheckpointManager:
     def claim(self) -> None:
         """Lock the folder against other runs until `shutdown`, or until this process ends.
 
-        Raise FolderInUseError (a ValueError) with the process, host and time of a run that uses the folder, and
-        FolderError if the folder cannot be created or written. Do nothing if checkpointing is off.
+        Raise FolderInUseError (a ValueError) if a run uses the folder; the message names its process, host and time.
+        Raise FolderError if the folder cannot be created or written. Do nothing if checkpointing is off.
         """
         if self.enabled:
             self._store.claim()
 
     def shutdown(self) -> None:
-        """Unlock the folder. Idempotent."""
+        """Unlock the folder. Further calls do nothing."""
         self._store.close()
 
     def __enter__(self) -> "CheckpointManager":
@@ -159,10 +165,10 @@ class CheckpointManager:
     # ---------------------------------------------------------------- finding
 
     def get_latest_checkpoint_path(self) -> str | None:
-        """Return the folder of the newest complete checkpoint, with every SHA-256 verified; None if there is none.
+        """Return the folder of the newest complete checkpoint, after every SHA-256 was verified, or None if there is
+        none.
 
-        Remains of a crash are finished or removed first (see `recover`). Damaged checkpoints are skipped with a
-        warning.
+        Call `recover` first. Skip damaged checkpoints with a warning.
         """
         self.recover()
         for record in reversed(self._store.history()):
@@ -173,8 +179,9 @@ class CheckpointManager:
         return None
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
-        """Raise ResumeError if `checkpointing.resume` does not allow `latest`, the newest complete checkpoint, or if
-        all existing checkpoints are damaged."""
+        """Raise ResumeError if `checkpointing.resume` does not allow `latest`, the newest complete checkpoint (None:
+        there is none), or if there are checkpoints and none of them is complete.
+        """
         if latest is not None and self.config.resume == "never":
             raise ResumeError(
                 f"checkpointing.resume=never, but {self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name}): give the run "
@@ -199,8 +206,9 @@ class CheckpointManager:
     def get_resume_paths(
         last_checkpoint_path: Path | str | None, *, model_component: Literal["policy", "value"] = "policy"
     ) -> tuple[Path | None, Path | None]:
-        """Return (weights folder, optimizer folder) of a checkpoint. Both are None without a checkpoint; the optimizer
-        folder is None, with a warning, if the optimizer was not saved."""
+        """Return (weights folder, optimizer folder) of the model `model_component` in a checkpoint. Both are None
+        without a checkpoint. If the optimizer was not saved, its folder is None, and a warning is given.
+        """
         if not last_checkpoint_path:
             return None, None
         component = Path(last_checkpoint_path) / model_component
@@ -218,12 +226,12 @@ class CheckpointManager:
     # ---------------------------------------------------------------- keeping order
 
     def recover(self) -> list[str]:
-        """Finish or remove what a crash during a save left; return a description of each action.
+        """Finish or remove what a crash during a save has left, and return a description of each action.
 
-        A sealed `tmp_step_N` is published; an unsealed one is removed. An `old_step_N` without a `step_N` is renamed
-        back to `step_N`. A `step_N` that does not match its manifest's files and sizes is renamed to `corrupt_step_N`.
-        A `step_N` without a manifest belongs to another program and stays until a save needs its name. Do nothing
-        during a save, or if the folder is locked or cannot be written.
+        A sealed `tmp_step_N` is published, and an unsealed one is removed. An `old_step_N` without a `step_N` is
+        renamed back to `step_N`. A `step_N` whose files or sizes differ from its manifest is renamed to
+        `corrupt_step_N`. A `step_N` without a manifest was written by another program and stays until a save needs its
+        name. Do nothing during a save, or if the folder is locked or cannot be written.
         """
         if not self.checkpoint_dir.is_dir() or self._store.saving:
             return []
@@ -239,9 +247,10 @@ class CheckpointManager:
     def _thin_out(self) -> None:
         """Remove the checkpoints that no rule keeps.
 
-        Kept are: the latest; among the steps that are multiples of `save_period`, the `keep_top_k` best by metric, or
-        the newest without a metric (null: all); the newest `ft_keep_latest_k` of any step. If both limits are null,
-        nothing is removed. A missing metric ranks last; in a tie the newer checkpoint ranks first.
+        The rules keep the latest checkpoint; among the steps that are multiples of `save_period`, the `keep_top_k` best
+        by metric, or without a metric the newest (null: all); and the newest `ft_keep_latest_k` of any step. If both
+        limits are null, nothing is removed. A checkpoint without the metric ranks last; in a tie the newer checkpoint
+        ranks first.
         """
         records = self._store.history()
         if self.config.keep_top_k is None and self.config.ft_keep_latest_k is None:

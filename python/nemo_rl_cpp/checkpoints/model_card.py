@@ -1,4 +1,6 @@
-"""README.md of a model folder: what the model is, how it was trained and is loaded; with front matter for the Hub."""
+"""README.md of a model folder: what the model is, how it was trained, and how to load it, with front matter for the
+Hub.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ _MARK = "<!-- written by nemo_rl_cpp"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DATA_FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
 _PACKAGED = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-_GIVEN = "nemo_rl_cpp.api.Rows"  # stands for rows that came from Python
+_GIVEN = "nemo_rl_cpp.api.Rows"  # the data set name of rows passed from Python
 
 
 class CardFacts(NamedTuple):
-    """Facts of a card that the configuration does not hold.
+    """The facts of a model card that are not in the configuration.
 
     Attributes:
-        step: finished steps.
+        step: the number of finished steps.
         rewards: the names of the reward sources.
-        results: metric -> value of the last step or validation.
-        components: names of the loss and estimator passed as objects, by the key that they replace.
+        results: metric -> value, from the last step or validation.
+        components: names of a loss or estimator that was passed as an object, by the section that it replaces.
     """
 
     step: int
@@ -40,7 +42,7 @@ class CardFacts(NamedTuple):
 
 
 def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> None:
-    """Write README.md into a model folder, unless it holds a README.md of another program."""
+    """Write README.md into a model folder, unless it has a README.md of another program."""
     path = folder / CARD
     if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
@@ -48,7 +50,7 @@ def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> Non
 
 
 def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
-    """Return the text of README.md. Local folders are reduced to the last part of their path."""
+    """Return the text of README.md. Of the path of a local folder, it shows only the last part."""
     base = _PACKAGED.get(config.policy.model_name.lower(), config.policy.model_name)
     sets = [
         (each.dataset_name, getattr(each, "data_path", None))
@@ -131,5 +133,5 @@ def _is_repository(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """Return a repository's name unchanged, and the last part of a path."""
+    """Return a repository's name unchanged, or the last part of a path."""
     return name if _is_repository(name) or "/" not in name else Path(name).name

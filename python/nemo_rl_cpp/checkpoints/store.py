@@ -1,7 +1,8 @@
-"""The folder of checkpoints: publishes finished ones, repairs the folder after a crash, lists complete ones.
+"""The folder of checkpoints: it publishes finished checkpoints, repairs the folder after a crash, and lists complete
+ones.
 
 Names: `tmp_step_N` is being written, `step_N` is published, `old_step_N` is being replaced by a new `step_N`,
-`del_step_N` is being removed, `corrupt_step_N` is damaged and kept aside.
+`del_step_N` is being removed, and `corrupt_step_N` is damaged but kept.
 """
 
 import contextlib
@@ -33,11 +34,11 @@ class CheckpointRecord(NamedTuple):
 
 
 class CheckpointStore:
-    """File operations on `root`. All changes need the lock, so that two processes cannot interfere. The lock is held
-    for one save (`acquire` to `release`) or for a whole run (`claim` to `close`).
+    """File operations on the checkpoint folder `root`. All changes need the folder's lock, so that two processes cannot
+    interfere. The lock is held for one save (`acquire` to `release`) or for a whole run (`claim` to `close`).
 
     Attributes:
-        saving: whether this object is saving now.
+        saving: whether this object is in the middle of a save.
     """
 
     def __init__(self, root: Path) -> None:
@@ -47,7 +48,9 @@ class CheckpointStore:
         self._verified: dict[tuple[Path, int], str | None] = {}
 
     def claim(self) -> None:
-        """Create the folder and lock it until `close`. Raise FolderError with the lock's owner or another reason."""
+        """Create the folder and lock it until `close`. Raise FolderError if another run holds the lock, or with the
+        system's reason.
+        """
         if not self._claimed:
             try:
                 self._made = make_folder(self.root, _KEY)
@@ -59,7 +62,7 @@ class CheckpointStore:
             self._claimed = True
 
     def close(self) -> None:
-        """Unlock the folder; remove it if `claim` created it and it is still empty. Idempotent."""
+        """Unlock the folder. Remove it if `claim` created it and it is still empty. Further calls do nothing."""
         lock, self._lock, made = self._lock, None, self._made
         self._claimed = self._made = self.saving = False
         if lock is None:
@@ -71,12 +74,12 @@ class CheckpointStore:
                 self.root.rmdir()
 
     def acquire(self) -> None:
-        """Take the lock for a save; raise FolderInUseError if another process holds it."""
+        """Lock the folder for a save. Raise FolderInUseError if another process holds the lock."""
         self._lock = self._lock or FolderLock(self.root, _KEY)
         self.saving = True
 
     def release(self) -> None:
-        """End the save. Idempotent."""
+        """End the save, and unlock the folder unless it is claimed. Further calls do nothing."""
         self.saving = False
         if self._lock is not None and not self._claimed:
             self._lock.close()
@@ -87,19 +90,21 @@ class CheckpointStore:
         return self.root / f"tmp_step_{step}"
 
     def make_temporary(self, step: int) -> None:
-        """Create an empty `tmp_step_N`."""
+        """Create an empty folder `tmp_step_N`, in place of anything that has this name."""
         self._make_way(self.temporary(step))
         self.temporary(step).mkdir()
 
     def _make_way(self, path: Path) -> None:
-        """Free this name: remove a folder of ours, rename anything else to a `corrupt_` name."""
+        """Free the name `path`: remove a folder, and rename anything else to a `corrupt_` name."""
         if path.is_dir() and not path.is_symlink():
             delete(path)
         elif os.path.lexists(path):
             warnings.warn(f"{self.root}: set {path.name} aside as {self._set_aside(path).name}", stacklevel=4)
 
     def publish(self, folder: Path) -> Path:
-        """Rename a sealed `tmp_step_N` to `step_N` and return the new path. On failure an older `step_N` is kept."""
+        """Rename a sealed `tmp_step_N` to `step_N` and return the new path. If this fails, an older
+        `step_N` is kept.
+        """
         step = step_of(folder, "tmp_")
         target, old = folder.with_name(f"step_{step}"), folder.with_name(f"old_step_{step}")
         if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():
@@ -112,27 +117,29 @@ class CheckpointStore:
         return target
 
     def remove(self, folder: Path) -> None:
-        """Remove a checkpoint. It is renamed first, so that a crash cannot leave a partial `step_N`."""
+        """Remove a checkpoint. Rename it first, so that a crash cannot leave a partial `step_N`."""
         doomed = folder.with_name(f"del_step_{step_of(folder, '')}")
         self._make_way(doomed)
         durable.rename(folder, doomed)
         delete(doomed)
 
     def recover(self) -> list[str]:
-        """Finish or remove what a crash during a save left; return and warn about each action."""
+        """Finish or remove what a crash during a save has left. Warn about each action, and return the warnings."""
         done = [text for prefix, step, path in self.folders() if (text := self._recover_one(prefix, step, path))]
         for prefix, _, path in self.folders():
             if prefix == "" and (problem := self.quick_problem(path)) is not None:
                 if os.path.lexists(path / durable.MANIFEST):
                     done.append(f"set {path.name} aside as {self._set_aside(path).name}: {problem}")
-                else:  # of another program such as NeMo RL: do not rename it
+                else:  # written by another program such as NeMo RL
                     done.append(f"left {path.name} as it is: {problem}")
         for text in done:
             warnings.warn(f"{self.root}: {text}", stacklevel=4)
         return done
 
     def _set_aside(self, path: Path) -> Path:
-        """Rename a step_N to the first free name of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
+        """Rename a folder step_N to `corrupt_step_N`, or if that exists to `corrupt_step_N_2`, `_3`, ..., and return
+        the new path.
+        """
         aside, number = path.with_name(f"corrupt_{path.name}"), 2
         while os.path.lexists(aside):
             aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1
@@ -140,8 +147,9 @@ class CheckpointStore:
         return aside
 
     def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
-        """Recover one folder. `folders` lists tmp before old, so an old_step_N is renamed back only if no newer folder
-        could be published."""
+        """Recover one folder and return what was done, or None. `folders` lists tmp before old, so that an old_step_N
+        is renamed back only if no newer folder could be published.
+        """
         target = path.with_name(f"step_{step}")
         if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
             self.publish(path)
@@ -156,7 +164,9 @@ class CheckpointStore:
         return None
 
     def history(self) -> list[CheckpointRecord]:
-        """List every step_N whose files and sizes match its manifest and whose training_info can be read."""
+        """Return every step_N whose files and sizes match its manifest and whose training_info can be read, in order of
+        steps.
+        """
         return [
             CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
             for prefix, step, path in self.folders()
@@ -164,7 +174,9 @@ class CheckpointStore:
         ]
 
     def quick_problem(self, path: Path) -> str | None:
-        """Return what is wrong with a checkpoint's manifest, sizes or training_info, or None."""
+        """Return a description of what is wrong with the checkpoint's manifest, file sizes or
+        training_info, or None.
+        """
         problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
         if problem is not None:
             return problem
@@ -175,7 +187,9 @@ class CheckpointStore:
         return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"
 
     def unusable(self) -> list[str]:
-        """List the folders that a run cannot resume from: damaged, renamed to `corrupt_`, or another program's."""
+        """Return the names of folders from which a run cannot resume: damaged ones, `corrupt_` ones, and other
+        programs'.
+        """
         found = [
             path.name
             for prefix, _, path in self.folders()
@@ -185,7 +199,9 @@ class CheckpointStore:
         return found + sorted(aside)
 
     def problem(self, folder: Path) -> str | None:
-        """Return what is wrong with a checkpoint's contents, or None. Each sealed folder is read only once."""
+        """Return a description of what is wrong with a checkpoint's contents, or None. Each sealed folder is read only
+        once.
+        """
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -195,7 +211,9 @@ class CheckpointStore:
         return self._verified[key]
 
     def folders(self) -> list[tuple[str, int, Path]]:
-        """List (prefix, step, path) of every checkpoint folder: del, then tmp, then old, then published."""
+        """Return (prefix, step, path) of every checkpoint folder, in the order del, tmp, old, published, and then by
+        step.
+        """
         if not self.root.is_dir():
             return []
         order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
@@ -205,7 +223,7 @@ class CheckpointStore:
 
 
 def step_of(folder: Path, prefix: str) -> int:
-    """Return N of a folder named `<prefix>step_N`. Raise ValueError for a different name."""
+    """Return N of a folder named `<prefix>step_N`. Raise ValueError for any other name."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None or match[1] != prefix:
         raise ValueError(f"{folder}: a checkpoint folder named {prefix}step_N is expected here")
@@ -213,7 +231,7 @@ def step_of(folder: Path, prefix: str) -> int:
 
 
 def delete(path: Path) -> None:
-    """Remove a folder with its contents, a file, or a link but not its target."""
+    """Remove a file, a folder with its contents, or a link (but not its target)."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

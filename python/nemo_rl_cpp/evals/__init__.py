@@ -1,1 +1,1 @@
-"""Evaluation: pass@k and cons@k of a model on a data set."""
+"""Evaluation of a model on a data set, by pass@k or cons@k."""

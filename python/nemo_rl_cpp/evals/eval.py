@@ -1,4 +1,4 @@
-"""Runs an evaluation from its configuration to its score."""
+"""The run of an evaluation, from its configuration to its score."""
 
 import inspect
 import math
@@ -41,7 +41,9 @@ from nemo_rl_cpp.user_code import serve
 
 
 def main(config: MasterConfig) -> EvalResult:
-    """Evaluate the configured model, print the table and return the result. Raise ConfigError for mistakes."""
+    """Evaluate the configured model, print the table and return the result. Raise ConfigError if the configuration has
+    mistakes.
+    """
     config = checked(config, MasterConfig)
     folder = find_policy_weights(config.generation.model_name)
     for remark in differences_from_run(Path(folder), config.tokenizer):
@@ -62,9 +64,10 @@ def main(config: MasterConfig) -> EvalResult:
 def evaluate_policy(
     policy: PolicyInterface, tokenizer: TokenizerType, config: MasterConfig, longest: int
 ) -> EvalResult:
-    """Evaluate the current weights of a policy in training; `generation.model_name`, its precision and the section
-    `tokenizer` are ignored. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` if that
-    is less. Raise ConfigError for an invalid configuration."""
+    """Evaluate the current weights of a policy that is being trained. The section `tokenizer`, and model and precision
+    in `generation`, are ignored. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` if
+    that is less. Raise ConfigError if the configuration has mistakes.
+    """
     config = checked(config, MasterConfig)
     environment = _make_environment(config)
     try:
@@ -98,9 +101,8 @@ def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProce
 
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
-    """Return the engine, native or transformers' (`generation.backend: hf`), with its own copy of the weights.
-
-    Without a length in the configuration, the model's number of positions is the limit.
+    """Return the engine, native or of transformers (`generation.backend: hf`), with its own copy of the weights. If the
+    configuration gives no maximum length, the model's number of positions limits it.
     """
     say_fold(config, None)
     use_threads(config.cluster)
@@ -144,12 +146,11 @@ def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | 
 def run_env_eval(
     vllm_generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
 ) -> EvalResult:
-    """Generate `eval.num_tests_per_prompt` responses per prompt, score them, save and print the result.
+    """Generate `eval.num_tests_per_prompt` responses per prompt, score them, save and print the result, and return it.
 
-    A response is correct if its reward is 1. Random draws are keyed by (eval.seed, stream "eval", prompt index,
-    response index), so the score does not depend on generation.num_prompts_per_step. Any engine may be passed.
-
-    Raise ValueError for cons@k with an environment that extracts no answers.
+    A response is correct if its reward is 1. Sampling is seeded by (eval.seed, stream "eval", prompt index, response
+    index), so the score does not depend on generation.num_prompts_per_step. Any engine may be passed. Raise ValueError
+    for cons@k if the environment extracts no answers.
     """
     result, samples = measure(vllm_generation, dataloader, env, master_config)
     if master_config.eval.save_path is not None:
@@ -161,7 +162,7 @@ def run_env_eval(
 def measure(
     generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, config: MasterConfig
 ) -> tuple[EvalResult, list[dict[str, object]]]:
-    """Return an evaluation's result and its samples, one dictionary per response, grouped by prompt."""
+    """Return the result of an evaluation and its samples: one dictionary per response, in the order of the prompts."""
     n = config.eval.num_tests_per_prompt
     samples: list[dict[str, object]] = []
     rounds: list[tuple[int, dict[str, float]]] = []
@@ -194,7 +195,7 @@ def measure(
 def _answer(
     batch: BatchedDataDict, generation: BaseEngine, env: Environment, config: MasterConfig
 ) -> tuple[list[dict[str, object]], dict[str, float]]:
-    """Return a sample for each row of a batch, and the metrics of rollouts and environment."""
+    """Return (one sample per row of the batch, metrics of the rollouts and the environment)."""
     prompts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
     conversations = Conversations(batch, generation.tokenizer, config.generation.vllm_cfg.max_model_len)
     answers: list[str | None] = [None] * batch.size

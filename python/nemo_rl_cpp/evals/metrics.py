@@ -1,4 +1,4 @@
-"""pass@k and cons@k, estimated from n responses, and confidence intervals of proportions."""
+"""pass@k and cons@k, estimated from n responses, and confidence intervals of means and proportions."""
 
 import math
 import statistics
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
-    """Return an unbiased estimate of pass@k if c of n = `num_tests` responses are correct:
+    """Return an unbiased estimate of pass@k if c = `num_correct` of n = `num_tests` responses are correct:
 
         1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n-c+1}^{n} (1 - k / i)
 
-    Integers are counted exactly. The product also accepts fractions, which a sum of partial rewards may give (Chen et
-    al., "Evaluating Large Language Models Trained on Code", 2021).
+    For integers c the binomials are computed exactly. The product also accepts fractions, which a sum of partial
+    rewards may give (Chen et al., "Evaluating Large Language Models Trained on Code", 2021).
     """
     wrong = num_tests - num_correct
     if wrong < k:
@@ -26,10 +26,10 @@ def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
 def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
     """Return cons@k: the share of all k-subsets of the responses whose majority answer has reward 1.
 
-    In a tie, the answer that comes first in the subset wins; an answer's reward is the reward of its first response in
-    the subset. "No answer" (None) is an answer like any other. The subsets are counted, not listed: for a winner whose
-    first vote is response i and that gets v votes, every other answer has fewer than v votes, or v votes that all come
-    after i.
+    In a tie, the answer that comes first in the subset wins. An answer's reward is that of its first response in the
+    subset. "No answer" (None) is an answer like any other. The subsets are counted by formula, not enumerated: if the
+    winner has v votes and its first vote is response i, then every other answer has fewer than v votes, or v votes that
+    all come after i.
     """
     places: dict[Hashable, list[int]] = {}
     for i, answer in enumerate(answers):
@@ -47,8 +47,10 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
 
 
 def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
-    """Count the ways to give `remaining` votes to answers that lose against `votes` votes starting at `first`."""
-    ways = [1] + [0] * remaining  # ways[m]: ways so far with m votes given
+    """Return in how many ways `remaining` votes can go to answers that lose against `votes` votes, the first of which
+    is response `first`.
+    """
+    ways = [1] + [0] * remaining  # ways[m]: with m votes, over the answers so far
     for place in others:
         after = sum(i > first for i in place)
         each = [math.comb(len(place), w) for w in range(votes)] + [math.comb(after, votes)]
@@ -65,7 +67,9 @@ _Z = 1.959963984540054  # 95 % of a normal distribution lie within this many sta
 
 
 def normal_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of at least two values: mean +- 1.96 s / sqrt(n), s: standard deviation."""
+    """Return the 95 % interval of the mean of two or more values: mean +- 1.96 s / sqrt(n), with s the standard
+    deviation.
+    """
     mean, half = math.fsum(values) / len(values), _Z * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 

@@ -1,4 +1,4 @@
-"""The result of an evaluation: a table, all samples as JSON, a page, and comparisons of evaluations."""
+"""The results of evaluations: a table, all samples as JSON, a page, and comparisons of evaluations."""
 
 import json
 import math
@@ -29,10 +29,10 @@ class EvalResult:
 
     Attributes:
         score: mean of the metric over prompts.
-        interval: 95 % interval of the score, for prompts drawn from the same source.
+        interval: 95 % confidence interval of the score, for prompts drawn from the same source.
         prompts: number of prompts.
         mean_reward: mean of the environment's rewards over all responses.
-        metrics: metrics of rollouts and environment.
+        metrics: metrics of the rollouts and the environment.
     """
 
     score: float
@@ -44,9 +44,8 @@ class EvalResult:
 
 
 def interval_of_mean(scores: list[float]) -> Interval:
-    """Return the 95 % interval of the mean of scores, one score per prompt.
-
-    Wilson's interval if all are 0 or 1; otherwise mean +- 1.96 s / sqrt(P), clipped to [0, 1], s: standard deviation.
+    """Return the 95 % interval of the mean of `scores`, one per prompt: Wilson's interval if all are 0 or 1, otherwise
+    mean +- 1.96 s / sqrt(P), clipped to [0, 1], with s the standard deviation.
     """
     if set(scores) <= {0.0, 1.0} or len(scores) < 2:
         return wilson_interval(math.fsum(scores) / len(scores), len(scores))
@@ -55,12 +54,12 @@ def interval_of_mean(scores: list[float]) -> Interval:
 
 
 def metric_name(wanted: EvalConfig) -> str:
-    """Return "pass@4" for pass@k with k_value 4."""
+    """Return the metric's name with k filled in, such as "pass@4"."""
     return wanted.metric.replace("@k", f"@{wanted.k_value}")
 
 
 def show(result: EvalResult, config: EvalMasterConfig) -> None:
-    """Print NeMo RL's lines, then the table."""
+    """Print NeMo RL's lines, then the table of results."""
     wanted, generation = config.eval, config.generation
     print(f"model_name={generation.model_name!r} dataset_name={config.data.dataset_name!r}")
     print(
@@ -102,14 +101,15 @@ _ROLLOUT = {
     "total_turns", "avg_turns_per_sample", "max_turns_per_sample", "natural_termination_rate", "truncation_rate", "max_turns_reached_rate",
     "mean_total_tokens_per_sample", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_env_tokens_per_sample",
 }  # fmt: skip
-"""Metrics that the rows above show in their own words, or not at all."""
+"""Metrics that `_rows` shows under other names, or omits."""
 
 
 def save_evaluation_data(
     samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path, result: EvalResult
 ) -> None:
     """Write `evaluation_data.json` ({"evaluation_data": [one dictionary per response]}), `config.json` (the settings of
-    the evaluation) and `evaluation.html` (prompts with their answers)."""
+    the evaluation) and `evaluation.html` (the prompts with their responses) into `folder`.
+    """
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}
@@ -129,7 +129,9 @@ def save_evaluation_data(
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with its answers: `rewards`, `responses` and `cut` have one entry per answer; `truth` may be None."""
+    """A prompt with its responses. `rewards`, `responses` and `cut` have one entry per response; `truth` is the ground
+    truth or None.
+    """
 
     text: str
     truth: str | None
@@ -143,7 +145,7 @@ class Prompt:
 
 
 def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
-    """Return the prompts of an evaluation's samples; each `n` consecutive samples answer the same prompt."""
+    """Return the prompts of an evaluation's samples, of which each `n` consecutive ones belong to the same prompt."""
     return [_prompt(samples[start : start + n]) for start in range(0, len(samples), n)]
 
 
@@ -161,7 +163,7 @@ def _prompt(samples: Sequence[Mapping[str, object]]) -> Prompt:
 
 
 def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt]) -> str:
-    """Return the page, with wrong prompts first. `facts` are the rows of the terminal's table."""
+    """Return the HTML page, with the wrong prompts first. `facts` are the rows of the table that the terminal shows."""
     wrong = [prompt for prompt in prompts if max(prompt.rewards) <= 0]
     right = [prompt for prompt in prompts if min(prompt.rewards) >= 1]
     part = [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1]
@@ -175,7 +177,7 @@ def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prom
 
 
 Answer = tuple[float, str, str]
-"""Reward, a note above the response, the response."""
+"""(reward, note shown above the response, response)."""
 
 
 def _answers(prompt: Prompt) -> list[Answer]:
@@ -184,7 +186,9 @@ def _answers(prompt: Prompt) -> list[Answer]:
 
 
 def _cards(found: Sequence[tuple[Prompt, Sequence[Answer]]]) -> str:
-    """Return prompts with answers as HTML, in sequence, and the number of omitted prompts; "" without prompts."""
+    """Return the first prompts with their responses as HTML, and the number of omitted prompts; "" if there are no
+    prompts.
+    """
     cards = [
         (clip(prompt.text), clip(prompt.truth or ""), [(reward, note, clip(text)) for reward, note, text in answers])
         for prompt, answers in found[:_MOST]
@@ -201,7 +205,7 @@ def is_evaluation(folder: Path | str) -> bool:
 
 
 def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
-    """Compare evaluations of the same prompts with the first one: rewards, differing keys, changed prompts.
+    """Compare evaluations of the same prompts with the first of them: rewards, keys that differ, prompts that changed.
 
     Raise ValueError if a folder cannot be read, is given twice, or has different prompts.
     """
@@ -237,7 +241,7 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
 
 
 def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:
-    """Return the change of the mean reward as text, with its 95 % interval mean +- 1.96 s / sqrt(P) over P prompts."""
+    """Return the change of the mean reward as text, with its 95 % interval, mean +- 1.96 s / sqrt(P) over P prompts."""
     gaps = [b.mean - a.mean for a, b in zip(first, second, strict=True)]
     text = f"mean reward {_mean(first):.4f} -> {_mean(second):.4f}, difference {statistics.fmean(gaps):+.4f}"
     if len(gaps) < 2:
@@ -251,7 +255,9 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from first to last, largest change first."""
+    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from the first to the last evaluation, largest
+    change first.
+    """
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

@@ -1,1 +1,1 @@
-"""Logging of a run's numbers and texts: files, TensorBoard, trackers."""
+"""Logging of a run's metrics and rollouts: to files, TensorBoard and trackers."""

@@ -1,4 +1,6 @@
-"""Experiment trackers: wandb, mlflow, swanlab and trackio. Each package is imported only when its backend is enabled."""
+"""Experiment trackers: wandb, mlflow, swanlab and trackio. A tracker's package is imported only if its backend is
+enabled.
+"""
 
 import importlib
 import os
@@ -22,7 +24,7 @@ _LONGEST_NAME = 250
 
 
 def import_tracker(package: str) -> ModuleType:
-    """Import a tracker's package. Raise ValueError with the key and the install command if it is not installed."""
+    """Import a tracker's package. If it is not installed, raise ValueError with the key and the install command."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -33,7 +35,7 @@ def import_tracker(package: str) -> ModuleType:
 
 
 class _RunFile:
-    """A file in the backend's log folder with the id of the tracker's run that a resumed run continues."""
+    """A file in the backend's log folder that holds the id of the tracker's run, so that a resumed run continues it."""
 
     def __init__(self, log_dir: str | None) -> None:
         self._path = Path(log_dir) / "run_id.txt" if log_dir and Path(log_dir).is_dir() else None
@@ -47,10 +49,13 @@ class _RunFile:
 
 
 class TrackerLogger(LoggerInterface):
-    """A backend that passes everything to a tracker's package. A backend that logs numbers alone overrides `send`.
+    """A backend that sends metrics to a tracker's package. A backend that logs only numbers overrides `send`.
 
-    `refused` matches the characters that the tracker allows in no name. `variables` maps keys to environment variables
-    that the package reads: a key set by the user overrides its variable, which overrides the default of `section`.
+    Attributes:
+        refused: a regular expression for the characters that the tracker does not allow in names.
+        section: the class of the tracker's configuration section.
+        variables: key -> environment variable that the package reads. A key set by the user overrides its variable,
+            which overrides the default of `section`.
     """
 
     package = staticmethod(import_tracker)
@@ -60,7 +65,7 @@ class TrackerLogger(LoggerInterface):
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
-        """Return the keys with a value, except defaults whose environment variable is set."""
+        """Return the keys that have a value. Omit a key with its default value if its environment variable is set."""
         defaults = {key: field.default for key, field in cls.section.model_fields.items()}
         return {
             key: value
@@ -69,7 +74,9 @@ class TrackerLogger(LoggerInterface):
         }
 
     def accepted(self, name: str) -> str:
-        """Return the name with `_` for each character that the tracker refuses, cut to the longest allowed length."""
+        """Return the name with `_` in place of each character that the tracker does not allow, truncated to the longest
+        name.
+        """
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     def send(self, row: dict[str, float], step: int) -> None:
@@ -86,23 +93,23 @@ class TrackerLogger(LoggerInterface):
         self.send(self.numbers(metrics, prefix, step_metric), step)
 
     def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
-        """Return every number under its logged name."""
+        """Return the metrics that are numbers, under their logged names."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {self.accepted(name): scalar_of(value) for name, value in flat.items()}
         return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a summary of the values, because the package has no histograms."""
+        """Log a summary of the values (mean, p50, p90, max), because the package has no histograms."""
         self.send(self.summary(name, to_plain(histogram)), step)
 
     def summary(self, name: str, values: object) -> dict[str, float]:
-        """Return the `summarize_list` of a list under its logged names."""
+        """Return `summarize_list` of a list of values, under its logged names."""
         numbers = summarize_list(values) if isinstance(values, list) else {}
         return {self.accepted(f"{name}/{key}"): number for key, number in numbers.items()}
 
 
 class WandbLogger(TrackerLogger):
-    """Logs to Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
+    """A backend that logs to Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
 
     section = WandbConfig
     variables = {
@@ -112,7 +119,9 @@ class WandbLogger(TrackerLogger):
     }  # fmt: skip
 
     def __init__(self, cfg: WandbConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """`cfg`: `logger.wandb`, passed on to `wandb.init` (project, name, entity, tags, ...)."""
+        """Start the W&B run. `cfg` is the section `logger.wandb`, whose keys are arguments of `wandb.init` (project,
+        name, entity, tags, ...). Raise ValueError if wandb is not installed or does not start.
+        """
         self._wandb, options = self.package("wandb"), self.given(cfg)
         options.pop("log_nemo_gym_full_result_tables", None)
         known = _RunFile(log_dir).read()
@@ -128,7 +137,7 @@ class WandbLogger(TrackerLogger):
         _RunFile(log_dir).write(self.run.id)
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        """Set a different x axis for the metrics that match `name` (for example `ray/*`)."""
+        """Set the x axis `step_metric` for the metrics that match `name` (for example `ray/*`)."""
         self.run.define_metric(name, step_metric=step_metric)
 
     def log_metrics(
@@ -139,7 +148,7 @@ class WandbLogger(TrackerLogger):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Log into the step's row. W&B sends the row if `step_finished` is set, or when a later step begins."""
+        """Add metrics to the step's row. W&B sends the row if `step_finished` is set, or when a later step begins."""
         row = {self.accepted(name): to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
         if step_metric and (step_metric in metrics or step_metric in row):
             self.run.log(row, commit=False)
@@ -152,7 +161,9 @@ class WandbLogger(TrackerLogger):
         self.run.config.update(to_plain(params), allow_val_change=True)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a W&B histogram. If all values are equal, log the value itself, because it cannot be binned."""
+        """Log a W&B histogram of the finite values. If all are equal, log the value itself, because it cannot be
+        binned.
+        """
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
@@ -166,7 +177,7 @@ class WandbLogger(TrackerLogger):
 
 
 class MLflowLogger(TrackerLogger):
-    """Logs to MLflow. Scalars only: lists are logged as their mean, p50, p90 and max."""
+    """A backend that logs to MLflow, which takes only scalars: a list is logged as its mean, p50, p90 and max."""
 
     refused = r"[^/\w.\- :]"  # mlflow.utils.validation
     section = MLflowConfig
@@ -178,7 +189,10 @@ class MLflowLogger(TrackerLogger):
     }
 
     def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """`cfg`: `logger.mlflow` with experiment_name, run_name, run_id, tracking_uri, artifact_location."""
+        """Start or continue the MLflow run. `cfg` is the section `logger.mlflow` with experiment_name, run_name,
+        run_id, tracking_uri and artifact_location. Raise ValueError if MLflow is not installed or its server does not
+        answer.
+        """
         self._mlflow, file, options = self.package("mlflow"), _RunFile(log_dir), self.options(cfg)
         if uri := options.get("tracking_uri"):
             check_server(uri, _MLFLOW_ADDRESS)
@@ -195,7 +209,7 @@ class MLflowLogger(TrackerLogger):
 
     @classmethod
     def options(cls, cfg: MLflowConfig | Mapping[str, object] | None) -> dict[str, str]:
-        """Return the values in use: from the given keys, otherwise from MLflow's environment variables."""
+        """Return the settings in use: the given keys, and otherwise MLflow's environment variables."""
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def _choose_experiment(self, name: str | None, artifacts: str | None) -> None:
@@ -206,7 +220,7 @@ class MLflowLogger(TrackerLogger):
         self._mlflow.set_experiment(name)
 
     def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
-        """Return every number, and a summary of every list of numbers."""
+        """Return the metrics that are numbers, and a summary of each list of numbers, under their logged names."""
         row: dict[str, float] = {}
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)
@@ -221,7 +235,9 @@ class MLflowLogger(TrackerLogger):
             self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Log the flattened configuration as parameters. A resumed run logs only new ones: MLflow never changes one."""
+        """Log the flattened configuration as parameters. A resumed run logs only new parameters, because MLflow does
+        not allow changes.
+        """
         known = self._mlflow.get_run(self.run_id).data.params if self._resumes else {}
         flat = {self.accepted(name): value for name, value in flatten_dict(to_plain(params)).items()}
         if new := {name: value for name, value in flat.items() if name not in known}:
@@ -235,9 +251,8 @@ _MLFLOW_ADDRESS = "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI"
 
 
 def check_server(uri: str, what: str) -> None:
-    """Raise ValueError if nothing listens at the address of a tracker within three seconds, before a model is loaded.
-
-    Folders, databases and servers behind a proxy are not checked.
+    """Raise ValueError if no server answers at the address of a tracker within three seconds. Folders, databases and
+    servers behind a proxy are not checked.
     """
     address = urlsplit(uri)
     if address.scheme not in ("http", "https") or address.hostname is None:
@@ -256,7 +271,7 @@ def check_server(uri: str, what: str) -> None:
 
 
 class SwanlabLogger(TrackerLogger):
-    """Logs to SwanLab."""
+    """A backend that logs to SwanLab."""
 
     section = SwanlabConfig
     variables = {
@@ -267,7 +282,9 @@ class SwanlabLogger(TrackerLogger):
     }
 
     def __init__(self, cfg: SwanlabConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """`cfg`: `logger.swanlab`, passed on to `swanlab.init` (project, name, ...)."""
+        """Start the SwanLab run. `cfg` is the section `logger.swanlab`, whose keys are arguments of `swanlab.init`
+        (project, name, ...).
+        """
         self._swanlab = self.package("swanlab")
         self.run = self._swanlab.init(**self.given(cfg), logdir=log_dir)
 
@@ -282,12 +299,16 @@ class SwanlabLogger(TrackerLogger):
 
 
 class TrackioLogger(TrackerLogger):
-    """Logs to Trackio's local database. A run that resumes in the same folder continues the same Trackio run."""
+    """A backend that logs to Trackio's local database. A run that resumes in the same folder continues the same Trackio
+    run.
+    """
 
     section = TrackioConfig
 
     def __init__(self, cfg: TrackioConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """`cfg`: `logger.trackio`, passed on to `trackio.init` (project, name, space_id, ...)."""
+        """Start the Trackio run. `cfg` is the section `logger.trackio`, whose keys are arguments of `trackio.init`
+        (project, name, space_id, ...).
+        """
         self._trackio, file = self.package("trackio"), _RunFile(log_dir)
         options = {"project": "nemo-rl-cpp"} | self.given(cfg)
         if known := file.read():
@@ -306,13 +327,13 @@ class TrackioLogger(TrackerLogger):
 
 
 def check_trackers(cfg: LoggerConfig) -> None:
-    """Raise ValueError if the server of an enabled tracker does not answer; called before a model is loaded."""
+    """Raise ValueError if the server of an enabled tracker does not answer. Called before a model is loaded."""
     if cfg.is_enabled("mlflow") and (uri := MLflowLogger.options(cfg.mlflow).get("tracking_uri")):
         check_server(uri, _MLFLOW_ADDRESS)
 
 
 def summarize_list(values: Iterable[object]) -> dict[str, float]:
-    """Return `mean`, `p50`, `p90` and `max` of the numbers among the values; an empty mapping if there are none."""
+    """Return `mean`, `p50`, `p90` and `max` of the numbers among the values, or {} if there are none."""
     kinds = (int, float, np.integer, np.floating)
     numbers = np.asarray(
         [value for value in values if isinstance(value, kinds) and not isinstance(value, bool)], dtype=float

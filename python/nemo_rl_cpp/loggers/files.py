@@ -1,4 +1,4 @@
-"""Log files of a run: metrics.jsonl and system.jsonl, which can be truncated to a step."""
+"""The log files metrics.jsonl, system.jsonl and hyperparams.json of a run. metrics.jsonl can be truncated to a step."""
 
 import json
 import os
@@ -16,11 +16,12 @@ HYPERPARAMS = "hyperparams.json"
 
 
 class JsonlLogger(LoggerInterface):
-    """Writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, with sorted names.
+    """A backend that writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, with sorted
+    names.
 
-    Non-finite values are written as strings. Metrics with their own x axis (`step_metric`, such as GPU samples by
-    second) go to system.jsonl. Each line is one write, so a killed process leaves at most the last line incomplete,
-    which readers skip. If the disk is full, lines are kept in memory and written with the next line.
+    Non-finite values are written as strings. Metrics with a separate x axis (`step_metric`, such as GPU samples by
+    second) are written to system.jsonl. Each line is one write, so a killed process leaves at most an incomplete last
+    line, which readers skip. If the disk is full, lines are kept in memory and written with the next line.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -45,7 +46,7 @@ class JsonlLogger(LoggerInterface):
         write_atomic(self.log_dir / HYPERPARAMS, json.dumps(to_json(params), indent=1), durable=False)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Do nothing: the per-step rollout files contain every value."""
+        """Do nothing, because the rollout files of each step contain every value."""
 
     def flush(self) -> None:
         for name, descriptor in self._files.items():
@@ -79,7 +80,7 @@ class JsonlLogger(LoggerInterface):
 
 
 def _truncate_jsonl(path: Path, step: int) -> None:
-    """Remove incomplete lines and lines of steps after `step`. Kept bytes are unchanged. Atomic."""
+    """Remove incomplete lines and the lines of steps after `step`, atomically. The other lines stay byte for byte."""
     if not path.is_file():
         return
 
@@ -98,7 +99,7 @@ def _truncate_jsonl(path: Path, step: int) -> None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Remove an incomplete last line, which an interrupted write leaves."""
+    """Remove an incomplete last line, which an interrupted write may leave."""
     content = path.read_bytes() if path.is_file() else b""
     if content and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""The log folders exp_NNN of runs, and which run owns a folder."""
+"""The log folders exp_NNN of runs, and the record of which run owns a folder."""
 
 import json
 import re
@@ -13,11 +13,11 @@ _STEP_FILE = re.compile(r"(?:train|val)_data_step(\d+)\.jsonl", re.ASCII)
 
 
 class LogLedger:
-    """Records which run owns a log folder, and which of its files are not yet synced.
+    """A record of which run owns a log folder, and of the files in it that are not yet synced to disk.
 
     Attributes:
         owner: the checkpoint folder of the run that wrote the logs; None if no run is recorded.
-        run: the random number of the run.
+        run: a random number that identifies the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class LogLedger:
                 self.owner, self.run = row["owner"], row["run"]
 
     def own(self, checkpoint_dir: Path) -> None:
-        """Record the run that owns the logs, by its checkpoint folder."""
+        """Record that the logs belong to the run that saves into `checkpoint_dir`."""
         if self.owner != str(checkpoint_dir):
             self.owner, self.run = str(checkpoint_dir), self.run or secrets.token_hex(8)
             with open(self._path, "a", encoding="utf-8") as file:
@@ -45,13 +45,13 @@ class LogLedger:
         self._unsynced[path] = None
 
     def cut(self, step: int) -> None:
-        """Remove the sample files of steps after `step`."""
+        """Remove the rollout files of steps after `step`."""
         for path in self.folder.iterdir():
             if (match := _STEP_FILE.fullmatch(path.name)) and int(match[1]) > step:
                 path.unlink()
 
     def sync(self) -> None:
-        """Sync every file added since the last call, and its folder, to the disk."""
+        """Sync every file added since the last call, and their folders, to disk."""
         files = [path for path in (*self._unsynced, self._path) if path.is_file()]
         for path in (*files, *{path.parent for path in files}):
             fsync_path(path)
@@ -62,7 +62,7 @@ _TRAINING_INFO = "training_info.json"
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:
-    """Create and return `<base_log_dir>/exp_NNN` with the next free number."""
+    """Create the folder `<base_log_dir>/exp_NNN` with the next unused number, and return its path."""
     base = Path(base_log_dir)
     base.mkdir(parents=True, exist_ok=True)
     number = _next_number(base)
@@ -70,19 +70,20 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
         try:
             (base / _name(number)).mkdir()
             return str(base / _name(number))
-        except FileExistsError:  # another run started at the same moment
+        except FileExistsError:  # another run created it at the same moment
             number += 1
 
 
 def get_experiment_dir(
     base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
 ) -> str:
-    """Return a run's log folder below `base_log_dir`: the one that its checkpoint names (`log_dir` of training_info) if
-    it exists and belongs to the run, otherwise a new one.
+    """Return the log folder for a run in `base_log_dir`: the folder that the run's checkpoint names (`log_dir` in
+    training_info) if it exists and belongs to the run, otherwise a new folder.
 
-    Only the folder's name is compared, because a checkpoint may have been copied or moved. The folder belongs to the
-    run if its ledger has the same run number as the manifest of `checkpoint` (a folder step_N), and its owner is the
-    folder that holds the checkpoint or no longer exists. If a new folder is used instead, a line is printed.
+    Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
+    folder belongs to the run if its ledger has the same run number as the manifest of `checkpoint` (a folder step_N),
+    and if the ledger's owner is the folder that contains the checkpoint, or no longer exists. Print a line if a new
+    folder replaces the one that the checkpoint names.
     """
     recorded = (training_info or {}).get("log_dir")
     candidate = _recorded(base_log_dir, training_info)
@@ -106,8 +107,9 @@ def get_experiment_dir(
 
 
 def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -> Path:
-    """Return what `get_experiment_dir` will return for a run that resumes from this checkpoint (None: a new run),
-    without creating a folder."""
+    """Return the path that `get_experiment_dir` will return for a run that resumes from `checkpoint` (None: a new run),
+    without creating a folder.
+    """
     base = Path(base_log_dir)
     if checkpoint is not None:
         try:
@@ -141,6 +143,6 @@ def _recorded(base: str | Path, training_info: Mapping[str, object] | None) -> P
 def _is_own(candidate: Path, checkpoint: str | Path | None) -> bool:
     ledger = LogLedger(candidate)
     owner, run = ledger.owner, manifest_facts(Path(checkpoint)).get("run") if checkpoint is not None else None
-    home = str(Path(checkpoint or "").absolute().parent.resolve())  # step_N itself may link to a different run
+    home = str(Path(checkpoint or "").absolute().parent.resolve())  # step_N may be a link into another run's folder
     at_home = owner is not None and (owner == home or not Path(owner).is_dir())
     return at_home and run is not None and ledger.run == run

@@ -9,10 +9,10 @@ from nemo_rl_cpp.files.yaml_text import Plain
 
 
 class LoggerBackend(Protocol):
-    """A destination of metrics. The run's `Logger` calls these six methods only.
+    """A destination of metrics. The run's `Logger` calls only the six methods below.
 
-    Steps count from 1 and never decrease, except after `truncate_after`. An exception of a backend that does not write
-    the run's files is shown once as a warning, and the run continues without the backend.
+    Steps count from 1 and never decrease, except after `truncate_after`. If a backend raises an exception, it is shown
+    once as a warning, and the run continues. Only errors of the backends that write the run's own files end the run.
     """
 
     @abstractmethod
@@ -24,50 +24,54 @@ class LoggerBackend(Protocol):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Log `prefix/name` for every entry: numbers, and strings or lists, which a backend may ignore. Called several
-        times per step. `step_metric` names an entry that is the x axis instead of `step`. `step_finished` marks the
-        last call of a step."""
+        """Log `prefix/name` for every entry. Values are numbers, or strings and lists, which a backend may ignore.
+        Called several times per step.
+
+        Args:
+            step_metric: the name of an entry that is the x axis instead of `step`.
+            step_finished: whether this is the last call of a step.
+        """
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Log the configuration as nested plain values, without its secrets. Called once, before the first step."""
+        """Log the configuration, as nested plain values without its secrets. Called once, before the first step."""
 
     @abstractmethod
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a distribution of values, which need not be finite."""
+        """Log the distribution of `histogram`, a list of values that may contain non-finite ones."""
 
     def flush(self) -> None:
-        """Write everything logged so far to its file. Called before a checkpoint is published."""
+        """Write everything logged so far to disk. Called before a checkpoint is published."""
 
     def truncate_after(self, step: int) -> None:
-        """Remove all entries of later steps if the backend can. Called before the first step of a resumed run."""
+        """Remove the entries of all later steps, if the backend can. Called before the first step of a resumed run."""
 
     def finish(self) -> None:
-        """Close the backend. Called at the end, possibly twice."""
+        """Close the backend. Called at the end of the run, possibly twice."""
 
 
 class LoggerInterface(LoggerBackend):
-    """The base class of logger backends, under NeMo RL's name: a `LoggerBackend` that writes no files."""
+    """The base class of logger backends, with NeMo RL's name: a `LoggerBackend` that writes no files."""
 
     def flush(self) -> None:
-        """Do nothing: no data is buffered."""
+        """Do nothing, because no data is buffered."""
 
     def truncate_after(self, step: int) -> None:
-        """Do nothing: data sent to a tracker is kept."""
+        """Do nothing, because a tracker keeps the data sent to it."""
 
     def finish(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because there is nothing to close."""
 
 
 def prefixed(metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, object]:
-    """Return the metrics renamed to `prefix/name`; the entry named by `step_metric` keeps its name."""
+    """Return the metrics with their names changed to `prefix/name`. The entry named by `step_metric` keeps its name."""
     if not prefix:
         return dict(metrics)
     return {name if name == step_metric else f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def scalar_of(value: object) -> int | float | bool | str | None:
-    """Return a Python scalar for a number, a string, or a one-element array or tensor; None for everything else."""
+    """Return a Python scalar for a number, a string, or a one-element array or tensor, and None for everything else."""
     if not isinstance(value, (int, float, bool, str)):
         value = to_plain(value) if hasattr(value, "tolist") else None
         while isinstance(value, list) and len(value) == 1:
@@ -76,8 +80,9 @@ def scalar_of(value: object) -> int | float | bool | str | None:
 
 
 def flatten_dict(d: Mapping[str, object], sep: str = ".", expand_lists: bool = True) -> dict[str, object]:
-    """Return a flat mapping with keys joined by `sep`: `{"a": {"b": [1, 2]}}` gives `{"a.b.0": 1, "a.b.1": 2}`. With
-    `expand_lists=False` lists stay unchanged under their key."""
+    """Return a flat mapping with keys joined by `sep`: `{"a": {"b": [1, 2]}}` becomes `{"a.b.0": 1, "a.b.1": 2}`. With
+    `expand_lists=False`, lists remain values.
+    """
     flat: dict[str, object] = {}
 
     def walk(value: object, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The logger of a run: always to files, to trackers if enabled, and rollouts."""
+"""The logger of a run, which writes metrics and rollouts to files, and metrics to the trackers that are enabled."""
 
 import json
 import os
@@ -21,15 +21,18 @@ from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger
 
 
 class Logger(LoggerInterface):
-    """Sends everything to metrics.jsonl, TensorBoard events, and the enabled trackers (`loggers`).
+    """The logger of a run. It sends metrics to metrics.jsonl, to TensorBoard events, and to the enabled trackers
+    (`loggers`).
 
-    `cfg` is the `logger` section, or a mapping with its keys. `tensorboard_enabled` is on unless set to false; the
-    trackers are off unless set to true. If a tracker fails or the disk is full during the run, one warning is shown and
-    the run continues. Other errors of a file end the run.
+    `cfg` is the `logger` section, or a mapping with its keys. TensorBoard is enabled unless `tensorboard_enabled` is
+    false; a tracker is disabled unless its key is true. If a tracker fails, or if the disk is full, one warning is
+    shown and the run continues. Other errors of files end the run.
     """
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
-        """Raise ValueError if an enabled tracker is not installed, or for an unknown key."""
+        """Create the folder and the backends. Raise ValueError if an enabled tracker is not installed, or for an
+        unknown key.
+        """
         if isinstance(cfg, Mapping):
             cfg = {"log_dir": "", "monitor_gpus": False} | cfg
         section = as_model(cfg, LoggerConfig, "logger")
@@ -60,20 +63,25 @@ class Logger(LoggerInterface):
 
     @staticmethod
     def backends() -> Mapping[str, Callable[..., LoggerBackend]]:
-        """Return the factory of the backend for each `NAME_enabled`, in the order of creation; its lookup imports it."""
+        """Return the factories of the backends, by the NAME of `NAME_enabled`, in the order of creation. Looking up a
+        factory imports its module.
+        """
         return LOGGER_BACKENDS
 
     new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
-    """Makes the sampler of GPUs for `monitor_gpus`."""
+    """Makes the monitor of GPU and host memory that `monitor_gpus` enables."""
 
     @property
     def run_id(self) -> str | None:
-        """The unique number of this log folder, for the manifests of checkpoints; None before `claim`."""
+        """The random number that identifies the run of this log folder, for the manifests of checkpoints. None before
+        `claim`.
+        """
         return self._ledger.run
 
     def claim(self, checkpoint_dir: Path | None = None) -> None:
         """Lock the folder against other runs until `finish`, and record that the logs belong to the run that saves into
-        `checkpoint_dir`. Raise FolderInUseError (a ValueError) if another run uses the folder."""
+        `checkpoint_dir`. Raise FolderInUseError (a ValueError) if another run uses the folder.
+        """
         self._lock = self._lock or FolderLock(self.log_dir, "logger.log_dir")
         if checkpoint_dir is not None:
             self._ledger.own(checkpoint_dir.resolve())
@@ -101,7 +109,7 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
     def log_hyperparams(self, params: Settings) -> None:
-        """Log the configuration (a mapping or a model) once, without its secrets; see `access.written`."""
+        """Log the configuration, a mapping or a model, without its secrets (see `access.written`)."""
         plain = written(params)
         self._each(lambda logger: logger.log_hyperparams(plain))
 
@@ -109,7 +117,8 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
-        """Write (or overwrite) a file in the log folder with one line per sample, including its `idx`.
+        """Write (or overwrite) a file in the log folder with one line per sample, to which the sample's index `idx` is
+        added.
 
         Every value is a tensor, array or list with one entry per sample. Raise ValueError if the lengths differ.
         """
@@ -125,7 +134,7 @@ class Logger(LoggerInterface):
         self._write_lines(self.log_dir / filename, (_json_line(row) for row in rows))
 
     def _write_lines(self, path: Path, lines: Iterable[str]) -> None:
-        """Replace a file; if the disk is full, leave the file out with a warning."""
+        """Replace a file atomically. If the disk is full, warn and write nothing."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +147,7 @@ class Logger(LoggerInterface):
             self._note_full_disk("files of steps", error)
 
     def _note_full_disk(self, name: str, error: OSError) -> None:
-        """Warn once that the full disk prevents logging; raise any other error."""
+        """Warn once that the disk is full; raise any other error."""
         if (trouble := disk_trouble(error)) is None:
             raise error
         if name not in self._failed:
@@ -149,17 +158,21 @@ class Logger(LoggerInterface):
             )
 
     def flush(self) -> None:
-        """Sync the files. Call this before a checkpoint is published, so that no checkpoint is newer than its logs."""
+        """Sync the files to disk. Call this before a checkpoint is published, so that no checkpoint is newer than its
+        logs.
+        """
         self._each(lambda logger: logger.flush())
         self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Remove all metrics, events and rollouts after `step`, where the run resumes. Trackers keep their data."""
+        """Remove all metrics, events and rollouts after `step`, from which the run resumes. Trackers
+        keep their data.
+        """
         self._each(lambda logger: logger.truncate_after(step))
         self._ledger.cut(step)
 
     def finish(self) -> None:
-        """Stop the monitor, close all backends and unlock the folder. Idempotent."""
+        """Stop the monitor, close all backends and unlock the folder. Further calls do nothing."""
         if self.gpu_monitor is not None:
             self.gpu_monitor.stop()
             self.gpu_monitor = None
@@ -197,6 +210,6 @@ _encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would create an
 
 def _json_line(row: Mapping[str, object]) -> str:
     try:
-        return _encode(row) + "\n"  # the common case at C speed: plain values, all finite
+        return _encode(row) + "\n"  # fast in the common case that all values are plain and finite
     except (TypeError, ValueError):
         return _encode(to_json(row)) + "\n"

@@ -1,4 +1,4 @@
-"""Prints a few conversations of a batch with their rewards to the terminal."""
+"""Output of a few conversations of a batch, with their rewards, in the terminal."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ _ROLE_COLORS = {"system": "magenta", "user": "blue", "assistant": "green", "envi
 
 
 def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
-    """Return the indices of up to `num_samples` samples: half with the highest rewards, half with the lowest, and for
-    an odd number one from the middle; all indices, in order, if there are not more."""
+    """Return the indices of `num_samples` samples: half with the highest rewards, half with the lowest, and for an odd
+    number one from the middle. If there are no more samples than that, return all indices in order.
+    """
     if len(rewards) <= num_samples:
         return list(range(len(rewards)))
     ranked = sorted(range(len(rewards)), key=lambda index: rewards[index], reverse=True)
@@ -29,10 +30,11 @@ def print_message_log_samples(
     step: int = 0,
     console: "Console | None" = None,
 ) -> None:
-    """Print the distribution of the rewards and `num_samples` conversations.
+    """Print the distribution of the rewards, and up to `num_samples` conversations.
 
-    `message_logs`: one list of messages (`role`, `content`) per sample; `rewards`: one number per sample. Raise
-    ValueError if their lengths differ.
+    Args:
+        message_logs: a list of messages (`role`, `content`) per sample.
+        rewards: a number per sample. Raise ValueError if there are not as many as message logs.
     """
     from rich.console import Console, Group
     from rich.panel import Panel

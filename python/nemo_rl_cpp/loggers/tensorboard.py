@@ -1,4 +1,4 @@
-"""TensorBoard events of a run, which can be truncated to a step."""
+"""TensorBoard events of a run. They can be truncated to a step."""
 
 import os
 import socket
@@ -24,11 +24,12 @@ PATTERN = "events.out.tfevents.*"
 
 
 class SummaryWriter:
-    """Appends to the newest event file of a folder, or creates one; with `run`, only to files whose names end in it.
+    """A writer that appends to the newest event file of a folder, or creates one. With `run`, it considers only files
+    whose names end in `run`.
 
-    tensorboardX's writer has a queue that its `flush` does not empty: a process that was killed after `flush` had 94 of
-    100 events in its file. This writer writes each event at once, and a resumed run continues in the same file. A
-    record is: length u64, masked CRC-32C of the length, `Event` message, masked CRC-32C of the message.
+    It replaces tensorboardX's writer, whose queue is not emptied by `flush`: after a kill following `flush`, a file had
+    94 of 100 events. This writer writes each event at once, and a resumed run continues in the same file. A record is:
+    length u64, masked CRC-32C of the length, `Event` message, masked CRC-32C of the message.
     """
 
     def __init__(self, log_dir: str | Path, run: str = "") -> None:
@@ -38,7 +39,7 @@ class SummaryWriter:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{run}"
         self.path = files[-1] if files else folder / name
         if files:
-            # readers stop at a partial record, so a record cut by a kill must be removed
+            # readers stop at a partial record, which a killed process may leave, so remove it
             truncate_events(self.path, None)
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if os.fstat(self._descriptor).st_size == 0:
@@ -56,26 +57,30 @@ class SummaryWriter:
             self._descriptor = -1
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Append a number, stored as float32."""
+        """Append a number, as float32. Finite values beyond the range of float32 are clamped to it."""
         limit = float(np.finfo(np.float32).max)
         value = float(scalar_value) if not np.isfinite(scalar_value) else min(max(float(scalar_value), -limit), limit)
         tag = tag.encode(errors="replace").decode()  # a lone surrogate becomes a question mark
         self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
 
     def add_histogram(self, tag: str, values: Sequence[float], global_step: int) -> None:
-        """Append a histogram of 30 equal bins over the values (finite, at least one)."""
+        """Append a histogram of the values, in 30 bins of equal width. There must be at least one value, and all
+        finite.
+        """
         bars = make_histogram(np.asarray(values, dtype=np.float64), 30)
         tag = tag.encode(errors="replace").decode()
         self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, histo=bars)]))
 
     def add_hparams(self, hparam_dict: Mapping[str, object], metric_dict: Mapping[str, object]) -> None:
-        """Append the settings as text, one `name: value` per line. `metric_dict` is ignored."""
+        """Append the settings as text, with one line `name: value` each. `metric_dict` is ignored."""
         lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
         self._append(step=0, summary=text("hyperparams", f"```yaml\n{lines}\n```"))
 
 
 def truncate_events(path: Path, step: int | None) -> None:
-    """Remove partial records, and records of steps after `step` if given. Kept bytes are unchanged. Atomic."""
+    """Remove partial records, and with `step` also the records of later steps, atomically. Other records stay byte for
+    byte.
+    """
     content = path.read_bytes()
     kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
     if kept != content:
@@ -86,7 +91,9 @@ def truncate_events(path: Path, step: int | None) -> None:
 
 
 def records(content: bytes) -> Iterator[tuple[bytes, Event]]:
-    """Yield (record bytes, event) of an event file, up to the first partial or damaged record."""
+    """Yield (bytes of the record, event) for each record of an event file, up to the first partial or
+    damaged record.
+    """
     position = 0
     while position + 12 <= len(content):
         (length,) = struct.unpack_from("<Q", content, position)
@@ -108,11 +115,13 @@ def _masked_crc(data: bytes) -> bytes:
 
 
 class TensorboardLogger(LoggerInterface):
-    """Writes TensorBoard events (see `SummaryWriter`). Needs neither TensorBoard nor torch."""
+    """A backend that writes TensorBoard events (see `SummaryWriter`). It needs neither TensorBoard nor torch."""
 
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
-        """`cfg`: `logger.tensorboard`; its `log_dir` takes precedence over the argument. Several runs may share that
-        folder: the names of this run's event files end in the name of its log folder."""
+        """Open the event file. `cfg` is the section `logger.tensorboard`, whose `log_dir` takes precedence over the
+        argument. Several runs may share that folder: the names of a run's event files then end in the name of its log
+        folder.
+        """
         given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
         self.log_dir = str(given or log_dir or "tensorboard")
         self._run = f".{Path(log_dir).absolute().parent.name}" if given and log_dir else ""
@@ -127,7 +136,7 @@ class TensorboardLogger(LoggerInterface):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Add a scalar for every number; skip other values with one message per name."""
+        """Add a scalar for every number. Skip other values, with one message per name (none for strings)."""
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)
             if number is not None and not isinstance(number, str):

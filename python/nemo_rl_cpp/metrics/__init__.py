@@ -1,4 +1,4 @@
-"""The cost of a run: time and memory; and how informative its batches were."""
+"""Metrics of a run: its time and memory, and how informative its batches were."""
 
 from collections.abc import Callable
 

@@ -12,17 +12,19 @@ _END = b"\n]\n"
 
 
 class ChromeTrace:
-    """Writes the stages of a `Timer` to a file in Chrome's trace event format: `timer.subscribe(ChromeTrace(path))`.
+    """An observer that writes the stages of a `Timer` to a file in Chrome's trace event format:
+    `timer.subscribe(ChromeTrace(path))`.
 
-    Each stage is an event on the row of its thread, with its start, duration and two arguments: `busy_cores`, this
-    process's CPU seconds per second of the stage, and `rss_gb`, the resident memory at its end. The file is complete
-    JSON after every event, so a killed run leaves a usable timeline. An older file is replaced. Raises OSError.
+    Each stage is an event in the row of its thread, with start and duration. Its arguments are `busy_cores`, the
+    process's CPU seconds per second of the stage, and `rss_gb`, the resident memory at the end of the stage. The file
+    is complete JSON after every event, so a killed run leaves a usable timeline. An existing file is replaced. Raises
+    OSError.
     """
 
     def __init__(self, path: str | Path, title: str = "nemo_rl_cpp") -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._epoch = time.time() - time.perf_counter()  # offset of the monotonic clock, which never jumps
+        self._epoch = time.time() - time.perf_counter()  # monotonic clock + this = time of day
         self._lock = threading.Lock()
         self._running: dict[tuple[int, str], tuple[float, float]] = {}
         name = {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": title}}

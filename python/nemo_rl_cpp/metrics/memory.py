@@ -17,12 +17,12 @@ _CGROUP_LIMIT, _CGROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/c
 
 
 def rss_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not report it."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     return _kib(_STATUS, "VmRSS") * 1024
 
 
 def peak_rss_bytes() -> int:
-    """Return the highest resident memory since the start, or since `reset_peak_rss`."""
+    """Return the peak resident memory in bytes since the process started or since `reset_peak_rss`."""
     return _kib(_STATUS, "VmHWM") * 1024
 
 
@@ -35,7 +35,9 @@ def _kib(path: Path, key: str) -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that can be allocated without swapping, limited by the container if it has a limit."""
+    """Return the bytes that can be allocated without swapping, within the memory limit of the container,
+    if it has one.
+    """
     available = _kib(Path("/proc/meminfo"), "MemAvailable") * 1024
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())
@@ -55,8 +57,10 @@ def reset_peak_rss() -> bool:
 
 @contextmanager
 def startup_objects_frozen() -> Iterator[None]:
-    """Exclude the existing objects from garbage collection in the block: some hundred thousand (modules, tables) live
-    as long as the run, and scanning them takes 1 % of a small step. A caller's own `gc.freeze` is kept."""
+    """Exclude the existing objects from garbage collection during the block. Several hundred thousand of them (modules,
+    tables) live as long as the run, and scanning them takes 1 % of a small step. If the caller has already used
+    `gc.freeze`, change nothing.
+    """
     mine = gc.get_freeze_count() == 0
     if mine:
         gc.freeze()
@@ -68,7 +72,8 @@ def startup_objects_frozen() -> Iterator[None]:
 
 
 class PhaseMemory:
-    """Peak memory of each phase and of the whole run; `timer.subscribe(PhaseMemory())` follows the outermost stages.
+    """An observer that measures peak memory per phase and of the whole run. `timer.subscribe(PhaseMemory())` makes the
+    outermost stages its phases.
 
     If the system cannot reset the peak, a phase reports the memory in use at its end.
     """
@@ -94,8 +99,9 @@ class PhaseMemory:
             self.gpu_peak_bytes[label] = max(self.gpu_peak_bytes.get(label, 0), cuda.max_memory_allocated())
 
     def step_metrics(self) -> dict[str, float]:
-        """Return GiB: `peak_rss_gb/<phase>` since the last call, `rss_gb` now, `peak_rss_gb/run` since the start; with
-        a GPU also `peak_gpu_gb/<phase>`. They are logged under the prefix `memory`."""
+        """Return memory in GiB: `peak_rss_gb/<phase>` since the last call, the present `rss_gb`, `peak_rss_gb/run`
+        since the start, and with a GPU `peak_gpu_gb/<phase>`. They are logged with the prefix `memory`.
+        """
         self._fold()
         metrics = {f"peak_rss_gb/{label}": value / GIB for label, value in self.peak_bytes.items()}
         metrics |= {f"peak_gpu_gb/{label}": value / GIB for label, value in self.gpu_peak_bytes.items()}
@@ -104,7 +110,7 @@ class PhaseMemory:
         return metrics
 
     def _fold(self) -> int:
-        """Return the peak since the last call, update the run's peak, and reset the measurement."""
+        """Return the peak in bytes since the last call, update the run's peak, and reset the measurement."""
         peak = peak_rss_bytes()
         self._run_peak = max(self._run_peak, peak)
         if self._can_reset:
@@ -113,7 +119,7 @@ class PhaseMemory:
 
 
 def _cuda() -> ModuleType | None:
-    """Return torch.cuda if torch is loaded and a GPU is in use. Torch is never imported for this."""
+    """Return torch.cuda if torch is already imported and a GPU is in use, otherwise None."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None

@@ -1,4 +1,4 @@
-"""Samples GPU and host memory usage periodically, on a thread."""
+"""A thread that samples GPU and host memory usage periodically."""
 
 import shutil
 import subprocess
@@ -13,14 +13,17 @@ _QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--form
 
 
 class RayGpuMonitorLogger:
-    """Logs `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and
-    `ray/node.0.mem_total_gb` against `ray/ray_step`, the seconds since the start. The names are NeMo RL's; the values
-    come from driver and system."""
+    """A logger of `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and
+    `ray/node.0.mem_total_gb`. The x axis is `ray/ray_step`, the seconds since the start. The names are NeMo RL's; the
+    values come from nvidia-smi and the operating system, not from Ray.
+    """
 
     def __init__(
         self, collection_interval: float, flush_interval: float, parent_logger: "LoggerBackend | None" = None
     ) -> None:
-        """Sample every `collection_interval` seconds, and log to `parent_logger` every `flush_interval` seconds."""
+        """Sample every `collection_interval` seconds, and log to `parent_logger` every `flush_interval` seconds. Raise
+        ValueError unless both are positive.
+        """
         if collection_interval <= 0 or flush_interval <= 0:
             raise ValueError("logger.gpu_monitoring: collection_interval and flush_interval must be positive seconds")
         self.collection_interval, self.flush_interval = float(collection_interval), float(flush_interval)
@@ -69,7 +72,9 @@ class RayGpuMonitorLogger:
 
 
 def parse_gpu_table(text: str) -> dict[str, float]:
-    """Return the metrics of lines `index, utilization in percent, used MiB`; values not reported are left out."""
+    """Return the metrics of lines `index, utilization in percent, used MiB`. Values that a line does not report are
+    omitted.
+    """
     metrics = {}
     for line in text.splitlines():
         index, utilization, used = (line.split(",") + ["", ""])[:3]

@@ -1,4 +1,4 @@
-"""Derived metrics of a step: `performance/*`, and how informative the prompt groups were."""
+"""Derived metrics of a step: the rates `performance/*`, and how informative the prompt groups were."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -7,7 +7,9 @@ from nemo_rl_cpp.config.access import to_plain
 
 
 class Devices(NamedTuple):
-    """The number of devices: in total, for training, for generation. A device is a GPU, or the CPU of a process."""
+    """The number of devices: in total, for training and for generation. A device is a GPU, or the CPU of
+    one process.
+    """
 
     total: int = 1
     training: int = 1
@@ -21,13 +23,14 @@ def performance_metrics(
     timing: Mapping[str, float], *, num_samples: int, total_num_tokens: float, num_generated_tokens: float | None = None,
     num_rollout_tokens: float | None = None, devices: Devices = ONE_DEVICE,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the `performance/*` values of a step. Names that end in `_per_gpu` are rates per device of the stage;
+    """Return the metrics `performance/*` of a step. Names that end in `_per_gpu` are rates per device of the stage;
     other names are rates of all devices together.
 
-    A rate is a count divided by the seconds of a stage (`timing`, sums by NeMo RL's labels). `total_num_tokens` counts
-    prompt and response tokens of the trained samples. As in NeMo RL, it is the numerator of every token rate except
-    generation's, which is `num_rollout_tokens` (all generated rollouts) if given. `decode_tokens_per_sec` is the rate
-    of `num_generated_tokens` alone. Rates of stages that did not run are absent.
+    A rate is a count divided by the seconds of a stage. `timing` has the seconds, under NeMo RL's labels.
+    `total_num_tokens` counts the prompt and response tokens of the trained samples. As in NeMo RL, it is the numerator
+    of every token rate except generation's, whose numerator is `num_rollout_tokens` (of all generated rollouts) if
+    given. `decode_tokens_per_sec` is the rate of `num_generated_tokens` alone. Rates of stages that did not run are
+    omitted.
     """
     step, generation = timing.get("total_step_time", 0.0), timing.get("generation", 0.0)
     training, logprobs = timing.get("policy_training", 0.0), timing.get("policy_and_reference_logprobs", 0.0)
@@ -52,7 +55,9 @@ def performance_metrics(
 
 
 def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[object]) -> list[list[float]]:
-    """Return the rewards [B] of each group, in order of first appearance. Raise ValueError if the lengths differ."""
+    """Return the rewards of each group, in order of first appearance. `rewards` and `group_ids` are [B]; raise
+    ValueError if their lengths differ.
+    """
     values, ids = [float(value) for value in rewards], [to_plain(group) for group in group_ids]
     if len(values) != len(ids):
         raise ValueError(f"{len(values)} rewards but {len(ids)} group ids: one id a reward is expected")
@@ -63,17 +68,18 @@ def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[object]) -> l
 
 
 def is_equal(group: list[float]) -> bool:
-    """Return whether all rewards of a group of two or more are equal."""
+    """Return whether a group has two or more rewards and all are equal."""
     return len(group) > 1 and min(group) == max(group)
 
 
 def group_reward_metrics(rewards: Iterable[float], group_ids: Iterable[object]) -> dict[str, float]:
-    """Return how many prompt groups gave no signal because all their rewards are equal. `rewards` [B], `group_ids` [B].
+    """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `rewards` and
+    `group_ids` are [B].
 
-    `groups/num`, and in percent of the groups of two or more, if there are any (a single response cannot be compared):
-    `groups/pct_equal`, of these `groups/pct_equal_best` (all at the highest reward of the batch) and
-    `groups/pct_equal_worst` (all at the lowest), and `groups/pct_mixed`. If all rewards of the batch are equal, a
-    reward of 1 or more counts as best and a smaller one as worst.
+    `groups/num` is the number of groups. The others are percentages of the groups of two or more, and are omitted if
+    there are none: `groups/pct_equal`, and its parts `groups/pct_equal_best` (all rewards equal the highest of the
+    batch) and `groups/pct_equal_worst` (all equal the lowest), and `groups/pct_mixed`. If all rewards of the batch are
+    equal, a reward of 1 or more counts as best, and a smaller one as worst.
     """
     groups = rewards_by_group(rewards, group_ids)
     if not groups:

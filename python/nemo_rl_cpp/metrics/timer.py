@@ -1,4 +1,4 @@
-"""Named stage times of a training step, and the time limit of a run."""
+"""The times of a training step's stages, and the time limit of a run."""
 
 import sys
 import threading
@@ -11,28 +11,28 @@ TOTAL = "total_step_time"
 
 
 class Timer:
-    """Measures named stages: `with timer("generation"): ...`, or `record`.
+    """A timer of named stages: `with timer("generation"): ...`, or `record`.
 
-    A label may be measured several times; `sums` adds the times. `with timer.step(n) as timer:` begins a training step:
-    it discards the last step's times and measures `total_step_time`. Times are seconds of a monotonic clock.
-    Thread-safe; each thread has its own nesting.
+    If a label is measured several times, `sums` adds the times. `with timer.step(n) as timer:` begins a training step:
+    it discards the previous step's times and measures `total_step_time`. Times are seconds of a monotonic clock. The
+    timer is thread-safe; stages nest within each thread.
     """
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
-        self._accounted = 0.0  # seconds of the outermost stages of a step, which include nested stages
+        self._accounted = 0.0  # seconds of the outermost stages of a step
         self._lock = threading.Lock()
         self._local = threading.local()
         self._observers: list[object] = []
 
     def record(self, label: str, elapsed: float) -> None:
-        """Add a duration in seconds that the caller measured. It is not part of `accounted_share`."""
+        """Add a duration in seconds that the caller measured. It does not count in `accounted_share`."""
         with self._lock:
             self._times[label] = self._times.get(label, 0.0) + elapsed
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        """Measure the block, even if it raises."""
+        """Measure the seconds of the block, even if it raises."""
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         stack = self._local.stack
@@ -72,17 +72,19 @@ class Timer:
             return dict(self._times)
 
     def step_timing_metrics(self) -> dict[str, float]:
-        """Return the `timing/train/*` values of the step: `sums`, and `accounted_share`, the outermost stages' share of
-        the step's time (1.0: named stages cover the whole step)."""
+        """Return the metrics `timing/train/*` of the step: `sums`, and `accounted_share`, the share of the step's time
+        that the outermost stages cover (1.0 if they cover all of it).
+        """
         metrics = self.sums()
         if TOTAL in metrics:
             metrics["accounted_share"] = min(self._accounted / metrics[TOTAL], 1.0) if metrics[TOTAL] > 0 else 1.0
         return metrics
 
     def subscribe(self, observer: object) -> None:
-        """Call `observer.stage_started(label, depth)` and `stage_stopped(label, depth)`, if defined, for every stage.
+        """Call `observer.stage_started(label, depth)` and `observer.stage_stopped(label, depth)`, if they exist, for
+        every stage.
 
-        `depth` is the number of enclosing stages without the step: 0 is an outermost stage.
+        `depth` is the number of enclosing stages, not counting the step, so an outermost stage has depth 0.
         """
         self._observers.append(observer)
 
@@ -93,7 +95,7 @@ class Timer:
 
 
 def convert_to_seconds(time_string: str) -> int:
-    """Return the seconds of a duration `DD:HH:MM:SS`: 13500 for `00:03:45:00`. Raise ValueError for other texts."""
+    """Return the seconds of a duration `DD:HH:MM:SS`: 13500 for `00:03:45:00`. Raise ValueError for any other form."""
     parts = str(time_string).split(":")
     if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
         raise ValueError(f"{time_string!r} is not a duration of the form DD:HH:MM:SS, for example 00:03:45:00")
@@ -102,10 +104,12 @@ def convert_to_seconds(time_string: str) -> int:
 
 
 class TimeoutChecker:
-    """Reports once that a run should save and end, because its time is up or the next step would not fit.
+    """A checker that reports once that the run must save and end, because its time is up or the next step would not
+    fit.
 
-    `timeout` is `DD:HH:MM:SS` from the creation of this object (`checkpointing.checkpoint_must_save_by`); None means no
-    limit. With `fit_last_save_time`, a step as slow as the slowest so far must still fit before the limit.
+    `timeout` is a duration `DD:HH:MM:SS` that starts with the creation of this object
+    (`checkpointing.checkpoint_must_save_by`); None means no limit. With `fit_last_save_time`, the time is up when
+    another step as slow as the slowest so far would exceed the limit.
     """
 
     def __init__(self, timeout: str | None = "00:03:45:00", fit_last_save_time: bool = False) -> None:
@@ -117,14 +121,16 @@ class TimeoutChecker:
         self._step_began: float | None = None
 
     def would_save(self, extra_s: float = 0.0) -> bool:
-        """Return what `check_save` would, but change nothing. `extra_s`: extra seconds over the slowest step."""
+        """Return what `check_save` would return, without changing anything. `extra_s` is added to the slowest step's
+        seconds.
+        """
         elapsed = time.monotonic() - self.start_time
         if self.fit_last_save_time and self._slowest:
             elapsed += self._slowest + max(extra_s, 0.0)
         return not self._told and elapsed >= self.limit
 
     def check_save(self, extra_s: float = 0.0) -> bool:
-        """Return True exactly once: when the limit is reached."""
+        """Return True once, the first time that the limit is reached, and otherwise False."""
         sys.stdout.flush()
         sys.stderr.flush()
         due = self.would_save(extra_s)

@@ -1,1 +1,1 @@
-"""Rollouts: they combine prompts, generation and environments."""
+"""Rollouts: the policy responds to prompts, and environments reply and score, turn by turn."""

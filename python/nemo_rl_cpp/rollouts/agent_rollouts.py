@@ -1,5 +1,6 @@
-"""Rollouts that agents make through the policy's server. The policy trains on the engine's token ids and
-log-probabilities; the text is only for agents and people."""
+"""Rollouts made by agents, which call the policy through its server. The policy trains on the engine's token ids and
+log-probabilities; the text is only for agents and people.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +18,9 @@ from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
 
 
 def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]) -> bool:
-    """Return whether the environments of this batch make their own rollouts. Raise ValueError if only some do."""
+    """Return whether the environments of this batch make their own rollouts (`runs_rollouts`). Raise ValueError if only
+    some of them do.
+    """
     by_agent = {
         task: getattr(task_to_env.get(task), "runs_rollouts", False) is True for task in set(batch["task_name"])
     }
@@ -32,13 +35,14 @@ def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]
 def run_agent_rollouts(
     policy: ServedGeneration, batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment], greedy: bool = False
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
-    """Have the environment's agent make a rollout for every row.
+    """Have the environments' agents make one rollout per row. Return (batch, metrics of the rollouts and the
+    environments).
 
-    The message logs become the prompts and responses of the engine; otherwise the result is that of
-    `run_multi_turn_rollout`. A rollout that failed or sent no request has `loss_multiplier` 0. Calls outside the
-    longest conversation of a rollout are not trained; `agent_calls_left_out` counts them.
-
-    Return (batch, rollout metrics with those of the environments). Raise RuntimeError if every rollout failed.
+    The message logs of the returned batch hold the prompts that the agent sent and the engine's responses; the other
+    keys are those of `run_multi_turn_rollout`. A rollout that failed or sent no request gets `loss_multiplier` 0. If
+    the calls of a rollout do not form one conversation, only the longest conversation is trained on, and
+    `agent_calls_left_out` counts the other calls. Raise RuntimeError if every rollout failed, and ValueError if the
+    policy has no server.
     """
     if not hasattr(policy, "begin_rollout"):
         raise ValueError(
@@ -71,7 +75,7 @@ def _tasks(policy: ServedGeneration, batch: DatumBatch, keys: list[str]) -> list
 
 
 def _messages(log: LLMMessageLogType, info: Mapping[str, object] | None) -> list[dict[str, str]]:
-    """Return the prompt as messages: those of the data's row, or otherwise the rendered text."""
+    """Return the prompt as messages: the `messages` of the data's row if it has them, otherwise the rendered prompt."""
     given = (info or {}).get("messages")
     if isinstance(given, list):
         return [dict(message) for message in given]
@@ -127,7 +131,7 @@ def _attach(
 
 
 def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLogType:
-    """Return the messages of a chain of calls, with the engine's token ids: nothing is tokenized again."""
+    """Return the messages of a chain of calls with the token ids that the engine used; nothing is tokenized again."""
     log: LLMMessageLogType = []
     before = 0
     for call in chain:

@@ -12,14 +12,15 @@ from nemo_rl_cpp.rollouts.batches import Rollouts
 
 @dataclass
 class SampleStats:
-    """Counts for one sample.
+    """The counts of one sample.
 
     Attributes:
-        turns: the number of generations, each followed by the environment's response.
-        total_tokens: the number of tokens after the prompt, from generation and environment.
-        done: the environment ended the conversation, or an observation did not fit.
-        truncated: a response or an observation was cut at a length limit.
-        max_turns_reached: the conversation had not ended after the last allowed turn.
+        turns: the number of generations, each followed by the environment's reply.
+        assistant_tokens: the number of generated tokens.
+        env_tokens: the number of tokens in the environment's replies.
+        done: whether the environment ended the conversation, or an observation did not fit.
+        truncated: whether a response or an observation was truncated at a length limit.
+        max_turns_reached: whether the conversation was still going after the last allowed turn.
     """
 
     turns: int = 0
@@ -35,7 +36,9 @@ class SampleStats:
 
 
 def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
-    """Return NeMo RL's rollout metrics; rates are fractions of the samples."""
+    """Return NeMo RL's rollout metrics; rates are fractions of the samples. Raise ValueError if there
+    are no samples.
+    """
     n = len(samples)
     if n == 0:
         raise ValueError("no rollout was made: the batch of prompts is empty")
@@ -59,10 +62,10 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
 
 
 def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str, float]:
-    """Return which weights sampled the conversations, which `version` began.
+    """Return metrics of the weight versions that sampled the conversations. Each conversation began with `version`.
 
-    mean_weight_versions: mean number of versions; total_tokens_of_older_weights and total_tokens_of_newer_weights: tokens
-    sampled before and after the weights changed.
+    mean_weight_versions is the mean number of versions per conversation. total_tokens_of_older_weights and
+    total_tokens_of_newer_weights count the tokens sampled before and after the weights changed.
     """
     of_samples, older, newer = [], 0, 0
     for log in logs:
@@ -81,7 +84,8 @@ def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str
 def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
     """Return the environments' metrics since the last call (`pop_metrics`).
 
-    With one environment, names are plain; with several, `task/name`, and `verifier_timeouts` also as their sum.
+    With one environment, names are unchanged. With several, they become `task/name`, and the sum of all
+    `verifier_timeouts` is added under that name.
     """
     environments: dict[int, tuple[str, Environment]] = {}
     for task, environment in task_to_env.items():
@@ -101,14 +105,15 @@ def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, flo
 
 
 COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out"})
-"""Names of metrics that are counts, although the name does not show it."""
+"""Metrics that are counts, which their names do not show."""
 
 
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Combine the metrics of several rounds, each with its number of samples.
+    """Combine the metrics of several rounds; each entry of `rounds` is (number of samples, metrics).
 
-    Maxima and minima are kept, totals and counts of verifiers and agents are summed, `accuracy_of_X` is weighted by the
-    samples that are X, all other metrics, such as rates, by all samples. Rounds that lack a name are ignored for it.
+    Keep maxima and minima, and add totals and the counts of verifiers and agents. `accuracy_of_X` becomes a mean
+    weighted by the samples that are X. All other metrics, such as rates, become a mean weighted by all samples. A
+    metric is combined over the rounds that have it.
     """
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, float] = {}
@@ -134,15 +139,17 @@ def _is_count(last: str) -> bool:
 
 
 def join_of(name: str) -> Callable[[list[float]], float] | None:
-    """Return the function that combines values of a metric, by its name: `max_*` and `*/max`, `min_*` and `*/min`,
-    `total_*` and `*/total`; None for the mean, as for rates (`max_turns_reached_rate`)."""
+    """Return the function that combines values of the metric `name`: `max` for `max_*` and `*/max`, `min` for `min_*`
+    and `*/min`, `sum` for `total_*` and `*/total`. Return None for metrics that are averaged, such as rates
+    (`max_turns_reached_rate`).
+    """
     last = name.rsplit("/", 1)[-1]
     kind = last.split("_", 1)[0]
     return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)
 
 
 class RoundMetrics:
-    """Collects the metrics of a step's rounds of generation, including rollouts that are filtered out later."""
+    """The metrics of a step's rounds of generation, including rollouts that are filtered out later."""
 
     def __init__(self) -> None:
         self._rounds: list[tuple[int, dict[str, float]]] = []
@@ -156,8 +163,9 @@ class RoundMetrics:
         self._groups += rollouts.group_id.tolist()
 
     def pop(self) -> dict[str, float]:
-        """Return NeMo RL's rollout metrics since the last call, `accuracy` (mean raw reward), `groups/*`, and `zero_std_groups`
-        (groups of two or more whose raw rewards are all equal)."""
+        """Return the combined metrics since the last call: NeMo RL's rollout metrics, `accuracy` (mean raw reward),
+        `groups/*`, and `zero_std_groups` (the number of groups of two or more whose raw rewards are all equal).
+        """
         metrics = combine_rollout_metrics(self._rounds)
         if self._rewards:
             metrics |= group_reward_metrics(self._rewards, self._groups)

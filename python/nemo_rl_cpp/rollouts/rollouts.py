@@ -1,6 +1,7 @@
-"""Rollouts: draw prompts, then generate and let the environment respond, turn by turn, until the conversation ends.
+"""Rollouts: draw prompts, then let the policy respond and the environment reply, turn by turn, until the conversation
+ends.
 
-Training uses exactly the token ids that were sampled; only environments and people read the text.
+Training uses exactly the token ids that were sampled. Only environments and people read the text.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 
 PASSED_TO_GENERATION = ("draw_ids", "sample_index", "stream")
-"""Keys of a batch that are passed to the engine; they determine its random draws."""
+"""Keys of a batch that are passed to the engine; they seed its sampling."""
 
 
-_ENOUGH_IDS = 64  # the window must start at a token with text; 64 ids contain one
+_ENOUGH_IDS = 64  # decoding must start at a token with text, and the last 64 ids contain one
 
 
 # ---- one turn
@@ -43,11 +44,11 @@ def generate_responses(
     policy_generation: GenerationInterface, generation_input_data: PaddedPrompts, batch: DatumBatch, tokenizer: TokenizerType,
     input_lengths: torch.Tensor, include_logprobs: bool = True, greedy: bool = False,
 ) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
-    """Generate once for every row and append the assistant's messages to `batch["message_log"]`, in place.
+    """Generate one response per row and append it as an assistant message to `batch["message_log"]`, in place.
 
-    A message holds the text without special tokens, `token_ids`, and with `include_logprobs` `generation_logprobs`;
-    also `token_versions`, the version of the weights that sampled each token, if the weights could change within it.
-    `batch["truncated"]` [B] marks responses that were cut, if the engine reports it.
+    A message holds `content` (the text without special tokens), `token_ids`, and with `include_logprobs`
+    `generation_logprobs`. If the weights could change within a response, it also holds `token_versions`, the version of
+    the weights that sampled each token. `batch["truncated"]` [B] marks truncated responses, if the engine reports them.
 
     Return (batch, the generated ids of each row, {"mean_generation_length", "total_generated_tokens"}).
     """
@@ -59,7 +60,7 @@ def generate_responses(
 def attach_responses(
     outputs: Answer, batch: DatumBatch, tokenizer: TokenizerType, input_lengths: torch.Tensor, include_logprobs: bool = True
 ) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
-    """Append an engine's responses to the message logs; see `generate_responses`."""
+    """Append an engine's responses to the message logs. Messages and return value are those of `generate_responses`."""
     responses = Responses.of(outputs, input_lengths)
     generated = responses.rows(responses.token_ids)
     for log, ids in zip(batch["message_log"], generated, strict=True):
@@ -80,11 +81,12 @@ def attach_responses(
 def calculate_rewards(
     batch: DatumBatch, task_to_env: Mapping[str, Environment], begun: Sequence[tuple[list[int], object]] = ()
 ) -> EnvironmentReturn:
-    """Call the environment of every row (by `task_name`), all environments concurrently; rows keep their order.
+    """Call the environment of every row, selected by `task_name`, and return the results in the order of the rows.
+    Different environments run concurrently.
 
     Environments see only `role` and `content` of the messages, and `extra_env_info`. Rewards are float32 [B], or a
-    dictionary of these if the environments return components. `begun`: rows whose environment calls are in flight, with
-    the futures (`EarlyScoring`).
+    dictionary of such tensors if the environments return components. `begun` lists (rows, future) of environment calls
+    that are already in flight (`EarlyScoring`).
 
     Raise ValueError for a task without an environment, or if only some environments return components.
     """
@@ -111,7 +113,9 @@ def calculate_rewards(
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
-    """Merge the environments' results in the order of the rows."""
+    """Merge the environments' results into one, in the order of the rows. Raise ValueError if only some return
+    components.
+    """
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
@@ -153,14 +157,14 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
 
 
 class Observed(NamedTuple):
-    """The tokens that an observation added, and whether it was cut."""
+    """The number of tokens that an observation added, and whether it overflowed."""
 
     tokens: int
     overflowed: bool
 
 
 def tokenize_observations(observations: Sequence[Mapping[str, str]], tokenizer: TokenizerType) -> list[torch.Tensor]:
-    """Return the int64 token ids of each environment message, without a chat template."""
+    """Return the int64 token ids of each environment message. No chat template is applied."""
     texts = [observation["content"] for observation in observations]
     rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [*torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64).split([*map(len, rows)])]
@@ -173,11 +177,10 @@ def append_observation(
     used_tokens: int,
     max_seq_len: int,
 ) -> Observed:
-    """Append the environment's message with token ids `ids`, cut at `max_seq_len`.
+    """Append the environment's message with the token ids `ids`, truncated at `max_seq_len`.
 
-    An observation that reaches `max_seq_len`, even one that just fits, overflows: the conversation cannot continue.
-
-    Raise ValueError if prompt and response alone exceed `max_seq_len`.
+    An observation overflows if the conversation reaches `max_seq_len`, even if it just fits, because no response can
+    follow. Raise ValueError if the `used_tokens` of prompt and response already exceed `max_seq_len`.
     """
     overflowed = used_tokens + len(ids) >= max_seq_len
     if overflowed:
@@ -192,10 +195,12 @@ def append_observation(
 
 
 class EarlyScoring:
-    """Starts environment calls for rows of a turn that end early; `calculate_rewards` calls for the others.
+    """Scores rows of a turn whose responses end early, while the others are still generated. `calculate_rewards` scores
+    the rest.
 
-    Only environments that allow it (`scores_rows_alone`) and run concurrently with the caller (`.remote`) take part, so
-    the rewards equal those of one call at the end. Rows that end while an environment is busy form its next call.
+    Only environments that score rows independently (`scores_rows_alone`) and run in another process (`.remote`) take
+    part, so the rewards equal those of one call at the end. Rows that end while an environment is busy form its next
+    call.
     """
 
     def __init__(self, active: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment]) -> None:
@@ -212,11 +217,11 @@ class EarlyScoring:
 
     @property
     def useful(self) -> bool:
-        """Whether any row of this turn can be scored early."""
+        """Whether any row of this turn may be scored early."""
         return any(task in self._environments for task in self._active["task_name"])
 
     def finished(self, rows: list[int], token_ids: list[list[int]]) -> None:
-        """Take the responses that have ended. The engine calls this method between its steps."""
+        """Start to score responses that have ended. The engine calls this method between its steps."""
         for row, ids in zip(rows, token_ids, strict=True):
             task = self._active["task_name"][row]
             if task in self._environments:
@@ -239,12 +244,12 @@ class EarlyScoring:
 
 
 def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
-    """Return the part of a conversation that environments see: roles and texts."""
+    """Return the part of a conversation that environments see: the role and text of each message."""
     return [{"role": message["role"], "content": message["content"]} for message in message_log]
 
 
 def last_ids(message_log: LLMMessageLogType) -> list[int]:
-    """Return the last token ids of a conversation, which the decoding of the following tokens depends on."""
+    """Return the last token ids of a conversation, on which the decoding of the following tokens depends."""
     return torch.cat([message["token_ids"] for message in message_log])[-_ENOUGH_IDS:].tolist()
 
 
@@ -254,8 +259,9 @@ def last_ids(message_log: LLMMessageLogType) -> list[int]:
 class Turn(NamedTuple):
     """The conversations that take part in a turn.
 
-    active: their rows, with the current stop strings and environment state.
-    inputs: the engine's inputs.
+    Attributes:
+        active: their rows, with the current stop strings and environment state.
+        inputs: the engine's inputs.
     """
 
     active: BatchedDataDict
@@ -263,7 +269,9 @@ class Turn(NamedTuple):
 
 
 class Conversations:
-    """Conversations between turns. A turn is `begin`, generation, `respond`, the environments' calls, `observe`."""
+    """The conversations of a batch between turns. A turn is `begin`, generation, `respond`, the environments' calls,
+    `observe`.
+    """
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
         size = len(batch["message_log"])
@@ -277,7 +285,7 @@ class Conversations:
         self.masked: dict[int, bool] = {}
 
     def begin(self) -> Turn:
-        """Return the conversations that continue, with their tokens as engine inputs."""
+        """Return the rows of the conversations that continue, with their tokens as the engine's inputs."""
         keys = ["message_log", "task_name", *PASSED_TO_GENERATION]
         known = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch})
         active = known.select_indices(self.active)
@@ -293,7 +301,7 @@ class Conversations:
         return Turn(active, inputs)
 
     def respond(self, turn: Turn, outputs: Answer) -> None:
-        """Append the responses."""
+        """Append the engine's responses to the conversations."""
         _, generated, _ = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
         cut = turn.active["truncated"].tolist() if "truncated" in turn.active else [False] * len(generated)
         for row, ids, truncated in zip(self.active, generated, cut):
@@ -302,7 +310,7 @@ class Conversations:
             self.stats[row].truncated |= truncated
 
     def observe(self, turn: Turn, answer: EnvironmentReturn) -> None:
-        """Add rewards and observations, and keep the conversations that continue."""
+        """Add the environments' rewards and observations, and determine which conversations continue."""
         self._add_rewards(answer.rewards)
         terminated = answer.terminateds.bool().tolist()
         going_on = []
@@ -325,7 +333,9 @@ class Conversations:
         self.active = going_on
 
     def _mask(self, row: int, metadata: object) -> None:
-        """Record whether the environment masks the conversation; the last value counts."""
+        """Record whether the environment masks the conversation (`mask_sample` in its metadata). A later turn overrides
+        an earlier one. Raise ValueError if the value is not a Boolean.
+        """
         if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
             return
         if metadata["mask_sample"] not in (True, False):
@@ -345,8 +355,10 @@ class Conversations:
             total[self.active] += values
 
     def finish(self) -> DatumBatch:
-        """Return the batch with `total_reward`, `reward/<component>`, `truncated`, the last `stop_strings`, and, if an
-        environment sets it, `mask_sample` bool [B]. Mark conversations that reached the turn limit."""
+        """Return the batch with `total_reward`, `reward/<component>`, `truncated` and the last `stop_strings`, and with
+        `mask_sample` bool [B] if an environment set it. Conversations that have not ended are counted as having reached
+        the turn limit.
+        """
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info
@@ -363,10 +375,12 @@ class Conversations:
 def repeat_prompts(
     batch: DatumBatch, num_generations: int, first_draw_id: int = 0, stream: str = "train"
 ) -> DatumBatch:
-    """Repeat every prompt `num_generations` times, copies adjacent, and add columns that distinguish the copies.
+    """Repeat every prompt `num_generations` times, with copies next to each other, and add columns that distinguish the
+    copies.
 
-    Added are int64 [B * num_generations]: `group_id` (the prompt in this batch), `draw_ids` (`first_draw_id` +
-    group_id, which counts prompts over the whole run) and `sample_index` (the copy); and `stream`, a list.
+    The added columns are, int64 [B * num_generations]: `group_id` (the index of the prompt in this batch), `draw_ids`
+    (`first_draw_id` + group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy);
+    and `stream`, a list. Raise ValueError if `num_generations` is below 1.
     """
     if num_generations < 1:
         raise ValueError(f"num_generations_per_prompt is {num_generations}; it must be at least 1")
@@ -387,15 +401,16 @@ def run_multi_turn_rollout(
     policy_generation: GenerationInterface, input_batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment],
     max_seq_len: int, max_rollout_turns: int = 999999, greedy: bool = False,
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
-    """Continue every conversation of the batch to its end, or for `max_rollout_turns` turns.
+    """Continue every conversation of the batch until it ends, or for `max_rollout_turns` turns. Return (batch, metrics
+    of the rollouts and the environments).
 
-    Messages are appended to the rows' message logs in place. The result has, in addition to the input's keys,
-    `total_reward` float32 [B] (summed over turns; components under `reward/<name>`) and `truncated` bool [B]: a
-    response or an observation was cut. `draw_ids`, `sample_index` and `stream` of the batch are passed to the engine.
-    Environments that score rows independently start while other rows are still generated, if the engine reports which
-    rows have ended. Environments whose agents make rollouts (`runs_rollouts`) do so.
+    Messages are appended to the rows' message logs in place. The returned batch has, in addition to the input's keys,
+    `total_reward` float32 [B], summed over turns, with components under `reward/<name>`, and `truncated` bool [B]:
+    whether a response or an observation was truncated. `draw_ids`, `sample_index` and `stream` are passed to the
+    engine.
 
-    Return (batch, rollout metrics with those of the environments).
+    An environment that scores rows independently starts while other rows are still generated, if the engine reports
+    ended rows. Agents of environments with `runs_rollouts` make the rollouts instead.
     """
     if are_made_by_agents(input_batch, task_to_env):
         return run_agent_rollouts(policy_generation, input_batch, tokenizer, task_to_env, greedy)
@@ -418,10 +433,11 @@ def with_greedy_baseline(
     final_rewards: Callable[[Rollouts], torch.Tensor],
     prompts: DatumBatch,
 ) -> tuple[DatumBatch, dict[str, float]]:
-    """Roll out `prompts`, and before it one greedy answer to each prompt, for ReMax.
+    """Roll out one greedy response to each prompt, then roll out `prompts`, for ReMax.
 
-    The result has `reward_baseline` float32 [B], the greedy answer's reward after `final_rewards` (scaling and
-    shaping), and the metric `greedy_reward`, the mean over the prompts."""
+    The returned batch has `reward_baseline` float32 [B], the greedy response's reward after `final_rewards` (scaling
+    and shaping). The metric `greedy_reward` is its mean over the prompts.
+    """
     groups, group = torch.unique(prompts["group_id"], return_inverse=True)
     firsts = [int((group == g).nonzero()[0]) for g in range(len(groups))]
     greedy, _ = roll_out(copy.deepcopy(prompts.select_indices(firsts)), greedy=True)
@@ -432,11 +448,11 @@ def with_greedy_baseline(
 
 
 class PromptSource:
-    """Draws batches from a data loader and repeats every prompt G times.
+    """A source of prompts, which draws batches from a data loader and repeats every prompt G times.
 
-    When the loader ends it starts over, so a step that needs more prompts than the epoch has left continues with the
-    next epoch. Every prompt drawn gets the next draw id of the run (`state` counts and saves them), which keys the
-    random numbers of its generations and is its `group_id`.
+    When the loader ends, it starts over, so a step that needs more prompts than the epoch has left continues with the
+    next epoch. Every drawn prompt gets the next draw id of the run, which `state` counts and saves. The draw id seeds
+    the sampling of the prompt's responses, and is its `group_id`.
     """
 
     def __init__(
@@ -448,10 +464,12 @@ class PromptSource:
         self._finished_epochs = 0
 
     def next(self) -> BatchedDataDict:
-        """Return the next prompts, each G times, with the columns of `repeat_prompts`; `group_id` is the draw id."""
+        """Return the next prompts, each repeated G times, with the columns of `repeat_prompts`; `group_id` is the draw
+        id.
+        """
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
-        repeated["group_id"] = repeated["draw_ids"].clone()  # unique over the run: groups may outlive a step
+        repeated["group_id"] = repeated["draw_ids"].clone()  # unique in the run: a group may be kept for a later step
         return repeated
 
     def pop_finished_epochs(self) -> int:

@@ -1,1 +1,1 @@
-"""Generation: the interface and the engines."""
+"""Generation of responses: the interface, and the engines that implement it."""

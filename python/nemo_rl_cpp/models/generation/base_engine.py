@@ -1,4 +1,4 @@
-"""The common parts of all engines: their settings (`policy.generation`), the requested rows, and the responses."""
+"""The common part of all engines: the settings (`policy.generation`), the requests, and the responses."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, OnFinished, Prompts, Responses
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
-"""The number of each stream of random draws in csrc/common/random.h."""
+"""Each stream's number, by which sampling is seeded (csrc/common/random.h)."""
 
 
 class Sampling(NamedTuple):
-    """The sampling settings; top_k 0: no limit."""
+    """The sampling settings. top_k 0: no limit."""
 
     temperature: float
     top_p: float
@@ -33,14 +33,14 @@ class Sampling(NamedTuple):
 
 
 class GenerationRequest(NamedTuple):
-    """The B rows that one call of `generate` requests.
+    """The B rows of one `generate` call.
 
     Attributes:
         batch: the prompts.
-        greedy: whether the most likely tokens are taken.
-        stream: the stream of random draws, one for all rows.
+        greedy: take the most likely token each time.
+        stream: "train", "val" or "eval", for all rows.
         max_new_tokens: int64 [B] maximum number of tokens of each response.
-        draws, samples: int64 [B] parts of the key of each row's random numbers.
+        draws, samples: int64 [B] draw id and sample index of each row, by which its sampling is seeded.
         stops: the distinct stop strings of each row.
     """
 
@@ -54,22 +54,23 @@ class GenerationRequest(NamedTuple):
 
 
 class BaseEngine(GenerationInterface):
-    """The base of engines; subclasses implement `_respond`. By default no memory is held between two calls.
+    """The base of engines; subclasses implement `_respond`. By default an engine holds no memory between two calls.
 
-    The response of a row depends only on its prompt, its sampling settings and its random key (seed, stream, draw id,
-    sample). The token or string that ends a response stays part of it, so that training sees exactly what was sampled.
+    The response of a row depends only on its prompt, its sampling settings and the seed of its sampling: (seed, stream,
+    draw id, sample). The token or string that ends a response stays part of it, so that training sees exactly the
+    sampled tokens.
 
     Args:
         config: section `policy.generation`, as a model or a mapping.
-        tokenizer: provides the pad token and the bytes on which stop strings are matched.
-        end_token_ids: end responses if `stop_token_ids` is null (`data.boundaries`); None: the tokenizer's end tokens.
+        tokenizer: provides the pad token, and the bytes in which stop strings are matched.
+        end_token_ids: tokens that end a response if `stop_token_ids` is null (`data.boundaries`); None: the tokenizer's
+            end tokens.
         max_model_len: longest sequence, prompt plus response; None: `vllm_cfg.max_model_len`, or no limit.
-        seed: part of the key of every random draw.
+        seed: sampling is seeded by it.
         digest: returns a digest of the engine's weights.
-        memory_share: the share of this machine's free memory that this engine may use.
+        memory_share: share of this machine's free memory that this engine may use.
 
-    Raises ValueError for unknown keys and invalid values (temperature < 0, top_p outside (0, 1], ...).
-    """
+    Raises ValueError for unknown keys and invalid values (temperature < 0, top_p outside (0, 1], ...)."""
 
     reports_finished = True
     owns_process = False
@@ -102,22 +103,22 @@ class BaseEngine(GenerationInterface):
         """Return a response for every row: `Responses` for a RaggedBatch; a `GenerationOutputSpec` for padded prompts
         with the keys of `GenerationDatumSpec`.
 
-        `greedy` takes the most likely token each time and reports log-probabilities at temperature 1 without a filter.
-        Rows of the stream "val" use val_temperature, val_top_p and val_top_k if these are set. A prompt that leaves no
-        room under max_model_len gets an empty response marked as truncated.
+        `greedy` takes the most likely token each time, and reports log-probabilities at temperature 1 without top-k and
+        top-p. Rows of the stream "val" use val_temperature, val_top_p and val_top_k if these are set. A prompt that
+        leaves no room under max_model_len gets an empty response that is marked as truncated.
 
-        Between two engine steps, `on_finished(rows, token_ids)` receives the rows whose responses have just ended and
-        these responses, each row once, except the last step's rows. An error that it raises ends the generation.
+        Between two engine steps, `on_finished(rows, token_ids)` receives the rows whose responses have just ended, and
+        these responses. It receives each row once, except the rows that end in the last step. If it raises an error,
+        the generation ends.
 
-        Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
-        RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
-        """
+        Raises ValueError if the arguments do not have one entry per row, for unknown streams, or rows of several
+        streams; RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C."""
         batch = data if isinstance(data, RaggedBatch) else _ragged_prompts(data)
         responses = self._respond(self._asked(batch, data, greedy), on_finished)
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _asked(self, batch: RaggedBatch, of_rows: Prompts, greedy: bool) -> GenerationRequest:
-        """Return the request for a batch; `of_rows` holds the keys of `GenerationDatumSpec`."""
+        """Return the request for a batch. `of_rows` holds the other keys of `GenerationDatumSpec`."""
         size = batch.size
         return GenerationRequest(
             batch=batch,
@@ -131,10 +132,10 @@ class BaseEngine(GenerationInterface):
 
     @abstractmethod
     def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
-        """Return the responses for all rows."""
+        """Return the responses for all rows of a request."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
-        """Return [B]: the maximum number of tokens of each response, within `max_model_len`."""
+        """Return the maximum number of tokens of each row's response, within `max_model_len`."""
         if not self.max_model_len:
             return asked.max_new_tokens.tolist()
         left = self.max_model_len - asked.batch.lengths
@@ -142,17 +143,17 @@ class BaseEngine(GenerationInterface):
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """The bytes of all tokens, in which stop strings are matched."""
+        """Return the bytes of each token of the vocabulary, in which stop strings are matched."""
         return token_bytes_table(self.tokenizer, self._vocab_size)
 
     # ---- weights and memory
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Do nothing: the weights are in place."""
+        """Do nothing: the engine reads the weights in place."""
         return True
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Do nothing: no resources are held."""
+        """Do nothing: the engine holds no resources."""
         return True
 
     def shutdown(self) -> bool:
@@ -160,7 +161,7 @@ class BaseEngine(GenerationInterface):
         return True
 
     def invalidate_kv_cache(self) -> bool:
-        """Do nothing: every `generate` begins with an empty cache, so stale keys are never read."""
+        """Return True without doing anything: every `generate` begins with an empty KV cache."""
         return True
 
     def weight_digest(self) -> str:
@@ -172,8 +173,8 @@ class BaseEngine(GenerationInterface):
     # ---- settings
 
     def sampling(self, greedy: bool, stream: str) -> Sampling:
-        """Return the sampling settings of this stream. Greedy decoding reports log-probabilities at temperature 1
-        without a filter."""
+        """Return the sampling settings of a stream. For greedy decoding they have temperature 1 and no top-k or top-p,
+        by which log-probabilities are computed."""
 
         def setting(name: str, default: float) -> float:
             validation = getattr(self.config, f"val_{name}") if stream == "val" else None
@@ -190,11 +191,12 @@ class BaseEngine(GenerationInterface):
         )
 
     def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
-        """Return `sampling` for the native sampler."""
+        """Return the settings of `sampling` for the native sampler."""
         return C.SamplingRule(**self.sampling(greedy, stream)._asdict())
 
     def _max_new_tokens(self, lengths: Tensor) -> Tensor:
-        """Return int64 [B]: the maximum response length for prompts of these lengths [B]."""
+        """Return the maximum response length for prompts of these lengths [B], int64 [B]. Raise ValueError if neither
+        max_new_tokens nor a maximum sequence length is known."""
         limit = self.config.max_new_tokens
         if limit is None and not self.max_model_len:
             raise ValueError(
@@ -205,7 +207,7 @@ class BaseEngine(GenerationInterface):
         return torch.full_like(lengths, limit)
 
     def _draw_ids(self, draw_ids: Tensor | Sequence[int] | None, rows: int) -> Tensor:
-        """Return int64 [B]: the caller's draw ids, or the next free numbers."""
+        """Return the caller's draw ids, or by default the next unused numbers, int64 [B]."""
         if draw_ids is not None:
             return _row_integers("draw_ids", draw_ids, rows)
         first = self._next_draw_id
@@ -213,7 +215,7 @@ class BaseEngine(GenerationInterface):
         return torch.arange(first, first + rows)
 
     def _stop_texts(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[str, ...]]:
-        """Return [B]: the distinct stop strings of each row, the configuration's first."""
+        """Return the distinct stop strings of each row. The configuration's stop strings come first."""
         per_row = [None] * rows if per_row is None else list(per_row)
         if len(per_row) != rows:
             raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
@@ -221,7 +223,8 @@ class BaseEngine(GenerationInterface):
         return [tuple(dict.fromkeys(common + _strings_of(row))) for row in per_row]
 
     def cache_bytes(self, device: torch.device) -> int:
-        """Return the bytes for keys and values: kv_cache_gb, or half of this engine's share of free device memory."""
+        """Return the size of the KV cache in bytes: kv_cache_gb, or half of this engine's share of the free device
+        memory."""
         if self.config.kv_cache_gb:
             return int(self.config.kv_cache_gb * 1e9)
         free = available_bytes()
@@ -232,12 +235,12 @@ class BaseEngine(GenerationInterface):
 
 
 class ResponseBuffer:
-    """Collects responses. A row without a stored response had no room: its response is empty and truncated.
+    """A collection of responses. A row for which no response was stored had no room: its response is empty and
+    truncated.
 
     Args:
-        count: rows of the batch.
-        on_finished: called with rows that ended while others are in flight.
-    """
+        count: number of rows of the batch.
+        on_finished: called with rows that have ended while others are still generated."""
 
     def __init__(self, count: int, on_finished: OnFinished | None) -> None:
         self.on_finished = on_finished
@@ -250,12 +253,12 @@ class ResponseBuffer:
         self.tokens[row], self.logprobs[row], self.truncated[row] = tokens, logprobs, truncated
 
     def tell(self, rows: list[int]) -> None:
-        """Report rows that have ended while others are in flight."""
+        """Pass rows that have ended, with their token ids, to `on_finished`."""
         if rows and self.on_finished is not None:
             self.on_finished(rows, [list(self.tokens[row]) for row in rows])
 
     def responses(self, version: int | None = None) -> Responses:
-        """Return all responses, marked with the weights' `version`."""
+        """Return all responses, with the version of the weights."""
         return Responses(
             torch.tensor(list(chain.from_iterable(self.tokens)), dtype=torch.int64),
             offsets_of(torch.tensor([len(row) for row in self.tokens])),
@@ -271,7 +274,7 @@ def _strings_of(value: str | Sequence[str] | None) -> list[str]:
 
 
 def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
-    """Return int64 [rows]. Raise ValueError, which names the argument `name`, if the number of values differs."""
+    """Return `values` as int64 [rows]. Raise ValueError, which names the argument `name`, if their number differs."""
     result = torch.as_tensor(values).to("cpu", torch.int64)
     if result.shape != (rows,):
         raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
@@ -279,7 +282,8 @@ def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tenso
 
 
 def _ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
-    """Return the prompts of a `GenerationDatumSpec` without padding. Raise ValueError if lengths do not fit."""
+    """Return the prompts of a `GenerationDatumSpec` without padding. Raise ValueError if `input_lengths` do not match
+    `input_ids`."""
     ids = data["input_ids"].to("cpu", torch.int64)
     if ids.dim() != 2 or ids.shape[0] == 0:
         raise ValueError(f"input_ids: expected [B, S] with at least one row, got shape {tuple(ids.shape)}")
@@ -293,7 +297,7 @@ def _ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
 
 
 def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    """Return the one stream of all rows. Raise ValueError for several streams or an unknown stream."""
+    """Return the common stream of all rows. Raise ValueError for several streams or an unknown stream."""
     per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
     streams = sorted({row or "train" for row in per_row})
     if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:

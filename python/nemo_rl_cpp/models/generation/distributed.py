@@ -1,8 +1,8 @@
-"""Generation in several processes: each engine answers its share of the prompts. An engine reads its trainer's weights
-or, in a worker that trains nothing, a copy of the weights that a refit updates.
+"""Generation in several processes, each with an engine for a part of the prompts. An engine reads the weights of its
+process's trainer, or in a worker that only generates a copy of the weights that refits update.
 
-A response does not depend on which engine generates it: its draws are keyed by its prompt's number and its sample
-number (`draw_ids`, `sample_index`), never by the rest of a batch.
+A response does not depend on which engine generates it: its sampling is seeded by the number of its prompt (`draw_ids`)
+and its index among the samples of the prompt (`sample_index`), never by the other rows of a batch.
 """
 
 from collections.abc import Callable
@@ -40,12 +40,13 @@ ModelConfig = TypeVar("ModelConfig", bound=TrainedModelConfig)
 
 
 class EngineHost:
-    """The engine methods of a worker. The worker's class provides `create_generation`, which creates an engine."""
+    """The methods by which a worker holds engines. The worker's class provides `create_generation`, which creates
+    one."""
 
     _engines: dict[int, NativeGeneration]
 
     def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
-        """Create an engine and return its number."""
+        """Create an engine and return its number, by which the other methods name it."""
         if not hasattr(self, "_engines"):
             self._engines = {}
         number = max(self._engines, default=-1) + 1
@@ -53,14 +54,14 @@ class EngineHost:
         return number
 
     def drop_engine(self, number: int) -> None:
-        """Release the engine's memory. Idempotent."""
+        """Drop an engine and release its memory. Idempotent."""
         if number in self._engines:
             self._engines.pop(number).shutdown()
 
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """Return the engine's responses; an empty batch gives empty responses."""
+        """Return the responses of engine `number`; empty responses for an empty batch."""
         if prompts.size == 0:
             nothing = torch.zeros(0, dtype=torch.int64)
             return Responses(
@@ -76,30 +77,30 @@ class EngineHost:
         pause: Pause,
         on_finished: Callable[..., None] | None = None,
     ) -> Responses | None:
-        """Return the engine's responses, or None if it has paused (`NativeGeneration.generate_until`)."""
+        """Return the responses of engine `number`, or None if it has paused (see `NativeGeneration.generate_until`)."""
         if prompts.size == 0:
             return self.generate_with(number, prompts, greedy, on_finished)
         return self._engines[number].generate_until(prompts, pause, greedy, on_finished)
 
     def resume(self, number: int, on_finished: Callable[..., None] | None = None) -> Responses | None:
-        """Return the responses of a paused engine, or None if it is not paused."""
+        """Continue the paused engine `number` and return its responses; None if it is not paused."""
         return self._engines[number].resume(on_finished)
 
     def ask_engine(self, number: int, method: str, *args: object) -> object:
-        """Call any method of the engine."""
+        """Call a method of engine `number` and return its result."""
         return getattr(self._engines[number], method)(*args)
 
 
 class DistributedGeneration(GenerationInterface):
-    """`NativeGeneration` in the processes of a policy.
+    """The counterpart of `NativeGeneration` in the worker processes of a policy.
 
     Args:
-        group: the policy workers whose weights the engines read.
-        config: the section `policy.generation`; None: the policy's own section.
+        group: the policy's workers, whose weights the engines read.
+        config: the engines' configuration section; None: the policy's `policy.generation`.
         options: arguments for `Policy.create_generation`.
-        tokenizer: provides the pad token of padded results.
+        tokenizer: provides the pad token for padded results.
         blocks: (gradient_blocks, train_global_batch_size, whether blocks are assigned round-robin) of the policy, so
-            that each rank trains on what it generated; None: no training follows.
+            that each rank generates the samples that it trains on; None: no training follows.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class DistributedGeneration(GenerationInterface):
         on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
     ) -> Responses | BatchedDataDict[GenerationOutputSpec]:  # fmt: skip
         """Generate like `NativeGeneration.generate`. Each engine gets about the same number of prompt tokens, and equal
-        prompts go to the same engine. Processes with slices of one model generate for the same prompts in lockstep."""
+        prompts go to the same engine. The tensor-parallel ranks of one model generate for the same prompts in
+        lockstep."""
         batch = data if isinstance(data, RaggedBatch) else RaggedBatch.of(data)
         batch = self._with_draws(batch)
         shares = self._shares(batch)
@@ -135,11 +137,12 @@ class DistributedGeneration(GenerationInterface):
     def _parts(
         self, prompts: list[RaggedBatch], greedy: bool, told: list[Callable[..., None] | None]
     ) -> list[Responses]:
-        """Return the responses of each engine to its prompts."""
+        """Return the responses of each engine to its prompts. `told[r]` is the `on_finished` of engine r, or None."""
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[Callable[..., None] | None]) -> list:
-        """Return the result of each engine's call; the processes of one engine make the same call."""
+        """Call `method` of each engine and return its result. All tensor-parallel ranks of an engine make the same
+        call."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
@@ -149,7 +152,7 @@ class DistributedGeneration(GenerationInterface):
         return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
-        """Return the responses of all engines in batch order; `shares[r]` are the rows of parts[r]."""
+        """Return all responses in the order of the batch. `parts[r]` holds the responses to the rows `shares[r]`."""
         place = torch.empty(sum(map(len, shares)), dtype=torch.int64)
         place[torch.tensor([row for rows in shares for row in rows], dtype=torch.int64)] = torch.arange(len(place))
         order = place.tolist()
@@ -169,7 +172,7 @@ class DistributedGeneration(GenerationInterface):
         return responses
 
     def _with_draws(self, batch: RaggedBatch) -> RaggedBatch:
-        """Number the prompts of rows without `draw_ids`, as a single engine does."""
+        """Return the batch with `draw_ids`. If it has none, they are assigned as a single engine would assign them."""
         if "draw_ids" in batch.samples:
             return batch
         batch, first = batch.copy(), self._next_draw_id
@@ -187,15 +190,15 @@ class DistributedGeneration(GenerationInterface):
         return all(self._ask("finish_generation"))
 
     def invalidate_kv_cache(self) -> bool:
-        """Discard cached keys and values in all engines."""
+        """Discard the KV cache in all engines; return whether any existed."""
         return any(self._ask("invalidate_kv_cache"))
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights, which must be equal in all engines."""
+        """Return the digest of the weights. Raise RuntimeError if engines have different digests."""
         return self.group.call_for_one_value("ask_engine", self._number, "weight_digest")
 
     def get_logger_metrics(self) -> dict[str, float]:
-        """Return sums over all engines, but the maximum of peak_blocks; the mean batch sizes are summed too."""
+        """Return each metric summed over all engines, also the mean batch size, but the maximum of peak_blocks."""
         each = self.group.first_of_groups(self._ask("get_logger_metrics"))
         return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}
 
@@ -216,13 +219,14 @@ def _told(
 
 
 def _add_versions(part: Responses, before: int, after_tokens: int) -> None:
-    """Set the version of each token of an engine's responses, whose weights were of version `before` up to the pause."""
+    """Set `token_versions` of an engine's responses. The first `after_tokens` tokens of each response were sampled with
+    the weights of version `before`, later ones with those of `part.weight_version`."""
     positions = torch.arange(len(part.token_ids)) - part.offsets[:-1].repeat_interleave(part.lengths)
     part.token_versions = torch.where(positions < after_tokens, before, part.weight_version)
 
 
 def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
-    """Return these samples of a batch of prompts, with their tensors and generation settings."""
+    """Return the rows `rows` of a batch of prompts, with their generation settings and tensors."""
     index = torch.tensor(rows, dtype=torch.int64)
     taken = torch.zeros(batch.size, dtype=torch.bool)
     taken[index] = True
@@ -236,7 +240,8 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
 
 
 def for_workers(config: ModelConfig) -> ModelConfig:
-    """Return the model section with a folder path made absolute, so that it is valid in every worker."""
+    """Return the configuration section with an absolute model folder, so that it is valid in workers with a different
+    working directory. A model name that is no path stays unchanged."""
     if not Path(config.model_name).expanduser().exists():
         return config
     return config.model_copy(update={"model_name": str(Path(config.model_name).expanduser().absolute())})
@@ -246,9 +251,9 @@ def for_workers(config: ModelConfig) -> ModelConfig:
 
 
 class EngineWorker(EngineHost):
-    """A model in a worker that only generates, without optimizer and master weights, and its engines.
+    """A worker that only generates: a model without optimizer and master weights, and its engines.
 
-    Only refits set its weights. The model's files provide its sizes and end tokens.
+    Only refits set the weights. The model's files provide its sizes and its end tokens.
     """
 
     def __init__(self, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> None:
@@ -264,7 +269,7 @@ class EngineWorker(EngineHost):
         return f"{self.model.digest():016x}"
 
     def create_generation(self, config: GenerationConfig | None = None, **options: object) -> NativeGeneration:
-        """Return an engine on this worker's weights."""
+        """Return an engine that reads this worker's weights in place."""
         options.setdefault("memory_share", 1 / self.ranks.size)
         return generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, config, **options
@@ -273,7 +278,8 @@ class EngineWorker(EngineHost):
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """Generate like `EngineHost`, and add the version of the weights. Raise RuntimeError before the first refit."""
+        """Generate like `EngineHost.generate_with`, and set the version of the weights in the responses. Raise
+        RuntimeError before the first refit."""
         return self._with_version(super().generate_with(number, prompts, greedy, on_finished))
 
     def generate_until(
@@ -297,14 +303,14 @@ class EngineWorker(EngineHost):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Join the rendezvous with rank 0 of the trainers and the other engines."""
+        """Join the rendezvous with trainer rank 0 and the other engines."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         weights = named_views(self.model.layout, self.model.compute)
         self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
 
     def update_weights_from_collective(self, version: int) -> RefitResult:
-        """Receive the weights from rank 0 of the trainers. On a mismatch, raise C.RefitRefused; old weights stay."""
+        """Receive the weights from trainer rank 0. On a mismatch keep the old weights and raise C.RefitRefused."""
         done = self._receiver.receive(version)
         self.model.masters_changed()  # discard data derived from the old weights
         self.weight_version = version
@@ -312,16 +318,16 @@ class EngineWorker(EngineHost):
 
 
 class DedicatedGeneration(DistributedGeneration):
-    """`NativeGeneration` in the workers of a cluster that only generates. It never waits for the trainers: `generate`
-    can run in one thread while the policy trains in a different thread. A worker executes its calls in order, so a
+    """The counterpart of `NativeGeneration` in a cluster whose workers only generate. It never waits for the trainers:
+    `generate` can run in one thread while the policy trains in another. A worker executes its calls in order, so a
     refit happens between two calls of `generate`.
 
-    Each engine gets about the same number of expected tokens: prompt tokens, counted once per group, plus the mean
-    response length of the last call for each response.
+    Each engine gets about the same number of expected tokens: the prompt's tokens, counted once per group, plus for
+    each response the mean response length of the last call.
 
     Attributes:
         weight_version: version of the engines' weights; None before the first refit.
-        change: how the weights change in the middle of the next responses; None: they do not.
+        change: a change of the weights in the middle of the next responses; None: no change.
     """
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
@@ -346,8 +352,8 @@ class DedicatedGeneration(DistributedGeneration):
     def _parts(
         self, prompts: list[RaggedBatch], greedy: bool, told: list[Callable[..., None] | None]
     ) -> list[Responses]:
-        """Return the responses of each engine. If `change` is pending, the responses that reach its pause continue when
-        the weights have changed."""
+        """Return the responses of each engine. If `change` is pending and responses reach its pause, wait for the new
+        weights and then continue these responses."""
         change, before = self.change, self.weight_version
         if change is None:
             return super()._parts(prompts, greedy, told)
@@ -375,13 +381,14 @@ class DedicatedGeneration(DistributedGeneration):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start the rendezvous of all engines with rank 0 of the trainers."""
+        """Start the rendezvous of all engines with trainer rank 0. Return the pending calls."""
         return self.group.run_all_workers_single_data("init_collective", meeting)
 
     def update_weights_from_collective(self, version: int) -> list[WorkerCall]:
-        """Start receiving the weights from rank 0 of the trainers in all engines. Each returns a `RefitResult`."""
+        """Start receiving the weights from trainer rank 0 in all engines. Return the pending calls, whose results are
+        `RefitResult`s."""
         return self.group.run_all_workers_single_data("update_weights_from_collective", version)
 
     def shutdown(self) -> bool:
-        """Shut down the engines' processes. Idempotent."""
+        """Shut down the workers' processes. Idempotent."""
         return self.cluster.shutdown()

@@ -1,4 +1,5 @@
-"""Generation with a transformers module: token ids in, token ids out, with log-probabilities of sampled tokens."""
+"""Generation with a transformers module: token ids in, token ids out, with the log-probability of every sampled
+token."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ _SHRINK = 4  # a batch is compacted once a quarter of its rows has ended
 
 
 class HfGeneration(BaseEngine):
-    """NeMo RL's generation interface on the trainer's module.
+    """NeMo RL's generation interface on the trainer's own transformers module.
 
-    The native sampler draws each token with the key (seed, stream, draw id, sample, position), as in the native engine.
-    The other rows of a batch affect a row only through rounding: they change the shapes of the matrix products, and
-    thereby the last bits of the logits.
+    The native sampler seeds each token by (seed, stream, draw id, sample, position), as in the native engine. The other
+    rows of a batch change a row only through rounding: they change the shapes of the matrix products, and so the last
+    bits of the logits.
 
     Args:
         module: the trainer's module, read in place.
@@ -56,9 +57,9 @@ class HfGeneration(BaseEngine):
         return work.responses()
 
     def _batches(self, work: _Work) -> list[list[int]]:
-        """Return groups of rows to generate concurrently. Groups consist of neighbours, so that rows of one prompt stay
-        together. A group respects max_batch_size, the memory for keys and values, and, if it has several distinct
-        prompts, prefill_chunk_tokens."""
+        """Return groups of rows to generate concurrently. A group consists of adjacent rows, so that rows of one prompt
+        stay together. It respects max_batch_size, the size of the KV cache, and if it has several distinct prompts,
+        prefill_chunk_tokens."""
         at_once = self.config.max_batch_size or len(work.prompts)
         chunk = self.config.prefill_chunk_tokens
         memory = self._cache_tokens()
@@ -82,7 +83,7 @@ class HfGeneration(BaseEngine):
         return batches
 
     def _cache_tokens(self) -> float:
-        """Return the number of tokens whose keys and values fit into memory."""
+        """Return the number of tokens that the KV cache may hold; infinity without a cache."""
         if self._bytes_per_token is None:
             self._bytes_per_token = bytes_per_token(self.module)
         if not self._bytes_per_token:
@@ -90,13 +91,16 @@ class HfGeneration(BaseEngine):
         return self.cache_bytes(next(self.module.parameters()).device) / self._bytes_per_token
 
     def _answer(self, work: _Work, rows: list[int]) -> None:
-        """Generate the responses of `rows` concurrently."""
+        """Generate the responses of `rows` concurrently, into `work`."""
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(work.prompts[row].tolist()), len(distinct)) for row in rows]
-        # other states than keys and values (Mamba and the like) would include padding: such sequences are recomputed
+        # a cache with other states (such as Mamba's) would include padding, so such models recompute whole sequences
         decoder = CachedDecoder(self.module) if _cache(self.module) is not None else WholeTextDecoder(self.module)
         logits = decoder.begin([torch.tensor(prompt) for prompt in distinct], torch.tensor(index))
-        alive, places = list(rows), torch.arange(len(rows))  # rows in flight, and their indices in the decoder's batch
+        alive, places = (
+            list(rows),
+            torch.arange(len(rows)),
+        )  # rows that have not ended, and their indices in the decoder's batch
         while True:
             tokens = self._draw(work, alive, logits[places])
             ended = [work.append(row, token) for row, token in zip(alive, tokens)]
@@ -115,7 +119,8 @@ class HfGeneration(BaseEngine):
             logits = decoder.step(next_tokens)
 
     def _draw(self, work: _Work, rows: list[int], logits: Tensor) -> list[int]:
-        """Sample the next token of each row; append its log-probability to `work`."""
+        """Sample the next token of each row from `logits` [B, V], append its log-probability to `work`, and return the
+        tokens. Raise RuntimeError if logits are not finite."""
         uniform = torch.tensor([work.uniform(row) for row in rows], dtype=torch.float64)
         tokens, logprobs, _ = C.sample_rows(logits.float().cpu().contiguous(), uniform, work.rule)
         tokens = tokens.tolist()
@@ -129,7 +134,7 @@ class HfGeneration(BaseEngine):
 
 
 class _Work(ResponseBuffer):
-    """The request of one `generate` call and the tokens generated so far."""
+    """The request of one `generate` call, and the tokens generated so far."""
 
     token_bytes: list[bytes]
 
@@ -144,15 +149,17 @@ class _Work(ResponseBuffer):
         self._tails = [b""] * len(self.prompts)
 
     def length(self, row: int) -> int:
-        """Return the number of tokens of prompt and response so far, the position of the next token."""
+        """Return the number of tokens of a row's prompt and response so far, which is the position of its next
+        token."""
         return len(self.prompts[row]) + len(self.tokens[row])
 
     def uniform(self, row: int) -> float:
-        """Return the random number in [0, 1) for the next token of a row; it depends only on the row's key."""
+        """Return the random number in [0, 1) for the next token of a row. It depends only on the row's seed and
+        position."""
         return C.random_uniform(self.seed, self.stream, self.draws[row], self.samples[row], self.length(row))
 
     def append(self, row: int, token: int) -> bool:
-        """Append a token to the response of a row; return whether the response ends."""
+        """Append a token to the response of a row; return whether the response has ended."""
         self.tokens[row].append(token)
         stops = token in self.ends or (self.stop_texts[row] and self._stops(row, self.token_bytes[token]))
         self.truncated[row] = not stops and len(self.tokens[row]) >= self.room[row]
@@ -165,7 +172,7 @@ class _Work(ResponseBuffer):
 
 
 def bytes_per_token(module: nn.Module) -> float:
-    """Return the cache bytes per token of one row; 0 without a cache."""
+    """Return the bytes of the KV cache per token of one row; 0 if the module has no KV cache."""
     cache, name = _cache(module), accepts(module, "cache", "past_key_values")
     if cache is None:
         return 0.0
@@ -180,7 +187,8 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _cache(module: nn.Module) -> object | None:
-    """Return an empty cache for this module; None if it has no cache, or caches states other than keys and values."""
+    """Return an empty KV cache for this module. Return None if it has no cache, or if its cache holds other states than
+    keys and values."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -195,7 +203,7 @@ def _cache(module: nn.Module) -> object | None:
 
 
 class CachedDecoder:
-    """A batch of sequences that grow by one token per step. Distinct prompts are padded on the left and computed once;
+    """A decoder with a KV cache, for a batch of sequences. Distinct prompts are padded on the left and prefilled once;
     then each step computes one token per row."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -204,7 +212,8 @@ class CachedDecoder:
         self._positions = accepts(module, "position_ids") is not None
 
     def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
-        """Let row r continue prompts[index[r]]. Return the logits [B, V] of the first new tokens."""
+        """Prefill the prompts. Row r of the batch continues prompts[index[r]]. Return the logits [B, V] of each row's
+        first token."""
         device = _device(self._module)
         width = max(len(prompt) for prompt in prompts)
         ids = torch.stack([nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]).to(device)
@@ -217,16 +226,18 @@ class CachedDecoder:
         return logits[index]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append `tokens` [B], and return the logits [B, V] of the next tokens. A row with -1 has ended; its logits are
-        meaningless."""
+        """Append `tokens` [B], and return the logits [B, V] of the next tokens. Pass -1 for a row that has ended; its
+        logits are then meaningless."""
         tokens = tokens.to(self._mask.device)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         logits = self._forward(tokens.clamp(min=0)[:, None], self._next[:, None])
-        self._next = self._next + (tokens >= 0)  # ended rows keep a position that the architecture supports
+        self._next = self._next + (
+            tokens >= 0
+        )  # a row that has ended keeps its position, which the architecture supports
         return logits
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows except these, which become rows 0, 1, ..."""
+        """Drop all rows except `rows`, which become rows 0, 1, ..."""
         rows = rows.to(self._mask.device)
         self._cache.batch_select_indices(rows)
         self._mask, self._next = self._mask[rows], self._next[rows]
@@ -246,7 +257,8 @@ class CachedDecoder:
 
 
 class WholeTextDecoder:
-    """A decoder that recomputes whole right-padded sequences in each step: slow, but correct for any causal model."""
+    """A decoder without a KV cache. Each step recomputes the whole sequences, padded on the right, which is slow but
+    correct for any causal model."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

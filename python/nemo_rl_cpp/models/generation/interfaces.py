@@ -1,4 +1,5 @@
-"""The interface of generation engines for rollouts (token ids in, token ids out), and the data types of a refit."""
+"""The interface of generation engines for rollouts (token ids in, token ids out), and the data types of a refit, the
+transfer of new weights to an engine."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ _AT_ONCE_SECONDS = 1.0
 
 
 class GenerationDatumSpec(TypedDict):
-    """The input of `generate`.
+    """The input of `generate`, one row per response.
 
     input_ids: int64 [B, S], prompts padded on the right.
     input_lengths: [B] number of tokens of each prompt.
-    stop_strings: [B] per sample a list of stop strings or None, in addition to the configuration's stop strings.
-    draw_ids: int64 [B] index of the prompt within the whole run. It is part of the key of every random draw, so that a
-        repeated prompt gets new samples. If missing, the engine numbers the prompts itself.
-    sample_index: int64 [B] index of the row among the generations of its prompt (0 if missing).
-    stream: "train", "val" or "eval", one per row or one for all rows ("train" if missing): streams never share draws.
-    """
+    stop_strings: for each row a list of stop strings or None, in addition to the configuration's stop strings.
+    draw_ids: int64 [B] index of the row's prompt within the whole run. Sampling is seeded by it, so that a repeated
+        prompt gets new samples. If missing, the engine numbers the prompts itself.
+    sample_index: int64 [B] index of the row among the responses to its prompt (0 if missing).
+    stream: "train", "val" or "eval", one per row or one for all rows ("train" if missing). Sampling is seeded by it, so
+        streams never share random numbers."""
 
     input_ids: torch.Tensor
     input_lengths: torch.Tensor
@@ -38,7 +39,7 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """The output of `generate`.
+    """The output of `generate`, padded.
 
     output_ids: int64 [B, S'] prompt and response, padded on the right.
     generation_lengths: [B] number of tokens of the response.
@@ -58,18 +59,18 @@ class GenerationOutputSpec(TypedDict):
 
 @dataclass
 class Responses:
-    """The output of `generate` for prompts without padding: the concatenated responses, N tokens in total.
+    """The output of `generate` without padding and without prompts: the concatenated responses, N tokens in total.
 
     Attributes:
         token_ids: int64 [N].
         offsets: int64 [B + 1]: response b is token_ids[offsets[b] : offsets[b + 1]].
-        logprobs: float32 [N] of every sampled token under the distribution it was sampled from; None if not available.
+        logprobs: float32 [N] log-probability of every sampled token under the distribution it was sampled from; None if
+            not available.
         truncated: bool [B] whether a response ended at a length limit; None if the engine does not report it.
         weight_version: version of the weights that generated the responses, set by `sync_weights` for an engine that
             holds its own weights; otherwise None.
-        token_versions: int64 [N] version of the weights that sampled each token, if weights could change within the
-            responses (`WeightChange`); otherwise None.
-    """
+        token_versions: int64 [N] version of the weights that sampled each token, if the weights could change within a
+            response (`WeightChange`); otherwise None."""
 
     token_ids: torch.Tensor
     offsets: torch.Tensor
@@ -80,7 +81,8 @@ class Responses:
 
     @classmethod
     def of(cls, outputs: Responses | Mapping[str, torch.Tensor], prompt_lengths: torch.Tensor) -> Responses:
-        """Return the responses of a `GenerationOutputSpec` whose rows begin with prompts of `prompt_lengths` [B]."""
+        """Return the responses in a `GenerationOutputSpec`, without the prompts of `prompt_lengths` [B]. Return
+        `Responses` unchanged."""
         if isinstance(outputs, Responses):
             return outputs
         ids, begins = outputs["output_ids"].cpu(), torch.as_tensor(prompt_lengths).cpu()
@@ -93,21 +95,21 @@ class Responses:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """int64 [B]."""
+        """Return the number of tokens of each response, int64 [B]."""
         return self.offsets.diff()
 
     def rows(self, of_tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Split a tensor [N] by response; return one view per response."""
+        """Split a per-token tensor [N] by response; return one view per response."""
         return list(of_tokens.split(self.lengths.tolist()))
 
     def padded(self, prompts: RaggedBatch, pad_token_id: int | None) -> BatchedDataDict[GenerationOutputSpec]:
-        """Return a padded `GenerationOutputSpec` of `prompts` and these responses."""
+        """Return `prompts` and these responses as a padded `GenerationOutputSpec`."""
         total = prompts.lengths + self.lengths
         position = torch.arange(int(total.max()))
         is_prompt = position < prompts.lengths.unsqueeze(1)
         is_new = ~is_prompt & (position < total.unsqueeze(1))
         output_ids = torch.full(is_new.shape, 0 if pad_token_id is None else pad_token_id)
-        # masks select row by row, which is the ragged order
+        # a mask selects elements row by row, which is the order without padding
         output_ids[is_prompt] = prompts.tokens["input_ids"]
         output_ids[is_new] = self.token_ids
         logprobs = torch.zeros(is_new.shape, dtype=torch.float32)
@@ -120,19 +122,19 @@ class Responses:
 
 PaddedPrompts = BatchedDataDict[GenerationDatumSpec]
 Prompts = RaggedBatch | PaddedPrompts
-"""The input of an engine; a RaggedBatch, used as a mapping, also has the keys of `GenerationDatumSpec`."""
+"""The input of an engine. A RaggedBatch has the keys of `GenerationDatumSpec` if it is read as a mapping."""
 Answer = Responses | BatchedDataDict[GenerationOutputSpec]
-"""The output of an engine: `Responses` for a RaggedBatch, or a padded batch."""
+"""The output of an engine: `Responses`, or a padded batch."""
 OnFinished = Callable[[list[int], list[list[int]]], None]
-"""A callback for responses that have ended: receives their rows and the token ids of each response."""
+"""A callback for responses that have ended. It receives their rows and the token ids of each response."""
 
 
 class Pause(NamedTuple):
-    """Where a generation stops in the middle of its responses, so that the weights can change.
+    """The point at which a generation stops in the middle of its responses, so that the weights can change.
 
     Attributes:
-        after_tokens: each response stops after so many tokens, at least 2.
-        keep_cache: the keys and values of the old weights are kept; otherwise they are computed again.
+        after_tokens: number of tokens after which each response stops, at least 2.
+        keep_cache: continue with the KV cache of the old weights; otherwise it is recomputed with the new ones.
     """
 
     after_tokens: int
@@ -141,11 +143,11 @@ class Pause(NamedTuple):
 
 @dataclass
 class WeightChange:
-    """One change of the weights in the middle of responses: `DedicatedGeneration` applies it to the first `generate` in
+    """One change of the weights in the middle of responses. `DedicatedGeneration` makes it in the first `generate` in
     which a response reaches `pause`.
 
     Attributes:
-        wait: returns when the engines have the new weights. It is called when every response has ended or paused.
+        wait: blocks until the engines have the new weights. It is called once every response has ended or paused.
         done: whether the weights have changed.
     """
 
@@ -155,29 +157,29 @@ class WeightChange:
 
 
 class GenerationInterface(Protocol):
-    """A generation engine. The response of a row depends only on its prompt, its sampling settings and its random key,
-    never on the rest of the batch."""
+    """A generation engine. The response of a row depends only on its prompt, its sampling settings and the seed of its
+    sampling, never on the other rows of a batch."""
 
     reports_finished: bool = False
-    """Whether `generate` takes `on_finished` (`OnFinished`)."""
+    """Whether `generate` accepts the argument `on_finished` (`OnFinished`)."""
     owns_process: bool
-    """Whether the engine owns a process, which `shutdown` ends; `shutdown` is then called at the end of the run."""
+    """Whether the engine owns a process. If so, `shutdown` ends it, and is called at the end of the run."""
 
     def prepare_for_generation(self) -> bool:
         """Allocate what generation needs. Called before `generate`."""
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: OnFinished) -> Answer:
-        """Return a response per prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
+        """Return a response per prompt, under the weights of the last `sync_weights`. `greedy`: temperature 0 and top_k
+        1.
 
-        The loop passes a RaggedBatch, which as a mapping is a `GenerationDatumSpec`; the engine may return either form.
-        `beside` holds `on_finished` if the engine sets `reports_finished`; otherwise it is empty.
-        """
+        The loop passes a RaggedBatch, which as a mapping is a `GenerationDatumSpec`. The engine may return `Responses`
+        or a padded batch. `beside` holds `on_finished` if the engine sets `reports_finished`; otherwise it is empty."""
 
     def finish_generation(self) -> bool:
         """Release the resources that only generation needs. Called after the last `generate` of a step."""
 
     def invalidate_kv_cache(self) -> bool:
-        """Discard cached keys and values after a change of the weights; return whether a cache existed."""
+        """Discard the KV cache after a change of the weights; return whether a cache existed."""
 
     def weight_digest(self) -> str:
         """Return the digest of the engine's weights, comparable with `PolicyInterface.weight_digest`."""
@@ -185,8 +187,8 @@ class GenerationInterface(Protocol):
 
 @contextmanager
 def generating(generation: GenerationInterface) -> Iterator[None]:
-    """Call `prepare_for_generation` on entering and `finish_generation` on leaving, also after an error or Ctrl-C.
-    After `finish_generation` the engine accepts no requests and holds no cache."""
+    """Return a context that calls `prepare_for_generation` at its start and `finish_generation` at its end, also after
+    an error or Ctrl-C. Afterwards the engine accepts no requests and holds no KV cache."""
     generation.prepare_for_generation()
     with finished_on_error(generation):
         yield
@@ -195,10 +197,10 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
 
 @contextmanager
 def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
-    """Call `finish_generation` after an error or Ctrl-C only; on success, the caller calls it.
+    """Return a context that calls `finish_generation` only after an error or Ctrl-C. On success the caller calls it.
 
-    An error of `finish_generation` is added as a note to the first error. Ctrl-C may end the program within seconds, so
-    `finish_generation` then runs in a separate thread, which is waited for one second.
+    An error of `finish_generation` is added as a note to the first error. After Ctrl-C the program may end within
+    seconds, so `finish_generation` then runs in a separate thread, for which the context waits one second.
     """
     try:
         yield
@@ -220,25 +222,25 @@ def _finish_after(generation: GenerationInterface, error: BaseException) -> None
 
 
 def end_engine(generation: GenerationInterface | None) -> None:
-    """Shut down the process of the engine, if it owns one."""
+    """Shut down the engine's process, if it owns one."""
     if getattr(generation, "owns_process", False):
         generation.shutdown()
 
 
 DEFAULT_BUCKET_BYTES = 8_000_000
-"""Used for `policy.refit_buffer_size_gb: null`. A bucket that fits the CPU cache is copied and digested faster
+"""The default for `policy.refit_buffer_size_gb: null`. A bucket that fits in the CPU cache is copied and hashed faster
 (tests/benchmarks/bench_refit.py)."""
 
 
 class RefitRendezvous(NamedTuple):
-    """The rendezvous of rank 0 of the trainers (rank 0) and the engines (ranks 1, 2, ...).
+    """The settings for the rendezvous of trainer rank 0 (as rank 0) and the engines (as ranks 1, 2, ...).
 
     Attributes:
         host, port: address of the TCP store, which the run's main process holds.
         size: number of participants.
         deadline: timeout of one message in seconds.
         bucket_bytes: bytes of weights per message.
-        delta: only weights that changed since the last refit are sent.
+        delta: send only the weights that have changed since the last refit.
     """
 
     host: str
@@ -250,8 +252,8 @@ class RefitRendezvous(NamedTuple):
 
 
 class RefitResult(NamedTuple):
-    """The result of a refit for one process: bytes of weights, seconds, the digest of the process's weights afterwards,
-    and the bytes of the messages that carried the weights."""
+    """The result of a refit in one process: the bytes of weights, the seconds, the digest of the process's weights
+    afterwards, and the bytes of the messages that carried the weights."""
 
     bytes: int
     seconds: float

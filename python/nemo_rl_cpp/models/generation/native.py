@@ -22,11 +22,11 @@ _UNLIMITED_SLOTS = 1 << 20
 
 
 def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str, object]) -> C.NativeModelRunner:
-    """Return the engine's interface to a `C.DecoderModel`, whose weights it reads in place.
+    """Return the object through which the engine runs a `C.DecoderModel`. It reads the model's weights in place.
 
     On a CUDA device, decode steps run as CUDA graphs unless `config.vllm_cfg.enforce_eager`. On the CPU, depending on
-    `config.packed_weights`, small-batch steps read bfloat16 weights in 12 bits each. The results are the same.
-    """
+    `config.packed_weights`, decode steps of small batches read bfloat16 weights in 12 bits each. The results are the
+    same."""
     config = as_model(config, GenerationConfig, "policy.generation")
     eager = bool(config.vllm_cfg.enforce_eager)
     return C.NativeModelRunner(model, enforce_eager=eager, packed_weights=config.packed_weights)
@@ -35,14 +35,14 @@ def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str,
 class NativeGeneration(BaseEngine):
     """NeMo RL's generation interface on the C++ engine.
 
-    The response of a row never depends on the rest of the batch or engine limits. Equal prompts are computed once.
+    The response of a row never depends on the other rows of the batch or on engine limits. Equal prompts are prefilled
+    once.
 
     Args:
-        runner: the model; `native_runner(model, config)` reads the trainer's weights in place.
+        runner: runs the model; `native_runner(model, config)` reads the trainer's weights in place.
         config, tokenizer, options: see `BaseEngine`. Uses max_new_tokens, temperature, top_p, top_k, val_temperature,
             val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and
-            vllm_cfg.max_model_len.
-    """
+            vllm_cfg.max_model_len."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class NativeGeneration(BaseEngine):
     def generate_until(
         self, batch: RaggedBatch, pause: Pause, greedy: bool = False, on_finished: OnFinished | None = None
     ) -> Responses | None:
-        """Generate like `generate`, but stop each response at `pause`. Return None if any response has stopped there;
-        `resume` continues. Which tokens precede the pause depends on `pause` alone.
+        """Generate like `generate`, but pause each response at `pause`. Return None if any response has paused;
+        `resume` continues. Which tokens are generated before the pause depends on `pause` alone.
 
-        Raise ValueError if `pause.keep_cache` is set and the cache cannot hold all responses at once."""
+        Raise ValueError if `pause.keep_cache` is set and the KV cache cannot hold all responses at once."""
         asked = self._asked(batch, batch, greedy)
         prompts = _distinct_prompts(asked.batch)
         self._runner.keep_activations(False)
@@ -88,8 +88,8 @@ class NativeGeneration(BaseEngine):
         return None if generated is None else _responses(generated)
 
     def resume(self, on_finished: OnFinished | None = None) -> Responses | None:
-        """Continue a generation that `generate_until` paused, with the model's weights as they are now, to the end of
-        all responses. Return None if nothing is paused."""
+        """Continue the generation that `generate_until` has paused, with the model's current weights, and return all
+        responses. Return None if nothing is paused."""
         return _responses(self._engine.resume(on_finished)) if self._engine.paused else None
 
     def _requests(self, asked: GenerationRequest, prompt_index: Tensor) -> C.GenerationRequests:
@@ -108,7 +108,7 @@ class NativeGeneration(BaseEngine):
     # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Measure the memory available to the cache. The weights are in place; the first batch allocates."""
+        """Limit the KV cache to the memory that is free now. The first batch allocates it."""
         self._limit_cache()
         return True
 
@@ -120,26 +120,26 @@ class NativeGeneration(BaseEngine):
     shutdown = finish_generation
 
     def plan_with_peers(self, least: Callable[[int], int]) -> None:
-        """Use the same cache size in all engines with slices of one model, because they must plan the same steps.
-        `least` returns the minimum of a number over these engines, which all make the same calls."""
+        """Use the same KV-cache limit on all tensor-parallel ranks of one model, because they must schedule the same
+        steps. `least` returns the minimum of a number over these ranks, all of which must call it."""
         self._agree = least
         self._limit_cache()
 
     def _limit_cache(self) -> None:
-        """Set the cache limit; the engine allocates only what its requests need."""
+        """Set the KV-cache limit. The engine allocates only what its requests need."""
         limit = self.cache_bytes_now()
         self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
 
     def cache_bytes_now(self) -> int:
-        """Return the bytes of currently free memory that keys and values may use."""
+        """Return the size in bytes that the KV cache may have, given the memory that is free now."""
         return self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")))
 
     def get_logger_metrics(self) -> dict[str, float]:
-        """Return metrics since `clear_logger_metrics`.
+        """Return metrics since the last `clear_logger_metrics`:
 
-        steps, generated_tokens, prefill_tokens (computed, including recomputation after a preemption), decode_tokens,
-        shared_prompt_tokens (not computed because of sharing), mean_batch_size (running sequences per step),
-        peak_blocks of the cache, preemptions, forward_seconds, sampling_seconds.
+        steps, generated_tokens, prefill_tokens (including recomputation after a preemption), decode_tokens,
+        shared_prompt_tokens (not prefilled, because prompts are shared), mean_batch_size (sequences per step),
+        peak_blocks (largest number of KV-cache blocks in use), preemptions, forward_seconds, sampling_seconds.
         """
         metrics = dict(self._engine.metrics)
         sequence_steps = metrics.pop("sequence_steps")
@@ -159,13 +159,13 @@ class _Prompts(NamedTuple):
     ids: Tensor
     """[sum of lengths] the distinct prompts, concatenated"""
     offsets: Tensor
-    """[prompts + 1]"""
+    """[prompts + 1] begin of each prompt in `ids`, and the end of the last"""
     index: Tensor
-    """[B] index of each row's prompt"""
+    """[B] index of each row's prompt among the distinct prompts"""
 
 
 def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
-    """Deduplicate equal prompts, so that their generations share one prefill."""
+    """Return the distinct prompts of a batch, so that responses to equal prompts share one prefill."""
     index: dict[tuple[int, ...], int] = {}
     ids, offsets = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
     rows = [tuple(ids[start:end]) for start, end in pairwise(offsets)]
@@ -176,7 +176,8 @@ def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
 
 
 def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
-    """Return `options` with the maximum length of an engine on the policy's weights: the policy's or a shorter one."""
+    """Return `options` with `max_model_len`: the longest sequence of the policy, or a lower limit that `config`
+    sets."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     return {
         "max_model_len": min(config.vllm_cfg.max_model_len or longest, longest),
@@ -191,9 +192,9 @@ def generation_on(
     """Return an engine that reads the weights of `model` in place.
 
     Args:
-        folder: of the model; its files define the end tokens.
-        config: the engine's section; None: `policy.generation`.
-        options: for `NativeGeneration`.
+        folder: the model's folder, whose files define the end tokens.
+        config: the engine's configuration section; None: `policy.generation`.
+        options: further arguments of `NativeGeneration`.
     """
     config = config or policy.generation
     options = engine_options(policy, config, options)

@@ -1,5 +1,5 @@
-"""A module's parameters in flat buffers like the native model's: whole in one process, or sharded over the ranks by
-torch's FSDP2."""
+"""The parameters of a transformers module in flat buffers, as in native models: all of them in one process, or sharded
+over the ranks by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The position of a parameter, or of a process's rows of it, in a flat buffer.
+    """The position in a flat buffer of a parameter, or of the rows of it that one rank holds.
 
     Attributes:
-        split: the dimension that is sharded; -1: the parameter is whole. `begin` is the first row of the shard.
-    """
+        split: the dimension that is sharded; -1: the parameter is not sharded.
+        begin: first row of the shard."""
 
     name: str
     shape: list[int]
@@ -40,14 +40,16 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """All parameters of a model, `total` elements: the interface of a native layout that `models/weights.py` needs."""
+    """The positions of all parameters in a flat buffer of `total` elements. It has the interface of a native layout
+    that `models/weights.py` needs."""
 
     specs: list[FlatSpec]
     total: int
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, list[int], int]]) -> FlatLayout:
-        """Lay out (name, shape, first row) consecutively; the first row is -1 for a whole parameter."""
+        """Place parameters (name, shape, first row) one after the other. The first row is -1 for an unsharded
+        parameter."""
         specs, offset = [], 0
         for name, shape, begin in parameters:
             specs.append(FlatSpec(name, shape, offset) if begin < 0 else FlatSpec(name, shape, offset, 0, begin))
@@ -56,16 +58,16 @@ class FlatLayout:
 
     @property
     def places(self) -> list[tuple[str, list[int], int]]:
-        """(name, shape, offset) of each parameter."""
+        """Return (name, shape, offset) of each parameter."""
         return [(spec.name, spec.shape, spec.offset) for spec in self.specs]
 
 
 class Piece(NamedTuple):
-    """A range of trained weights: [begin, end) of the flat buffers of gradients and moments.
+    """A range [begin, end) of the flat buffers that the optimizer updates.
 
     Attributes:
-        masters: flat, updated by the optimizer.
-        compute: flat, the rounded copy that products read; None if they read the masters.
+        masters: float32 master weights of the range.
+        compute: rounded copy of `masters` that matrix products read; None if they read `masters`.
     """
 
     begin: int
@@ -75,13 +77,13 @@ class Piece(NamedTuple):
 
 
 class FlatModel:
-    """A transformers module with the interface that `TrainedModel` needs.
+    """A transformers module with the interface that `TrainedModel` needs, in one process.
 
     Attributes:
         module: in `dtype`; its parameters are views of `compute`.
         layout: (name, shape, offset) of each parameter, in the module's order; tied parameters once.
-        compute: [n] the weights that products read.
-        masters: [n] float32, updated by the optimizer; `compute` itself if it is float32; None for a frozen model.
+        compute: [n] the weights that matrix products read.
+        masters: [n] float32 master weights; `compute` itself if that is float32; None for a frozen model.
     """
 
     masters_begin = 0
@@ -110,8 +112,8 @@ class FlatModel:
                 self._trained[-1][1] = offset + size
 
     def pieces(self) -> list[Piece]:
-        """Return all ranges that the optimizer updates. Parameters frozen by the architecture or a user's code get no
-        weight decay either."""
+        """Return all ranges that the optimizer updates. They exclude parameters that the architecture or the user's
+        code has frozen, which therefore get no weight decay either."""
         alone = self.masters is self.compute
         return [
             Piece(begin, end, self.masters[begin:end], None if alone else self.compute[begin:end])
@@ -123,17 +125,17 @@ class FlatModel:
         return str(self.compute.device)
 
     def masters_changed(self) -> None:
-        """Round the weights from the masters after a write to the masters."""
+        """Round the master weights into `compute`. Called after each write to the master weights."""
         if self.masters is not None and self.masters is not self.compute:
             self.compute.copy_(self.masters)
 
     def digest(self) -> int:
-        """Return 64 bits of BLAKE2b over the bytes of the weights that products read."""
+        """Return a 64-bit BLAKE2b digest of the weights that matrix products read."""
         raw = self.compute.detach().cpu().view(torch.uint8).numpy()
         return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """Let each backward pass add each parameter's gradient to its place in `buffer()` [n], float32."""
+        """From now on, let each backward pass add each parameter's gradient to its place in `buffer()`, float32 [n]."""
 
         def adder(offset: int, size: int) -> Callable[[Tensor], None]:
             def add(parameter: Tensor) -> None:
@@ -143,12 +145,12 @@ class FlatModel:
             return add
 
         for (_, _, offset), parameter in zip(self.layout, self.module.parameters()):
-            if not parameter.requires_grad:  # frozen by its architecture
+            if not parameter.requires_grad:  # frozen by the architecture
                 continue
             parameter.register_post_accumulate_grad_hook(adder(offset, parameter.numel()))
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Do nothing: the weights are always whole in this process."""
+        """Return a context that does nothing: this process always holds all weights."""
         return nullcontext()
 
     def release_workspace(self) -> None:
@@ -156,17 +158,17 @@ class FlatModel:
 
 
 class ShardedModel:
-    """The counterpart of `FlatModel` on several ranks. Each rank holds some rows of every parameter in float32. A pass
-    gathers a layer's weights in the run's precision, and its backward pass reduces the gradients of each rank's rows
-    over all ranks.
+    """A transformers module sharded over several ranks by FSDP2, with the interface of `FlatModel`. Each rank holds
+    some rows of every parameter in float32. A forward pass gathers a layer's weights in the run's precision, and its
+    backward pass sums the gradients of each rank's rows over all ranks.
 
-    Every pass involves all ranks, except passes within `gathered`.
+    Every pass involves all ranks, except inside the context `gathered`.
 
     Attributes:
         module: the sharded module.
-        flat_layout: (name, shape, offset) of this rank's rows, consecutively.
+        flat_layout: layout of this rank's rows.
         whole: layout of the whole model in one process.
-        layouts: of all ranks.
+        layouts: layouts of all ranks.
     """
 
     masters_begin = 0
@@ -182,7 +184,7 @@ class ShardedModel:
             parameter.requires_grad_(trainable and parameter.requires_grad)
         self._units = _shard(module, ranks.mesh(), dtype)
         self._parameters: list[DTensor] = list(module.parameters())
-        with quietly(), torch.no_grad():  # the first pass shows FSDP2 which module is the outermost
+        with quietly(), torch.no_grad():  # FSDP2 learns in the first pass which module is the outermost
             outputs_of(module, ModelRows.smallest(), Scoring(), unfiltered=False)
         self.forget()
 
@@ -195,22 +197,22 @@ class ShardedModel:
 
     @property
     def masters(self) -> Tensor | None:
-        """float32 [n], a copy; None for a frozen model."""
+        """Return a copy of this rank's float32 master weights [n]; None for a frozen model."""
         return torch.cat(self._local()) if self.trainable else None
 
     @property
     def compute(self) -> Tensor:
-        """[n] in the precision of products, a copy."""
+        """Return a copy of this rank's weights [n] in the run's precision."""
         return torch.cat(self._local()).to(self._dtype)
 
     def write(self, masters: Tensor) -> None:
-        """Overwrite this rank's weights with [n]."""
+        """Overwrite this rank's weights with `masters` [n]."""
         self.reshard()
         for piece, (_, _, offset) in zip(self._local(), self.layout):
             piece.copy_(masters[offset : offset + piece.numel()])
 
     def pieces(self) -> list[Piece]:
-        """See `FlatModel.pieces`; for this rank's rows."""
+        """Return the ranges of this rank's rows that the optimizer updates, see `FlatModel.pieces`."""
         self.reshard()
         return [
             Piece(offset, offset + local.numel(), local, None)
@@ -219,11 +221,11 @@ class ShardedModel:
         ]
 
     def masters_changed(self) -> None:
-        """Do nothing: each pass rounds the weights as it gathers them."""
+        """Do nothing: each forward pass rounds the weights as it gathers them."""
 
     @property
     def grads(self) -> Tensor:
-        """float32 [n], a copy: the sums over all ranks so far."""
+        """Return a copy of the accumulated gradients of this rank's rows, float32 [n], summed over all ranks."""
         with torch.no_grad():
             return torch.cat(
                 [
@@ -240,7 +242,8 @@ class ShardedModel:
     # ---- the whole model
 
     def digest(self) -> int:
-        """See `FlatModel.digest`; over the whole model, so equal for any number of ranks. All ranks call it."""
+        """Return the digest of the whole model, see `FlatModel.digest`. It does not depend on the number of ranks. All
+        ranks must call it."""
         hashed = hashlib.blake2b(digest_size=8)
         with torch.no_grad():
             for parameter in self._parameters:
@@ -250,7 +253,8 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Keep the weights whole in this process; gradient-free passes then run independently. Collective call."""
+        """Gather all weights on this rank inside the context, so that passes without gradient run independently of
+        other ranks. All ranks must enter it."""
         self.forget()
         self.module.set_reshard_after_forward(False)
         for unit in self._units:
@@ -263,12 +267,12 @@ class ShardedModel:
             self.forget()
 
     def reshard(self) -> None:
-        """Free gathered weights, which are stale once a rank has changed its rows."""
+        """Free the gathered weights, which become stale if a rank changes its rows."""
         for unit in self._units:
             unit.reshard()
 
     def forget(self) -> None:
-        """Free gathered weights, gradients and the state of unfinished passes."""
+        """Free the gathered weights, the gradients and the state of unfinished passes."""
         self.module.reset_iter_state()
 
     def release_workspace(self) -> None:
@@ -276,7 +280,8 @@ class ShardedModel:
 
 
 def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
-    """Return the layout of a rank under FSDP2: ceil(d / size) of d rows; the last ranks may have fewer rows or none."""
+    """Return the layout of a rank under FSDP2: ceil(d / size) of a parameter's d rows; the last ranks may have fewer
+    rows or none. Raise ValueError for a scalar parameter."""
     parts = []
     for spec in whole.specs:
         if not spec.shape:
@@ -290,7 +295,7 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Module]:
-    """Apply FSDP2 to each layer and to the rest; return the modules that are gathered as a unit."""
+    """Apply FSDP2 to each layer and to the rest of the module. Return the modules that are gathered as units."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     base = module.backbone if isinstance(module, ValueNet) else module
@@ -304,7 +309,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.M
     for unit in units:
         # losses are divided by the number of tokens of all ranks, so gradients must be summed
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # Gloo has no averages
+        unit.set_force_sum_reduction_for_comms(True)  # Gloo cannot average
         unit.set_reduce_scatter_unused_params(True)  # for an expert that received no token of this rank
     return units
 

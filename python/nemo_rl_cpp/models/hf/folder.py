@@ -1,4 +1,5 @@
-"""The source of a transformers model: a Hugging Face folder, or `tiny-random` with any `model_type`."""
+"""The source of a transformers model: a Hugging Face folder, or random weights (`tiny-random`, with any
+`model_type`)."""
 
 from __future__ import annotations
 
@@ -40,11 +41,10 @@ class HfFolder:
     Attributes:
         config: transformers' configuration object, with `hf_config_overrides` applied.
         raw: the same contents as a config.json.
-        path: the folder with the weights; None for random weights.
+        path: the folder with the weights; None: random weights, drawn from `seed`.
         settings: the section `hf_cfg`.
-        seed: of random weights.
-        value_head: build a critic: the layers without the language-model head, plus a scalar head.
-        section: "policy" or "value"; error messages name its keys.
+        value_head: build a critic: the layers without the LM head, plus a scalar head.
+        section: name of the configuration section, "policy" or "value", for error messages.
     """
 
     config: PreTrainedConfig
@@ -57,14 +57,15 @@ class HfFolder:
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest sequence that the model has positions for; None without such a limit."""
+        """Return the longest sequence that the model has positions for, in tokens; None without such a limit."""
         return next((value for n in _LENGTHS if isinstance(value := getattr(self.config, n, None), int)), None)
 
     def build(self, weights: Path | None = None) -> nn.Module:
-        """Build the module in float32, with the weights of `weights`, otherwise of `path`, otherwise random weights.
+        """Build the module in float32. Its weights come from the folder `weights`, else from `path`; else they are
+        random.
 
-        Raises ModelFolderError for missing, unexpected or misshapen weights, which transformers would draw at random.
-        """
+        Raises ModelFolderError for missing, unexpected or misshapen weights, which transformers would initialise at
+        random."""
         folder = weights or self.path
         with quietly():
             module = self._random() if folder is None else self._from(folder)
@@ -120,7 +121,7 @@ class HfFolder:
 
 
 def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, value_head: bool = False) -> HfFolder:
-    """Open `policy.model_name` or `value.model_name` for transformers. Print remarks for the user once.
+    """Open the model `policy.model_name` or `value.model_name` for transformers. Print remarks on it, once.
 
     Raises ModelFolderError: no such model, an architecture unknown to transformers, or sequences that are too long.
     """
@@ -146,7 +147,7 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
 def open_frozen(
     name: str, precision: str, *, device: str, longest: int | None = None, settings: HfConfig | None = None
 ) -> tuple[HfFolder, nn.Module]:
-    """Open the model `generation.model_name`, which only generates; return its folder and its module in this precision.
+    """Open the model `generation.model_name`, which only generates. Return its folder, and its module in `precision`.
 
     Raises ModelFolderError, also if sequences of `longest` tokens (`generation.vllm_cfg.max_model_len`) are too long.
     """
@@ -175,7 +176,7 @@ def _remarks(raw: Mapping[str, Plain], key: str, name: str) -> Iterator[str]:
 
 
 def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the config.json of a tiny model of any model_type, with the native tiny model's sizes."""
+    """Return the config.json of a tiny model of any model_type, with the sizes of the native tiny model."""
     sizes = {name: TINY_CONFIG[name] for name in _TINY_SIZES} | {"model_type": "llama"} | _TINY_TOKENS | overrides
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
@@ -184,8 +185,8 @@ def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
-    """Return transformers' object of a config.json, named by the configuration's `key`. Raise ModelFolderError if it
-    cannot be read."""
+    """Return transformers' configuration object for the config.json `raw`. Raise ModelFolderError, which names the
+    configuration key `key`, if transformers cannot read it."""
     library, kind = transformers(), raw.get("model_type")
     try:
         with quietly():

@@ -1,4 +1,4 @@
-"""The library transformers, which only `backend: hf` needs, and differences between its versions."""
+"""Import of the transformers library, which only `backend: hf` needs, and the differences between its versions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'nemo_rl_cpp[hf]'"
 OLDEST = 5
-"""The oldest major version of transformers that is known to separate packed sequences."""
+"""The oldest supported major version of transformers: it is known to separate packed sequences."""
 
 
 class MissingTransformersError(ValueError):
-    """transformers is not installed, or too old."""
+    """Raised if transformers is not installed, or too old."""
 
 
 def missing_text() -> str | None:
-    """Return one sentence if transformers is not installed, without importing it; otherwise None."""
+    """Return a sentence with the install command if transformers is not installed, otherwise None. Import nothing."""
     if importlib.util.find_spec("transformers") is not None:
         return None
     return f"transformers is not installed: {INSTALL}"
@@ -31,7 +31,8 @@ def missing_text() -> str | None:
 
 @lru_cache(maxsize=1)
 def transformers() -> ModuleType:
-    """Import the library. Raise MissingTransformersError, which contains the install command."""
+    """Import and return transformers. If it is missing or too old, raise MissingTransformersError with the install
+    command."""
     if (text := missing_text()) is not None:
         raise MissingTransformersError(f"backend hf: {text}")
     import transformers
@@ -45,7 +46,8 @@ def transformers() -> ModuleType:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence transformers' progress bars and notices; this package prints what users need to know."""
+    """Silence transformers' progress bars and notices inside the context; this package prints what users need to
+    know."""
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -60,6 +62,6 @@ def quietly() -> Iterator[None]:
 
 
 def accepts(module: nn.Module, *names: str) -> str | None:
-    """Return the first of `names` that is a parameter of the module's forward; None if none is."""
+    """Return the first of `names` that is a parameter of the module's forward method; None if none is."""
     known = inspect.signature(module.forward).parameters
     return next((name for name in names if name in known), None)

@@ -1,5 +1,5 @@
-"""The input of a transformers module for a batch, and its output per wanted token: the log-probability, or for a critic
-the value of the state before the token."""
+"""The input of a transformers module for a batch, and its output for each token to score: the log-probability, or with
+a critic the value of the state before the token."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,12 @@ SCORE = "score.weight"
 
 
 class ValueNet(nn.Module):
-    """V = score · h, h [..., D] the last hidden states (after the final norm). The head starts at zero, as in `Value`.
+    """A critic: value = score · h, where h [..., D] is the last hidden state (after the final norm). The head starts at
+    zero, as in `Value`.
 
     Attributes:
         backbone: transformers' AutoModel.
-        score: linear, D -> 1 without bias, as in transformers' `...ForSequenceClassification` with one label.
-    """
+        score: linear, D -> 1 without bias, as in transformers' `...ForSequenceClassification` with one label."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,8 @@ class ValueNet(nn.Module):
 
     @classmethod
     def of(cls, backbone: nn.Module, folder: Path | None) -> Self:
-        """Build a critic with the folder's single-label head, if any. Raise ModelFolderError if its shape differs."""
+        """Return a critic. It gets the folder's single-label head if there is one. Raise ModelFolderError for a head of
+        another shape."""
         made = cls(backbone)
         for name, raw in () if folder is None else raw_tensors(weight_files(folder)):
             if name != SCORE:
@@ -56,23 +57,25 @@ class ValueNet(nn.Module):
         return self.backbone.get_input_embeddings()
 
     def forward(self, row: Tensor, column: Tensor, **inputs: object) -> Tensor:
-        """Run the backbone on `inputs` of b rows; return [W, 1], the values at the W positions (row, column)."""
+        """Run the backbone on `inputs` of b rows; return the values at the W positions (row, column), [W, 1]."""
         hidden = self.backbone(**inputs).last_hidden_state
         return self.score(hidden[row, column])
 
 
 @dataclass(frozen=True)
 class ModelRows:
-    """The input of one forward pass, and the positions of the W wanted tokens (see `wanted_tokens`).
+    """The input of one forward pass, and the positions of the W tokens to score (see `wanted_tokens`).
 
-    A token is predicted from the token before it, so a sample's last wanted token and later tokens are not computed.
+    The model predicts a token at the position before it. So a sample is computed up to the token before its last token
+    to score.
 
     Attributes:
-        input_ids, position_ids: int64 [1, T'] packed, positions restart per sample; or [b, S'], padded on the right.
-        row, column: int64 [W] position in `input_ids` of the token before each wanted token.
-        targets: int64 [W] the wanted tokens.
-        places: int64 [W] their indices among the tokens of the batch.
-    """
+        input_ids, position_ids: int64 [1, T'] if packed, with positions that restart in each sample; or [b, S'], padded
+            on
+            the right.
+        row, column: int64 [W] position in `input_ids` of the token before each token to score.
+        targets: int64 [W] ids of the tokens to score.
+        places: int64 [W] indices of the tokens to score among the tokens of the batch."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -83,7 +86,7 @@ class ModelRows:
 
     @classmethod
     def of(cls, batch: RowBatch, rows: list[int], *, packed: bool) -> Self:
-        """Return the input for the samples `rows`, each of which has a wanted token."""
+        """Return the input for the samples `rows`, each of which has a token to score."""
         ids, starts = batch.data.tokens["input_ids"].to(torch.int64), batch.data.starts[torch.tensor(rows)]
         wanted = [batch.wanted_of(row).nonzero().flatten() for row in rows]
         lengths = torch.tensor([int(w[-1]) for w in wanted])
@@ -109,12 +112,12 @@ class ModelRows:
 
     @classmethod
     def smallest(cls) -> Self:
-        """Return the shortest input with a wanted token: two tokens of one sample."""
+        """Return the shortest possible input: one sample of two tokens, of which the second is scored."""
         ids, zero = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         return cls(ids, torch.arange(2)[None], zero, zero, zero, zero)
 
     def to(self, device: str) -> Self:
-        """Move the tensors that a module reads to its device."""
+        """Move the tensors that the module reads to `device`."""
         if device == "cpu":
             return self
         moved = (t.to(device) for t in (self.input_ids, self.position_ids, self.row, self.column, self.targets))
@@ -126,13 +129,13 @@ _CHUNK_BYTES = 1 << 26
 
 @dataclass
 class Outputs:
-    """The outputs for W wanted tokens, float32, with a gradient if requested.
+    """The model's outputs for the W tokens to score, in float32, with a gradient if requested.
 
     Attributes:
-        scored: [W] the log-probability under generation's temperature and filters, or the value.
-        removed: bool [W] tokens with no probability after a filter: `scored` is finite but must get no gradient.
-        unfiltered: [W] the log-probability under the temperature only; None unless requested.
-    """
+        scored: [W] log-probability under generation's temperature, top-k and top-p; or the critic's value.
+        removed: bool [W] tokens that top-k or top-p removes. Their `scored` is finite but must get no gradient. None
+            without top-k and top-p.
+        unfiltered: [W] log-probability under the temperature only; None unless requested."""
 
     scored: Tensor
     removed: Tensor | None = None
@@ -142,8 +145,8 @@ class Outputs:
 def outputs_of(
     module: nn.Module, rows: ModelRows, scoring: Scoring, *, unfiltered: bool, chunk: int | None = None
 ) -> Outputs:
-    """Run one forward pass. Float32 logits exist for `chunk` tokens at a time, forward and backward; None: for as many
-    as fit in 64 MB."""
+    """Run one forward pass. Logits in float32 exist for only `chunk` tokens at a time, also in the backward pass; by
+    default for as many as fit in 64 MB."""
     if isinstance(module, ValueNet):
         values = module(rows.row, rows.column, **_inputs(module.backbone, rows))
         return Outputs(values.squeeze(-1).float())
@@ -157,8 +160,8 @@ def outputs_of(
 
 
 def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
-    """Return [b, C, V] in the module's precision, and the column [W] of each wanted token in it. The head is computed
-    only for columns that some row wants, if the architecture supports this."""
+    """Return the logits [b, C, V] in the module's precision, and for each token to score its column in them, [W]. If
+    the architecture supports it, the LM head is computed only for columns with a token to score in some row."""
     inputs = _inputs(module, rows)
     if accepts(module, "logits_to_keep") is None:
         return module(**inputs).logits, rows.column
@@ -170,8 +173,8 @@ class _Places(NamedTuple):
     """The requested positions of the logits.
 
     Attributes:
-        picks: (row, column, token) of each chunk, int64 [w] each.
-        unfiltered: also return the log-probabilities without filters.
+        picks: (row, column, token id) of each chunk, int64 [w] each.
+        unfiltered: also return the log-probabilities without top-k and top-p.
     """
 
     picks: list[tuple[Tensor, Tensor, Tensor]]
@@ -180,13 +183,14 @@ class _Places(NamedTuple):
 
 
 class _InChunks(torch.autograd.Function):
-    """Log-probabilities of some positions of the logits, computed chunk by chunk. Only the logits are kept for the
-    backward pass, which recomputes each chunk, so that only logits and their gradient need full-size memory."""
+    """A function that computes the log-probabilities at some positions of the logits, chunk by chunk. Only the logits
+    are kept for the backward pass, which recomputes each chunk. So only the logits and their gradient exist in full
+    size."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scored [W], unfiltered [W], removed [W]). The second is empty if not requested or equal to the first,
-        the third without filters."""
+        """Return (scored [W], unfiltered [W], removed [W]). `unfiltered` is empty if it is not requested or equals
+        `scored`; `removed` is empty without top-k and top-p."""
         scoring = places.scoring
         made = [
             _of_places(logits[row, column], targets, scoring, places.unfiltered)
@@ -237,7 +241,7 @@ def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bo
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
-    """Return a module's arguments. No mask is needed: transformers separates packed samples by their positions, and
+    """Return the module's arguments. They need no mask: transformers separates packed samples by their positions, and
     padding is on the right."""
     inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
     if accepts(module, "position_ids") is not None:
@@ -248,9 +252,9 @@ def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
 def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return bool [W, V]: the tokens that top-k and then top-p keep, by the rule of csrc/kernels/sampling.h.
 
-    Top-k keeps all logits at least as large as the k-th. Top-p sorts the rest ascending by (logit, token), and keeps a
-    token if the cumulative probability including it is above 1 - top_p; the last token is always kept.
-    """
+    Top-k keeps all logits that are at least the k-th largest. Top-p sorts the rest ascending by (logit, token id), and
+    keeps a token if the cumulative probability up to and including it is above 1 - top_p. The last token is always
+    kept."""
     kept = torch.ones_like(logits, dtype=torch.bool)
     if 0 < top_k < logits.shape[-1]:
         kept = logits >= logits.topk(top_k, dim=-1).values[:, -1:]
@@ -263,10 +267,10 @@ def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def keeps_packed_samples_apart(module: nn.Module) -> bool:
-    """Return whether restarting positions are enough for transformers to separate packed samples in this architecture.
+    """Return whether transformers separates packed samples in this architecture if positions restart in each sample.
 
-    Tested on two samples: if the second sample's output has a gradient with respect to the first one's embeddings, they
-    are not separated. The result depends on the architecture, not on its weights.
+    To test this, two packed samples are computed. If the output of the second has a gradient with respect to the
+    embeddings of the first, they are not separated. The result depends on the architecture, not on its weights.
     """
     base = module.backbone if isinstance(module, ValueNet) else module
     if accepts(base, "position_ids") is None or accepts(base, "inputs_embeds") is None:
@@ -284,6 +288,6 @@ def keeps_packed_samples_apart(module: nn.Module) -> bool:
             weights = torch.linspace(-1, 1, second.shape[-1], device=device).sin()
             (gradient,) = torch.autograd.grad((second * weights).sum(), embedded)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError):
-        return False  # an architecture that takes no embeddings
+        return False  # an architecture that does not accept embeddings
     first, own = gradient[:, :4], gradient[:, 4:]
     return bool(own.any()) and not bool(first.any())

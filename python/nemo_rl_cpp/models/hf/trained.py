@@ -1,5 +1,5 @@
-"""Policy and critic on transformers (`policy.backend: hf`, `value.backend: hf`): any model that AutoModelForCausalLM or
-AutoModel loads."""
+"""Policy and critic on transformers (`policy.backend: hf`, `value.backend: hf`), for any model that
+AutoModelForCausalLM or AutoModel loads."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _SHARD = "5GB"
 def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
     """Write config.json and the weights, in the module's precision, under the names of the architecture's checkpoints.
 
-    A critic is saved like the native critic: as transformers' `...ForSequenceClassification` with one label if that
-    class exists, with its layers under the prefix of the architecture's language models, and `score.weight`.
+    A critic is saved in the same format as the native critic: as transformers' `...ForSequenceClassification` with one
+    label if that class exists. Its layers have the prefix of the architecture's language models, and its head is
+    `score.weight`.
 
     Args:
-        whole: the weights, by the module's names, if its parameters are sharded over ranks.
-    """
+        whole: the whole weights by the module's names, if its parameters are sharded over ranks."""
     score = module.score.weight if isinstance(module, ValueNet) and whole is None else (whole or {}).get(SCORE)
     folder.mkdir(parents=True, exist_ok=True)
     remove_weights(folder)
@@ -65,7 +65,9 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
     if tensors is not None:
         # transformers writes the dtype of the module's parameters, which ranks hold in float32
         _change_config(folder, dtype=str(next(iter(whole.values())).dtype).removeprefix("torch."))
-    (folder / "generation_config.json").unlink(missing_ok=True)  # the caller writes one with this run's end tokens
+    (folder / "generation_config.json").unlink(
+        missing_ok=True
+    )  # the caller writes generation_config.json with this run's end tokens
     if isinstance(module, ValueNet):
         _add_score(module, folder, score)
 
@@ -78,7 +80,8 @@ def names_in_checkpoints(module: nn.Module, tensors: dict[str, Tensor]) -> set[s
 
 
 def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the state dict that `module` would have with whole parameters: these tensors, and its buffers."""
+    """Return the state dict of `module` with unsharded parameters: the tensors of `whole` without `prefix`, and the
+    buffers."""
     named = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return named | {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
@@ -91,7 +94,7 @@ def _change_config(folder: Path, **changes: Plain) -> None:
 
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
-    """Add the head and the prefix to the files, one file at a time."""
+    """Add the critic's head and the layers' prefix to the saved files, one file at a time."""
     prefix = module.backbone.base_model_prefix
     files = sorted(folder.glob("model*.safetensors"))
     weight_map = {}
@@ -111,8 +114,8 @@ def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
 
 
 class HfTrainedModel(TrainedModel):
-    """`TrainedModel` on transformers. Micro-batches, losses, optimizer, schedule and checkpoints share the native
-    model's code; torch runs the forward and backward passes."""
+    """A `TrainedModel` on transformers. It shares the native model's code for micro-batches, losses, optimizer,
+    schedule and checkpoints; torch runs the forward and backward passes."""
 
     folder: HfFolder
     model: FlatModel | ShardedModel
@@ -145,7 +148,8 @@ class HfTrainedModel(TrainedModel):
         return FlatModel(module, dtype, trainable, self.device)
 
     def _with_router(self, module: nn.Module) -> None:
-        """Note once that the router is trained although megatron_cfg requests a frozen one, as NeMo RL's files do."""
+        """Print a note, once, if megatron_cfg requests a frozen router as NeMo RL's files do, because it is trained
+        here."""
         megatron = self.config.megatron_cfg
         if not (megatron.enabled and megatron.freeze_moe_router):
             return
@@ -169,7 +173,8 @@ class HfTrainedModel(TrainedModel):
         return trainer.together()
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict`. For a sharded model all ranks call it; only the first rank returns tensors."""
+        """Return `state_dict`. If the model is sharded, all ranks must call this; only the first rank returns
+        tensors."""
         return self.state_dict()
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
@@ -190,8 +195,8 @@ class HfTrainedModel(TrainedModel):
 
     @property
     def other_names_in_checkpoints(self) -> str | None:
-        """A description of weights whose names differ between the architecture's checkpoints and its module (mostly
-        experts); None if there are none."""
+        """Return a text on weights whose names in the architecture's checkpoints differ from those in its module
+        (mostly experts); None if there are none."""
         here = {name: torch.empty(shape, device="meta") for name, shape, _ in self.model.layout}
         there = names_in_checkpoints(self.model.module, here)
         if not (moved := sorted(there - here.keys())):
@@ -215,15 +220,15 @@ class HfTrainedModel(TrainedModel):
 
 
 class HfPolicy(HfTrainedModel, Policy):
-    """The counterpart of `Policy`, with the same arguments, for architectures without a native core.
+    """The counterpart of `Policy` for architectures that the native core does not support. It has the same arguments.
 
-    Generation and training compute differently and agree only up to rounding. Each batch is therefore scored before
-    training on it, and the mismatch metrics report the difference.
+    Generation and training agree only up to rounding. So each batch is scored before training on it, and the mismatch
+    metrics report the difference.
     """
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """False: generation's log-probabilities are not bit-identical to those of the training forward pass."""
+        """Return False: generation's log-probabilities are not bit-identical to those of the training forward pass."""
         return False
 
     def _compare_whole_pass_now_and_then(self) -> None:
@@ -235,7 +240,7 @@ class HfPolicy(HfTrainedModel, Policy):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> HfGeneration:
-        """Return an engine that uses the module directly: no copy, no refit."""
+        """Return an engine that uses the module in place, so that it needs neither a copy nor a refit."""
         config = generation_config or self.config.generation
         options = engine_options(self.config, config, options)
         options.setdefault("memory_share", 1 / self.ranks.size)
@@ -248,15 +253,16 @@ class HfPolicy(HfTrainedModel, Policy):
 
 
 class HfPolicyWorker(HfPolicy, EngineHost):
-    """The policy in a worker, with the engines that read its weights."""
+    """The policy in a worker process, with the engines that read its weights."""
 
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """See `EngineHost.generate_with`. All ranks, also ranks without prompts, gather the weights for it."""
+        """Generate like `EngineHost.generate_with`. All ranks gather the weights first, so all must call this, also
+        ranks without prompts."""
         with self.model.gathered():
             return super().generate_with(number, prompts, greedy, on_finished)
 
 
 class HfValue(HfTrainedModel, Value):
-    """The counterpart of `Value`, with the same arguments, for architectures without a native core."""
+    """The counterpart of `Value` for architectures that the native core does not support. It has the same arguments."""

@@ -1,5 +1,5 @@
-"""Gradients and optimizer steps of a transformers module, with the interface of csrc/trainer/trainer.h, in one process
-or on several ranks."""
+"""The trainer of a transformers module: gradients and optimizer steps, with the interface of csrc/trainer/trainer.h, in
+one process or on several ranks."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _BLOCK = 1 << 22
 
 
 class OptimizerStep(NamedTuple):
-    """The gradient norm before clipping, and whether it was finite; if not, nothing was changed."""
+    """The gradient norm before clipping, and whether it was finite. If it was not, nothing was changed."""
 
     grad_norm: float
     finite: bool
@@ -32,20 +32,20 @@ MomentDtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class HfTrainer:
-    """The trainer that `MicroBatchRunner` and `TrainedModel` use with transformers.
+    """The trainer of `TrainedModel` and `MicroBatchRunner` on transformers.
 
     A forward pass keeps torch's autograd graph for `backward`. Gradients of micro-batches accumulate in float32.
 
     Args:
-        model: trained, or frozen (then `forward` only works with keep=False).
-        packed: put the samples of a micro-batch in one row, if the architecture keeps them separate.
+        model: the trained model, or a frozen one, for which `forward` only works with keep=False.
+        packed: put the samples of a micro-batch in one row, which the architecture must keep separate.
         chunk: number of tokens whose float32 logits exist at a time (`policy.logprob_chunk_size`).
         moments: dtypes of AdamW's two moments; None: float32.
     """
 
     out_dtype = torch.float32
     reused_tokens = 0
-    """tokens reused from generation's forward pass: none, because no activations are kept"""
+    """number of tokens reused from generation's forward pass; 0, because generation keeps no activations"""
 
     def __init__(
         self, model: FlatModel, packed: bool, chunk: int | None = None, moments: MomentDtypes = (None, None)
@@ -64,12 +64,14 @@ class HfTrainer:
     def forward(
         self, batch: RowBatch, rows: list[int], temperature: float, share_prefix: bool, keep: bool, checkpoint: bool, out: Tensor, **more: object
     ) -> None:  # fmt: skip
-        """Write the model's output per wanted token of these samples into `out` [T]; -inf for a filtered token.
+        """Write the log-probability (or critic's value) of each token to score of these samples into `out` [T]; -inf
+        for a token that top-k or top-p removes.
 
         Args:
             keep: a `backward` will follow.
-            more: `top_p`, `top_k`, and `unfiltered` [T], which receives the log-probabilities without filters.
-        """
+            more: `top_p`, `top_k`, and `unfiltered` [T], which receives the log-probabilities without top-k and top-p.
+
+        Raises ValueError if `share_prefix` is set, which transformers does not support."""
         if share_prefix:
             raise ValueError("transformers computes the prompt of each sample: share_prefix must be False")
         scoring = Scoring(temperature, float(more.get("top_p", 1.0)), int(more.get("top_k", 0)))
@@ -84,8 +86,8 @@ class HfTrainer:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        """Run a forward pass; with `keep`, keep the autograd graph for `backward`."""
-        self._kept = None  # the graph of a micro-batch without a gradient, which no `backward` has used
+        """Run a forward pass. If `keep`, store the autograd graph for `backward`."""
+        self._kept = None  # drop the graph of a micro-batch that got no backward pass
         self._checkpoint(checkpoint and keep)
         with quietly(), torch.set_grad_enabled(keep):
             outputs = outputs_of(self.model.module, rows, scoring, unfiltered=unfiltered, chunk=self._chunk)
@@ -93,8 +95,8 @@ class HfTrainer:
         return outputs
 
     def _checkpoint(self, wanted: bool) -> None:
-        """Set whether layers recompute their activations in the backward pass. Only the layers are put in training
-        mode, with their dropout set to 0, so that recomputing does not enable dropout."""
+        """Switch activation checkpointing on or off. Only the layers are put in training mode, as checkpointing
+        requires, and their dropout is set to 0, because training mode would enable it."""
         module = self.model.module
         base = module.backbone if isinstance(module, ValueNet) else module
         if wanted and not self._recomputing:
@@ -118,11 +120,12 @@ class HfTrainer:
             layer.gradient_checkpointing = layer.training = wanted
 
     def takes_token_loss(self, temperature: float, top_p: float, top_k: int) -> bool:
-        """Return False: the loss computes its gradient for whole micro-batches."""
+        """Return False: a loss cannot be fused into the LM head; it computes its gradient for whole micro-batches."""
         return False
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None) -> None:
-        """Add the gradients of the last `forward`, from its outputs' gradients `d_out` [T] and `d_unfiltered` [T]."""
+        """Run the backward pass of the last `forward`, and add the weights' gradients to the accumulated ones. `d_out`
+        [T] and `d_unfiltered` [T] are the gradients of its outputs."""
         outputs, picked = self._kept
         self._kept = None
         device = outputs.scored.device
@@ -144,24 +147,24 @@ class HfTrainer:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The range of this process: everything."""
+        """Return the range of the flat buffers that this process holds: all of it."""
         return 0, self.model.compute.numel()
 
     @property
     def grads(self) -> Tensor:
-        """float32 [n], in the layout of the model."""
+        """Return the accumulated gradients, float32 [n], in the layout of the model."""
         if self._grads is None:
             self._grads = torch.zeros_like(self.model.masters)
         return self._grads
 
     @property
     def exp_avg(self) -> Tensor:
-        """AdamW's first moment [n]."""
+        """Return AdamW's first moment [n]."""
         return self._both_moments()[0]
 
     @property
     def exp_avg_sq(self) -> Tensor:
-        """AdamW's second moment [n]."""
+        """Return AdamW's second moment [n]."""
         return self._both_moments()[1]
 
     def _both_moments(self) -> tuple[Tensor, Tensor]:
@@ -176,8 +179,8 @@ class HfTrainer:
     def step(
         self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, max_grad_norm: float
     ) -> OptimizerStep:
-        """Take one AdamW step on the gradients, clipped like torch.nn.utils.clip_grad_norm_ if `max_grad_norm` is above
-        0. The arithmetic is torch.optim.AdamW's, as in the native trainer."""
+        """Take one AdamW step. If `max_grad_norm` is above 0, clip the gradients first, like
+        torch.nn.utils.clip_grad_norm_. The arithmetic is torch.optim.AdamW's, as in the native trainer."""
         grads = self.grads
         norm = math.sqrt(self._squares(grads))
         if not math.isfinite(norm):
@@ -193,22 +196,23 @@ class HfTrainer:
         return OptimizerStep(norm, True)
 
     def _squares(self, grads: Tensor) -> float:
-        """Return the sum of squares over the whole model."""
+        """Return the sum of the squared gradients of the whole model."""
         return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a no-op context for a loop over micro-batches: no other rank waits for this process."""
+        """Return a context for a loop over micro-batches. It does nothing: no other rank waits for this process."""
         return nullcontext()
 
 
 class NextCollective(IntEnum):
-    """The next pass of a rank. If ranks differ, all ranks first take part in the pass with the largest value."""
+    """The pass that a rank wants to run next. If the ranks' passes differ, all ranks first run the one with the largest
+    value."""
 
     END = 0
     SCORE = 1
     FORWARD = 2
     FORWARD_AGAIN = 3
-    """with activations that the backward pass recomputes"""
+    """a forward pass whose activations the backward pass recomputes"""
     BACKWARD = 4
     FAIL = 5
 
@@ -216,9 +220,9 @@ class NextCollective(IntEnum):
 class ShardedTrainer(HfTrainer):
     """An `HfTrainer` whose model is a `ShardedModel`.
 
-    A pass gathers the weights of all ranks, but ranks have different numbers of micro-batches, some without a gradient.
-    Before each pass a rank therefore announces it, and takes part in the passes of other ranks: in a forward pass with
-    two dummy tokens, in a backward pass with a gradient of 0.
+    Every pass gathers weights from all ranks, but ranks have different numbers of micro-batches, and some micro-batches
+    have no backward pass. So a rank announces each pass before it, and takes part in the passes of other ranks: in a
+    forward pass with two dummy tokens, in a backward pass with a gradient of 0.
     """
 
     model: ShardedModel
@@ -236,8 +240,8 @@ class ShardedTrainer(HfTrainer):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Surround a loop over this rank's micro-batches. The context ends once all ranks have finished their loops, or
-        with an error on every rank if a rank fails."""
+        """Return a context for a loop over this rank's micro-batches. It ends once all ranks have finished their loops.
+        If a rank fails, it raises an error on every rank."""
         try:
             yield
             self._agree(NextCollective.END)
@@ -254,7 +258,8 @@ class ShardedTrainer(HfTrainer):
         return every.flatten().tolist()
 
     def _agree(self, wish: NextCollective) -> None:
-        """Take part in the passes that precede `wish`, until all ranks are ready for `wish`."""
+        """Take part in the passes of other ranks that come first, until all ranks are ready for the pass `wish`. Raise
+        OtherRankFailedError if a rank has failed."""
         while True:
             first = NextCollective(max(self._say(wish)))
             if first == NextCollective.FAIL:
@@ -285,12 +290,12 @@ class ShardedTrainer(HfTrainer):
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The range of this rank in its flat buffers: everything."""
+        """Return the range of this rank's flat buffers that it holds: all of it."""
         return 0, self.model.flat_layout.total
 
     @property
     def grads(self) -> Tensor:
-        """float32 [n] of this rank's rows, a copy."""
+        """Return a copy of the accumulated gradients of this rank's rows, float32 [n]."""
         return self.model.grads
 
     def _squares(self, grads: Tensor) -> float:

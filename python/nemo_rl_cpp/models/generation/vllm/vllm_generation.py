@@ -1,4 +1,4 @@
-"""Generation by a vLLM server that the run or the user has started; each refit sends the weights to the server."""
+"""Generation by a vLLM server that the run or the user has started. Each refit sends the weights to the server."""
 
 import contextlib
 import time
@@ -29,14 +29,14 @@ from nemo_rl_cpp.models.generation.vllm.weights import NcclTransport, SharedMemo
 from nemo_rl_cpp.models.trained_model import TrainedModel
 
 _REFIT, _GENERATE = "a refit", "generate"
-_PLAIN = {  # set explicitly, so that a server's defaults do not change them
+_PLAIN = {  # set explicitly, so that they do not depend on a server's defaults
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0,
     "logprobs": 0, "ignore_eos": True, "detokenize": False, "n": 1,
 }  # fmt: skip
 
 
 class Response:
-    """A response of vLLM in progress. Stop strings are matched in the bytes of its tokens, as in the native engine.
+    """A response that vLLM is generating. Stop strings are matched in the bytes of its tokens, as in the native engine.
 
     Args:
         row: row of the batch.
@@ -48,13 +48,15 @@ class Response:
     ) -> None:
         self.row, self.prompt, self.room, self.seed = row, prompt, room, seed
         self.stops, self._token_bytes = [text.encode() for text in stops], token_bytes
-        self._kept = max(map(len, self.stops), default=1) - 1  # bytes in which a stop string may have begun
+        self._kept = (
+            max(map(len, self.stops), default=1) - 1
+        )  # number of last bytes that may be the beginning of a stop string
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self._tail, self.stopped, self.truncated = b"", False, False
 
     def add(self, token: int, logprob: float) -> None:
-        """Append a token, unless vLLM sampled it after a stop string."""
+        """Append a token. Ignore tokens that vLLM has sampled after a stop string."""
         if self.stopped:
             return
         self.tokens.append(token)
@@ -66,16 +68,19 @@ class Response:
 
 
 class VllmGeneration(BaseEngine):
-    """NeMo RL's generation interface on a vLLM server: `policy.generation.vllm_cfg.server_url`, or one that
-    `vllm_cfg.python` runs.
+    """NeMo RL's generation interface on a vLLM server, either the user's at `policy.generation.vllm_cfg.server_url`, or
+    one that the run starts with the interpreter `vllm_cfg.python`.
 
-    A server that the user has started keeps running after the run, with the last weights. Other clients may use it too;
-    their requests end before each refit. vLLM generates nothing before the first `update_weights`. Requests are streams
-    to vLLM's token-id route, so every token shows that the server is alive. A response is aborted once a stop string
-    ends it. vLLM samples with a seed computed from (seed, stream, draw id, sample, prompt length), so a repeated run
-    sends the same requests. vLLM's log-probabilities are not bit-identical to training's. `generate` raises the errors
-    of `BaseEngine`, VllmError before the first refit, and WorkerLostError if the server has ended or has produced no
-    token for vllm_cfg.timeout_s.
+    A user's server keeps running after the run, with the last weights. Other clients may use it, too; their requests
+    end before each refit. vLLM generates nothing before the first `update_weights`.
+
+    Requests go to vLLM's token-id route as streams, so that every received token shows that the server is alive. The
+    client aborts a response once a stop string ends it. vLLM's seed is computed from (seed, stream, draw id, sample,
+    prompt length), so that a repeated run sends the same requests. vLLM's log-probabilities are not bit-identical to
+    training's.
+
+    `generate` raises the errors of `BaseEngine.generate`, VllmError before the first refit, and WorkerLostError if the
+    server has ended or has produced no token for vllm_cfg.timeout_s.
 
     Args:
         policy: provides the weights for vLLM.
@@ -89,8 +94,7 @@ class VllmGeneration(BaseEngine):
         weight_version: version of vLLM's weights; None before the first refit.
         server: the server that the run has started, or None.
 
-    Raises ValueError for a server that the run cannot use, WorkerLostError for a server that does not start.
-    """
+    Raises ValueError for a server that the run cannot use, WorkerLostError for a server that does not start."""
 
     owns_process = True
 
@@ -145,7 +149,7 @@ class VllmGeneration(BaseEngine):
         requests = []
         for row, prompt in enumerate(prompts):
             if room[row] > 0:
-                # 63 bits of the response's key; the prompt's length distinguishes the turns of a conversation
+                # a seed of 63 bits; the prompt's length distinguishes the turns of a conversation
                 key = pack("<IIqqq", self.seed, STREAMS[asked.stream], draws[row], samples[row], len(prompt))
                 seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
                 requests.append(Response(row, prompt, room[row], seed, asked.stops[row], token_bytes))
@@ -223,9 +227,9 @@ class VllmGeneration(BaseEngine):
         """Send the weights of `version` to vLLM, converted to its dtypes where needed.
 
         Requests of other clients end first. If a failure occurs before the update begins, the server continues with its
-        old weights; later it stays paused, because some weights are new. Raises RuntimeError if the received weights
-        have a different digest or a parameter of vLLM's model received no values; vLLM then generates nothing.
-        """
+        old weights. After a later failure it stays paused, because some of its weights are new. Raises RuntimeError if
+        the received weights have a different digest, or if a parameter of vLLM's model received no values; vLLM then
+        generates nothing."""
         began = time.perf_counter()
         self.weight_version = self._arrived = None
         try:
@@ -254,13 +258,14 @@ class VllmGeneration(BaseEngine):
         return self._client.call(_REFIT, method, path, body)
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights received at the last refit, 32 hexadecimal digits; RuntimeError if none."""
+        """Return the digest of the weights that vLLM received at the last refit, 32 hexadecimal digits. Raise
+        RuntimeError before the first refit."""
         if self._arrived is None:
             raise RuntimeError("vLLM has no weights before the first sync_weights")
         return self._arrived
 
     def shutdown(self) -> bool:
-        """Release the transfer memory, and stop the server that the run has started. Idempotent."""
+        """Release the transfer memory, and stop the server if the run has started it. Idempotent."""
         self._client.give_up()
         self._transport.close()
         self._end_server()
@@ -280,7 +285,7 @@ def _choices(events: Iterator[dict], url: str) -> Iterator[dict]:
 
 
 def _sampled(choice: dict, url: str) -> tuple[list[int], list[float]]:
-    """Return token ids and log-probabilities of a part of a response."""
+    """Return (token ids, log-probabilities) in a part of a streamed response. Raise VllmError if it is malformed."""
     try:
         ids = [int(token) for token in choice["token_ids"] or ()]
         content = (choice.get("logprobs") or {}).get("content") or ()
@@ -304,9 +309,9 @@ def check_vllm(policy: PolicyConfig, device: str) -> None:
 
 
 def vllm_of(policy: TrainedModel, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> VllmGeneration:
-    """Return vLLM for the policy of a run: a server that the run starts, or the server at `vllm_cfg.server_url`.
+    """Return the vLLM engine for the policy of a run. It uses the server at `vllm_cfg.server_url`, or starts one.
 
-    Raises ValueError for a policy that does not expose its weights (a custom class).
+    Raises ValueError for a policy (such as a custom class) that does not expose its weights.
     """
     vllm = config.generation.vllm_cfg
     key = "python" if vllm.server_url is None else "server_url"

@@ -1,4 +1,4 @@
-"""The transfer of weights to vLLM's server: shared memory or NCCL."""
+"""The transfer of weights to a vLLM server, through shared memory or NCCL."""
 
 import base64
 import mmap
@@ -23,12 +23,12 @@ _ID = "nccl_unique_id"  # key of the store under which csrc/distributed/nccl_com
 
 
 class WeightBuffer:
-    """Anonymous shared memory that holds a copy of the weights; freed when the last process closes it.
+    """Anonymous shared memory with a copy of the weights. It is freed when the last process closes it.
 
     Attributes:
         manifest: [name, dtype, shape, offset, bytes] of each tensor, as `nemo_rl_cpp_vllm.SharedWeights` reads it.
         size: total size in bytes.
-        descriptor: file descriptor, which the server process opens by its path in /proc.
+        descriptor: file descriptor, which the server's process opens by its path in /proc.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -46,13 +46,13 @@ class WeightBuffer:
 
     @property
     def weight_bytes(self) -> int:
-        """The total bytes of all tensors."""
+        """Return the total size of all tensors in bytes."""
         return sum(size for *_, size in self.manifest)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> str:
-        """Copy the current weights; return the digest of the weights themselves, not of the copy.
+        """Copy the current weights into the memory. Return a digest of `tensors`, not of the copy.
 
-        Raise ValueError if names, dtypes or shapes differ from the tensors that the memory was created for.
+        Raise ValueError if names, dtypes or shapes differ from those for which the memory was created.
         """
         found = {
             name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()
@@ -67,21 +67,22 @@ class WeightBuffer:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the file; the memory is freed when the last view of it is released. Idempotent."""
+        """Close the file. The memory is freed when the last view of it is released. Idempotent."""
         self._closing()
         self.descriptor = -1
 
 
 class SharedMemoryTransport:
-    """Anonymous memory that this process and the server's worker map. It is reachable only by this process's open file,
-    so it is freed after both processes have ended, even if they are killed."""
+    """A transfer through anonymous memory that this process and the server's workers map. The memory is reachable only
+    by this process's open file, so that it is freed once both processes have ended, even if they are killed."""
 
     def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
         self._client, self._buffer, self._sent = client, WeightBuffer(weights), ""
         self.weight_bytes = self._buffer.weight_bytes
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the weights; let vLLM verify the digest of the memory. After a failure vLLM keeps its old weights."""
+        """Copy the weights into the shared memory, and let vLLM verify its digest. On failure vLLM keeps its old
+        weights."""
         self._sent = self._buffer.fill(weights)
         info = {
             "path": f"/proc/{os.getpid()}/fd/{self._buffer.descriptor}", "size": self._buffer.size, "manifest": self._buffer.manifest,
@@ -90,7 +91,7 @@ class SharedMemoryTransport:
         self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """Let vLLM load the weights, and return the digest of the sent weights."""
+        """Let vLLM load the weights from the shared memory. Return the digest of the policy's weights."""
         self._client.call(REFIT, "POST", "/update_weights", {"update_info": {}})
         return self._sent
 
@@ -100,11 +101,11 @@ class SharedMemoryTransport:
 
 
 class NcclTransport:
-    """NCCL broadcast from the trainer's GPU, rank 0, to the server's workers, tensor by tensor in `update_info`'s
-    order.
+    """A transfer by NCCL: the trainer's GPU is rank 0 and broadcasts each tensor to the server's workers, in the order
+    of `update_info`.
 
-    The workers receive NCCL's id by HTTP, join a sum of one number as a greeting, and receive one broadcast per tensor,
-    as in vLLM's engine `nccl` without packing.
+    The workers receive NCCL's id by HTTP, join an all-reduce of one number as a greeting, and then receive one
+    broadcast per tensor, as vLLM's engine `nccl` does without packing.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
@@ -113,7 +114,7 @@ class NcclTransport:
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """At the first refit, rendezvous with the workers. After a failure vLLM keeps its old weights."""
+        """At the first refit, connect to the workers. On failure vLLM keeps its old weights."""
         if self._communicator is None:
             self._communicator = self._meet()
 
@@ -136,10 +137,11 @@ class NcclTransport:
                 f"the workers of vLLM at {self._client.url} did not meet the trainer: {error}"
             ) from error
         finally:
-            thread.shutdown(wait=False)  # if vLLM refuses, the rendezvous ends at its deadline
+            thread.shutdown(wait=False)  # if vLLM rejects the request, the rendezvous ends at its deadline
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """Let vLLM load the weights; return the sent weights' digest. After an error the communicator is unusable."""
+        """Broadcast the weights and let vLLM load them. Return the digest of the policy's weights. After an error the
+        communicator is unusable."""
         manifest = [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights.items()
         ]
@@ -168,14 +170,14 @@ class NcclTransport:
 
 
 def connect(store: dist.Store, size: int, device: torch.device, seconds: float) -> C.Communicator:
-    """Connect as rank 0 of `size` ranks, once all other ranks have joined and greeted."""
+    """Return the communicator of rank 0 of `size` ranks, once all other ranks have joined and greeted."""
     communicator = C.nccl_communicator(store, 0, size, device, seconds)
     C.nccl_greeting(communicator, "greeting vLLM's workers")
     return communicator
 
 
 def _id_of(store: dist.Store, meeting: Future[C.Communicator]) -> bytes:
-    """Wait for the rendezvous thread to create NCCL's id and return the id; re-raise any exception from that thread."""
+    """Return NCCL's id once the thread of `meeting` has created it. If that thread raises an exception, re-raise it."""
     failed = threading.Event()
     meeting.add_done_callback(lambda _: failed.set())
     while not store.check([_ID]):

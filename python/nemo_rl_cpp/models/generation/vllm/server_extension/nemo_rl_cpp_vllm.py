@@ -21,26 +21,27 @@ import os
 from dataclasses import dataclass, field
 
 TESTED_VERSION = "0.32.0"
-"""The only supported version of vLLM, with which the tests have run."""
+"""The only supported version of vLLM: the tests have run with it."""
 SHARED_MEMORY, NCCL = "nemo_rl_cpp_shared_memory", "nemo_rl_cpp_nccl"
 PROTOCOL = 1
 """Increases with every incompatible change between a trainer and a server's extension."""
 
 
 def begin_digest(manifest: list) -> hashlib.blake2b:
-    """Return a digest over the names, dtypes, shapes and offsets of all tensors; the caller adds their bytes."""
+    """Return a hash object over the names, dtypes, shapes and offsets of all tensors. The caller adds their bytes."""
     return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16)
 
 
 class SharedWeights:
-    """The trainer's weights in memory that both processes map: [name, dtype, shape, offset, bytes] of each tensor."""
+    """The trainer's weights in memory that both processes map. The manifest holds [name, dtype, shape, offset, bytes]
+    of each tensor."""
 
     def __init__(self, descriptor: int, manifest: list, size: int) -> None:
         self.manifest = manifest
         self.memory = mmap.mmap(descriptor, size)
 
     def digest(self) -> str:
-        """Return the digest of the received weights."""
+        """Return the digest of the weights in the memory."""
         digest = begin_digest(self.manifest)
         view = memoryview(self.memory)
         for _, _, _, offset, size in self.manifest:
@@ -57,7 +58,8 @@ class SharedWeights:
 
 
 def open_memory(path: str, size: int, manifest: list):
-    """Open the trainer's anonymous memory by a /proc path, which only exists while the trainer has it open."""
+    """Open the trainer's anonymous memory by its path in /proc, which exists only while the trainer keeps the file
+    open. Raise RuntimeError if it cannot be opened, or is not the trainer's."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError as error:
@@ -76,7 +78,7 @@ def open_memory(path: str, size: int, manifest: list):
 
 
 def check_all_loaded(expected: set, loaded: set | None) -> None:
-    """Raise RuntimeError if a parameter of vLLM's model received no values, because it would keep its old values."""
+    """Raise RuntimeError if a parameter of vLLM's model received no values, because it would keep its old ones."""
     missing = sorted(expected - set(loaded or ()))
     if missing:
         raise RuntimeError(
@@ -93,14 +95,15 @@ def check_digest(found: str, sent: str) -> None:
 
 
 def pack_again(model) -> None:
-    """Repack, on a CPU, a head tied to the embedding: it has a separate packed copy, which a reload does not update."""
+    """Repack, on a CPU, an LM head that is tied to the embedding. It has a separate packed copy, which a reload does
+    not update."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
 
 
 def shared_memory_engine() -> type:
-    """Return the class of the shared-memory weight transfer, which reloads layer by layer like vLLM's own engines."""
+    """Return the class of the shared-memory transfer. It reloads the model layer by layer, like vLLM's own engines."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -124,8 +127,8 @@ def shared_memory_engine() -> type:
         weights = digest = None
 
         def init_transfer_engine(self, init_info: Init) -> None:
-            """Check, before each update, that the memory holds the trainer's weights; otherwise vLLM keeps its current
-            weights."""
+            """Check before each update that the memory holds the trainer's weights. If not, raise RuntimeError; vLLM
+            keeps its current weights."""
             self.weights = self.digest = None
             weights = open_memory(init_info.path, init_info.size, init_info.manifest)
             self.found = weights.digest()
@@ -155,7 +158,8 @@ def shared_memory_engine() -> type:
 
 
 def nccl_engine() -> type:
-    """Return vLLM's engine `nccl` for tensors sent one by one, extended by a digest of the received tensors."""
+    """Return the class of the NCCL transfer: vLLM's engine `nccl` for tensors sent one by one, plus a digest of
+    them."""
     import torch
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
@@ -187,7 +191,7 @@ def nccl_engine() -> type:
 
 
 def __getattr__(name: str) -> type:
-    """Return the transfer class that vLLM requests by name; the NCCL class is only created on use."""
+    """Return the transfer class that vLLM requests by name. A class is created only then, because it needs vLLM."""
     makers = {"SharedMemoryOfATrainer": shared_memory_engine, "NcclOfATrainer": nccl_engine}
     if name not in makers:
         raise AttributeError(name)
@@ -195,7 +199,7 @@ def __getattr__(name: str) -> type:
 
 
 def register() -> None:
-    """Register the transfers with vLLM."""
+    """Register both weight transfers with vLLM."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY, __name__, "SharedMemoryOfATrainer")
@@ -203,11 +207,11 @@ def register() -> None:
 
 
 class Weights:
-    """The extension of vLLM's worker (`--worker-extension-cls`): answers a trainer's queries before and after a
+    """The extension of vLLM's workers (`--worker-extension-cls`). It answers a trainer's queries before and after a
     transfer."""
 
     def nemo_rl_cpp_weights(self) -> dict:
-        """Return the facts about this server that a trainer needs, and the digest of the last received weights."""
+        """Return the properties of this server that a trainer checks, and the digest of the last received weights."""
         import vllm
         from vllm.platforms import current_platform
 

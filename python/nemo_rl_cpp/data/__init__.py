@@ -1,1 +1,1 @@
-"""Tokenizer, data sets, processors and the loader that feeds prompts to the training loop."""
+"""Tokenizers, data sets, processors, and the loader that passes prompts to the training loop."""

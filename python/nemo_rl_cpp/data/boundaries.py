@@ -1,8 +1,8 @@
-"""Defines where a prompt begins and where a response ends. Training, validation, evaluation, `generate` and the saved
-folder share this rule, which is that of transformers.
+"""The rules for where a prompt begins (BOS token) and where a response ends (end tokens). Training, validation,
+evaluation, `generate` and the saved folder share these rules, which are those of transformers.
 
 Beginnings: plain text gets the special tokens that the tokenizer adds to a text (a BOS token, if it has one). The text
-of a chat template gets none, because the template writes its own. A passthrough template writes none, so its output is
+of a chat template gets none, because the template writes them. A passthrough template writes none, so its output is
 treated as plain text.
 
 Ends: the `eos_token_id` of generation_config.json, a number or a list; otherwise that of config.json; otherwise the
@@ -27,10 +27,8 @@ _FROM_CONFIG = (
 def prompt_ids(
     tokenizer: TokenizerType, text: str, messages: Sequence[Mapping[str, object]] | None = None
 ) -> list[int]:
-    """Return the token ids of a prompt.
-
-    `messages` is the conversation that a chat template rendered as `text`; None for plain text. If plain text already
-    starts with the BOS token, no second one is added.
+    """Return the token ids of a prompt. `messages` is the conversation that a chat template rendered as `text`, or None
+    for plain text. If plain text already starts with the BOS token, no second one is added.
     """
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
@@ -49,7 +47,8 @@ def prompt_ids(
 
 def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
     """Return the tokens at which a model's responses end: those of generation_config.json in `folder` or of `config`
-    (its config.json), otherwise the tokenizer's. Warn if the tokenizer's end token is not among the model's."""
+    (its config.json), otherwise the tokenizer's. Warn if the tokenizer's end token is not among the model's.
+    """
     ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
     if not ends:
         return end_token_ids_of_tokenizer(tokenizer)
@@ -64,13 +63,15 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """Return a tokenizer's end tokens: those of the model in its folder, otherwise its own; [] for None."""
+    """Return a tokenizer's end tokens: those of the model in its folder if it knows them, otherwise its own; [] for
+    None.
+    """
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 
 
 def named_ends(folder: Path | None, config: Mapping[str, object]) -> list[int]:
-    """Return the end tokens in generation_config.json, or otherwise in config.json; [] if neither has any."""
+    """Return the end tokens in generation_config.json, otherwise those in config.json, or [] if neither has any."""
     generation = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     for source, name in ((generation, GENERATION_CONFIG), (config, "config.json")):
         if ends := _ids(source.get("eos_token_id"), f"{name} of {folder}"):
@@ -83,14 +84,15 @@ def _ids(value: object, where: str) -> list[int]:
     for i in given:
         if isinstance(i, bool) or not isinstance(i, int):
             raise ValueError(f"{where}: eos_token_id is {value!r}, expected a token id or a list of them")
-    return list(dict.fromkeys(i for i in given if i >= 0))  # some folders write -1 for none
+    return list(dict.fromkeys(i for i in given if i >= 0))  # some folders write -1 if there is none
 
 
 def save_generation_config(
     folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None, target: Path
 ) -> None:
-    """Write a trained model's generation_config.json: a copy of the one in `folder`, with the end tokens of
-    `end_token_ids`."""
+    """Write the generation_config.json of a trained model to `target`: a copy of the one in `folder`, to which end
+    tokens are added if it has none.
+    """
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     if not content:
         content = {key: config[key] for key in _FROM_CONFIG if config.get(key) is not None}
@@ -102,9 +104,9 @@ def save_generation_config(
 
 
 def passes_text_through(tokenizer: TokenizerType) -> bool:
-    """Return whether the chat template returns a user's message unchanged, so that no role is marked."""
+    """Return whether the chat template returns a user's message unchanged, without marking its role."""
     try:
         messages = [{"role": "user", "content": "x"}]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "x"
-    except ValueError:  # no template, or a template that rejects this conversation
+    except ValueError:  # there is no template, or it rejects this conversation
         return False

@@ -1,7 +1,9 @@
-"""Chat templates: jinja programs that render messages as the text a model was trained on, and the choice among them.
+"""Chat templates: the choice of a template, and its rendering. A chat template is a jinja program that renders messages
+as the text on which the model was trained.
 
-Templates come with downloaded models, so they are untrusted and run in jinja's immutable sandbox, as in transformers
-and vLLM: a template cannot access Python internals. Its time and memory are not limited."""
+Templates come with downloaded models, so they are untrusted. As in transformers and vLLM, they run in jinja's immutable
+sandbox, in which a template cannot access Python internals. Its time and memory are not limited.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +22,22 @@ import jinja2.sandbox
 from nemo_rl_cpp.files.prompt_files import find_file
 
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The concatenated contents of all messages: the meaning of `chat_template: null`."""
+"""The template for `chat_template: null`: the concatenated contents of all messages."""
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, in the order in which templates look
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, in order of precedence
 
 
 T = TypeVar("T")
 
 
 class ChatTemplateError(ValueError):
-    """Raised if a chat template does not compile, or if it rejects or fails on the messages."""
+    """Raised if a chat template does not compile, rejects the messages, or fails on them."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text in some templates; only its body is rendered."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks assistant text in some templates. It renders as
+    its body.
+    """
 
     tags = {"generation"}
 
@@ -70,7 +74,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _guarded(what: str, action: Callable[[], T]) -> T:
-    """Return `action()`. Turn any error into ChatTemplateError with the prefix `what`."""
+    """Return `action()`. Raise ChatTemplateError with the prefix `what` for any error."""
     try:
         return action()
     except ChatTemplateError:
@@ -87,7 +91,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def uses_messages(template: str) -> bool:
-    """Return whether a template reads `messages`. Raise ChatTemplateError if it does not compile."""
+    """Return whether a template reads the variable `messages`. Raise ChatTemplateError if it does not compile."""
     _compile(template)
     return "messages" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
 
@@ -100,11 +104,11 @@ def render_chat_template(
     tools: Sequence[Mapping[str, object]] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text of one conversation, as rendered by transformers.
+    """Return the text of one conversation, rendered as by transformers.
 
-    Keys of a message whose value is None (`content: null` with tool calls) are left out. `variables` are further
-    variables that the template may read (special tokens, `chat_template_kwargs`). Raise ChatTemplateError (a
-    ValueError) if the template is wrong or rejects the messages.
+    Keys of a message whose value is None (such as `content: null` with tool calls) are omitted. `variables` are further
+    variables for the template (special tokens, `chat_template_kwargs`). Raise ChatTemplateError (a ValueError) if the
+    template has an error or rejects the messages.
     """
     for tool in tools or ():
         if not isinstance(tool, Mapping):
@@ -124,7 +128,9 @@ def render_chat_template(
 
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
-    """Return copies with plain values, without None values, and with reasoning under the keys that templates use."""
+    """Return copies of the messages with plain values, without None values, and with reasoning under the keys that
+    templates read. Raise ChatTemplateError if `messages` is no list of messages.
+    """
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(
             f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
@@ -144,7 +150,7 @@ def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """Convert to JSON types, because methods of other objects could escape the sandbox."""
+    """Convert a value to JSON types, because methods of other objects could escape the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
@@ -156,7 +162,7 @@ def _plain(value: object) -> object:
         return (type(value) if type(value) in (list, tuple) else list)(_plain(item) for item in value)
     if hasattr(value, "model_dump"):
         return _plain(value.model_dump())
-    if hasattr(value, "tolist"):  # arrays and numbers of numpy
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers
         return _plain(value.tolist())
     return f"<{type(value).__name__}>"
 
@@ -165,11 +171,12 @@ _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt", ".json", ".tpl", ".tmpl")
 
 
 def choose_template(value: object, own: str | Mapping[str, str] | None, key: str) -> str | dict[str, str] | None:
-    """Return the template that the value of the configuration key `key` selects; `own` are the tokenizer's templates.
+    """Return the template that `value` of the configuration key `key` selects. `own` holds the tokenizer's templates.
 
-    null passes contents through, "default" is the tokenizer's template. A text with jinja's marks is a template, a path
-    is read (a .json file for its entry `chat_template`), a name selects one of the tokenizer's named templates. Raise
-    ChatTemplateError for a template that does not read `messages`, and FileNotFoundError for a missing path.
+    None selects `PASSTHROUGH`, and "default" the tokenizer's template. A string with `{{` or `{%` is itself a template.
+    The name of one of the tokenizer's named templates selects it. A path is read; a .json file must have the entry
+    `chat_template`. Raise ChatTemplateError for a template that does not read `messages`, and for any other value.
+    Raise FileNotFoundError if the path does not exist.
     """
     if value is None:
         return PASSTHROUGH

@@ -1,4 +1,6 @@
-"""Chooses the chat template for a conversation with a checkpoint: the model's own, even if the run's differs."""
+"""The choice of the chat template for a conversation with a checkpoint: the model's, even if the run used a different
+one.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Set `tokenizer` to the chat template for the model in `folder`. Return notes for the user, one sentence
-    each.
+    """Choose the chat template for the model in `folder` and set it in `tokenizer`. Return notes for the user, one
+    sentence each.
 
-    The model's own template is used if it has one. Otherwise, if `folder` is a checkpoint of a run
+    The model's template is used if it has one. Otherwise, if `folder` is in a checkpoint of a run
     (`step_N/policy/weights`, with `step_N/config.yaml`), the run's template is used. Raise ValueError if there is
     neither.
     """
@@ -51,7 +53,9 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
-    """List how prompts rendered with an evaluation's `tokenizer` section differ from those of the checkpoint's run."""
+    """Return how prompts rendered with the `tokenizer` section of an evaluation differ from those of the checkpoint's
+    run, one sentence each.
+    """
     run = run_section(folder) or {}
     remarks = []
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
@@ -74,7 +78,9 @@ def _run_config(folder: Path) -> Path:
 
 
 def run_section(folder: Path) -> dict[str, Any] | None:
-    """Return `policy.tokenizer` of the run that wrote the checkpoint; None for any other folder."""
+    """Return the section `policy.tokenizer` of the run that wrote the checkpoint `folder`, or None for any other
+    folder.
+    """
     path = Path(os.path.abspath(folder))
     if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
         return None
@@ -82,7 +88,9 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """Return the run's template, `own` if the run used the model's; None for contents without a template."""
+    """Return the template that the run used, which is `own` if it used the model's. Return None if the run used no
+    template.
+    """
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
     value = own if run is None else run.get("chat_template", "default")
@@ -93,4 +101,4 @@ def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -
     except (FileNotFoundError, ValueError):
         if own is None:
             raise ValueError(f"{folder} has no chat template, and that of its run cannot be read: {value!r}") from None
-        return value  # unreadable, so it differs from the model's
+        return value  # cannot be read, so it is not the model's template

@@ -1,7 +1,7 @@
-"""Converts prompts and rows to conversations, or raises a one-sentence error.
+"""Conversion of prompts and rows to conversations, with errors of one sentence.
 
-A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` use the same rules. A
-ValueError does not name the file and the row: the caller adds them.
+A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` use the same rules. The
+ValueErrors do not name file and row, which the caller adds.
 """
 
 import json
@@ -17,11 +17,11 @@ _ARROW = ("datasets", "pandas", "polars", "pyarrow")
 
 
 def plain(value: object) -> object:
-    """Convert arrays, Series and tuples to lists, other mappings to dictionaries and numpy scalars to Python's,
-    recursively.
+    """Convert a value recursively: arrays, Series and tuples to lists, mappings to dictionaries, numpy scalars to
+    Python's. Other values stay unchanged.
 
-    Values of other types stay. Mappings inside an array of objects lose null keys, which pandas adds to Arrow's
-    structs."""
+    Mappings inside an array of objects lose keys with null, which pandas adds to Arrow's structs.
+    """
     convert = getattr(value, "tolist", None) or getattr(value, "to_list", None)  # numpy, torch and pandas; polars
     if convert is not None and not isinstance(value, type):
         if _holds_objects(value):
@@ -35,12 +35,16 @@ def plain(value: object) -> object:
 
 
 def comes_from_arrow(rows: object) -> bool:
-    """Return whether `rows` is a table or data set of a library that keeps or reads columns with Arrow."""
+    """Return whether `rows` is a table or data set of a library that keeps columns in Arrow's format or reads them from
+    it.
+    """
     return any(base.__module__.partition(".")[0] in _ARROW for base in type(rows).__mro__)
 
 
 def came_through_pandas(row: object) -> bool:
-    """Return whether a mapping's values include an array of objects, which means that its structs come from Arrow."""
+    """Return whether a value of the mapping is a one-dimensional array of objects, so that its structs
+    come from Arrow.
+    """
     return isinstance(row, Mapping) and any(_holds_objects(value) for value in row.values())
 
 
@@ -49,9 +53,9 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Remove null keys from the mappings inside columns; null columns stay.
+    """Remove keys with null from the mappings inside columns. A column that is null stays.
 
-    All structs of an Arrow column have the same keys, so each struct has nulls for keys that only other structs set.
+    All structs of an Arrow column have the same keys, so a struct has null for keys that only other structs set.
     """
     return {name: _unpadded(value) for name, value in row.items()}
 
@@ -63,7 +67,7 @@ def _unpadded(value: object) -> object:
 
 
 def row_at(rows: Indexed[Row], index: int) -> Row:
-    """Return row `index` of a data set in its original form."""
+    """Return row `index` of a data set as it was before Arrow added keys with null."""
     return without_padding(rows[index]) if comes_from_arrow(rows) else rows[index]
 
 
@@ -74,14 +78,15 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 _WRITTEN_OUT = re.compile(
     r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:"""
-)  # a conversation as JSON or Python text
+)  # a conversation written as a JSON or Python string
 ChatMessage = dict[str, object]
-"""A message in a data set or call: role, content, and other keys that the chat template reads."""
+"""A message of a prompt: role, content, and further keys that the chat template reads."""
 
 
 def look_up(row: Mapping[str, object], key: str) -> object:
-    """Return the value of a column, or by a dotted key (`reward_model.ground_truth`) a value inside a column. If it is
-    missing, raise ValueError with the available keys."""
+    """Return the value of a column, or with a dotted key (`reward_model.ground_truth`) a value inside a column. If it
+    does not exist, raise ValueError with the keys that do.
+    """
     if key in row:
         return row[key]
     value: object = row
@@ -95,8 +100,9 @@ def look_up(row: Mapping[str, object], key: str) -> object:
 
 
 def conversation_of(value: object, key: str) -> list[ChatMessage]:
-    """Return the messages of a question: a text or a number becomes a user message; a list of {"role", "content"} or of
-    {"from", "value"} (sharegpt) is a conversation."""
+    """Return a question as messages. A string or a number becomes a user message. A list of {"role", "content"} or of
+    {"from", "value"} (ShareGPT) is a conversation. Raise ValueError, which names `key`, for anything else.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         value = str(value)
     if isinstance(value, str):
@@ -114,12 +120,12 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
 
 
 def text_of(value: T) -> T | str:
-    """Convert a number to text, for a message; return anything else unchanged."""
+    """Convert a number to a string, for a message; return anything else unchanged."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Return whether a value is a list or a different sequence, but no text."""
+    """Return whether a value is a list or another sequence, but not a string."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -139,8 +145,10 @@ def _message(message: object, key: str) -> ChatMessage:
 
 
 def split_conversation(messages: object, key: str = "messages") -> tuple[list[ChatMessage], object]:
-    """Return (prompt, truth): the prompt ends with the user (or a tool's result), the ground truth is the content of
-    the last assistant message, None without one. Contents in text parts are joined."""
+    """Return (prompt, ground truth). The ground truth is the content of the last message if it is the assistant's,
+    otherwise None. The prompt is the messages before it, and must end with the user or with a tool's result. Text parts
+    of a content are joined. Raise ValueError, which names `key`, for anything else.
+    """
     checked = conversation_of(messages, key) if is_list(messages) else None
     if checked is None:
         raise ValueError(f"{key!r} must be a list of messages, not {_kind(messages)}")
@@ -160,7 +168,7 @@ def split_conversation(messages: object, key: str = "messages") -> tuple[list[Ch
 
 
 def check_characters(text: str, where: str) -> None:
-    """Raise ValueError for a text with a lone surrogate, which no tokenizer accepts and no file can hold."""
+    """Raise ValueError if a text contains a lone surrogate, which no tokenizer accepts and no file can contain."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -170,7 +178,7 @@ def check_characters(text: str, where: str) -> None:
 
 
 def is_conversation(items: object) -> bool:
-    """Return whether `items` is a list of messages, in either format, and not a list of rows."""
+    """Return whether `items` is a list of messages, in either format, rather than a list of rows."""
     return (
         isinstance(items, (list, tuple))
         and len(items) > 0
@@ -180,8 +188,9 @@ def is_conversation(items: object) -> bool:
 
 
 def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
-    """Return a prompt in its final form: a text, or the messages of a conversation that the model can answer. Raise
-    ValueError, which begins with `where`, for anything else."""
+    """Return a prompt as a string, or as the messages of a conversation that the model can continue. Raise ValueError,
+    which begins with `where`, for anything else.
+    """
     if isinstance(value, str):
         if not value and not may_be_empty:
             raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
@@ -205,8 +214,9 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
 
 
 def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
-    """Return one or several prompts, each as returned by `prompt_of`; a text or a conversation is one prompt. Raise
-    ValueError for anything else."""
+    """Return a list of prompts, each as returned by `prompt_of`. A string or a conversation is one prompt. Raise
+    ValueError for anything else.
+    """
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
@@ -233,12 +243,12 @@ def _with_text(message: ChatMessage, key: str) -> ChatMessage:
 
 
 def is_parts(content: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
-    """Return whether a content is a list of parts such as {"type": "text", "text": ...}."""
+    """Return whether the content of a message is a list of parts such as {"type": "text", "text": ...}."""
     return is_list(content) and bool(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
 
 
 def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> str:
-    """Return the joined texts of all parts. Raise ValueError for images, audio and video."""
+    """Return the joined texts of the parts. Raise ValueError if a part is not text (an image, audio or video)."""
     for part in parts:
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"{key} has a part of type {in_a_line(part['type'])}: only text is supported")
@@ -246,7 +256,9 @@ def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> 
 
 
 def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
-    """Return the column `tools` of a row as a list of JSON schemas; the column may hold JSON text."""
+    """Return the column `tools` of a row as a list of JSON schemas, or None if it is empty. The column may be a JSON
+    string. Raise ValueError for anything else.
+    """
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

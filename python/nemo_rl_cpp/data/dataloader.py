@@ -1,4 +1,4 @@
-"""Loads prompts for the training loop, in an order that depends only on a seed and a position."""
+"""Loaders of prompts for the training loop. Their order depends only on a seed and a position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
-    """Make a batch of prompts: `length`, `loss_multiplier` and `batch_max_length` are tensors [B], the rest are lists."""
+    """Return the rows as a batch of prompts. `length`, `loss_multiplier` and `batch_max_length` are tensors [B], the
+    other columns are lists.
+    """
     length = torch.tensor([datum["length"] for datum in data_batch])
     return BatchedDataDict(
         message_log=[datum["message_log"] for datum in data_batch],
@@ -35,7 +37,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 
 
 def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
-    """Make the batch for an evaluation, which holds lists."""
+    """Return the rows as a batch for an evaluation, in which all columns are lists."""
     return BatchedDataDict(
         message_log=[datum["message_log"] for datum in data_batch],
         extra_env_info=[datum["extra_env_info"] for datum in data_batch],
@@ -46,13 +48,13 @@ def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 
 
 class StatefulDataLoader:
-    """Yields batches of `batch_size` rows; the order of an epoch is a function of (seed, epoch).
+    """A loader that yields batches of `batch_size` rows. The order of an epoch depends only on (seed, epoch).
 
-    The state is two numbers, so saving it after every step costs nothing, and a resumed loader continues with exactly
-    the rows that would have come next, whatever the batch size. `iter()` begins an epoch: the unfinished epoch of a
-    loaded state, otherwise the next epoch. `drop_last` leaves out an incomplete last batch. With `num_workers` > 0,
-    that many threads tokenize the next batch while the current one is in use; with several threads, calls of processors
-    must not depend on each other.
+    The position is two numbers, so it can be saved after every step. A resumed loader continues with exactly the rows
+    that would have come next, whatever the batch size. `iter()` begins an epoch: the unfinished epoch of a loaded
+    state, or otherwise the next one. `drop_last` skips an incomplete last batch. With `num_workers` > 0, that many
+    threads tokenize the next batch while the current one is in use. With several threads, the result of a processor
+    must not depend on its earlier calls.
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class StatefulDataLoader:
         return here | {"seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Restore a saved position. Raise ValueError if data set, seed or shuffling differ: the rows would differ."""
+        """Restore a saved position. Raise ValueError if number of rows, seed or shuffling differ, because different
+        rows would follow.
+        """
         own = self.state_dict()
         for key in ("seed", "shuffle", "num_rows"):
             if state[key] != own[key]:
@@ -134,7 +138,9 @@ class StatefulDataLoader:
             yield self.collate_fn(rows)
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
-        """Start fetching rows. The returned function waits for them, and raises what a processor raised."""
+        """Start fetching rows. Return a function that waits for them and returns them, or raises the error of a
+        processor.
+        """
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:
@@ -150,14 +156,14 @@ class StatefulDataLoader:
 
 
 class MultipleDataloaderWrapper:
-    """Yields batches from several loaders, one per task: each step takes `data.num_prompts_per_dataloader` prompts from
-    the loaders, round-robin, until `expected_num_prompts` are collected. It never ends, because an exhausted loader
-    starts over. So it has no epochs, as in NeMo RL.
+    """A loader that combines several loaders, one per task. For each step it takes batches of
+    `data.num_prompts_per_dataloader` prompts from the loaders, round-robin, until it has `expected_num_prompts`. It
+    never ends, because an exhausted loader starts over. As in NeMo RL, it has no epochs.
 
-    `data.custom_dataloader` names a function (dotted path) that replaces this choice: it gets (data_iterators,
-    dataloaders, **records) and returns (batch, data_iterators). `records` are passed to `set_records` by a user program
-    that drives the loader; `train` passes none. They are saved with the position, so they must be plain data; state
-    inside the function is not saved.
+    `data.custom_dataloader` names a function (dotted path) that replaces this choice. It is called with
+    (data_iterators, dataloaders, **records) and returns (batch, data_iterators). A user program that drives the loader
+    may pass `records` to `set_records`; `train` passes none. They are saved with the position, so they must be plain
+    data. State inside the function is not saved.
     """
 
     def __init__(
@@ -206,7 +212,7 @@ class MultipleDataloaderWrapper:
             count += part.size
             parts.append(part)
         batch = BatchedDataDict.from_batches(parts)
-        # Parts carry their own maximum; the batch has one.
+        # Each part has its own maximum, and the batch has one.
         batch["batch_max_length"] = batch["length"].new_full((batch.size,), int(batch["length"].max()))
         return batch
 
@@ -246,7 +252,8 @@ def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
     """Restore the loader's position from a checkpoint.
 
-    Raise FileNotFoundError if the checkpoint has none, and ValueError if rows, seed or order differ.
+    Raise FileNotFoundError if the checkpoint has no position, and ValueError if the number of rows, seed or shuffling
+    differ.
     """
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():

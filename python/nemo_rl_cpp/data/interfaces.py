@@ -1,4 +1,4 @@
-"""The types shared by data sets, processors, environments and the training loop."""
+"""Types that data sets, processors, environments and the training loop share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 Row = dict[str, object]
-"""A row of a data set: values by column name."""
+"""A row of a data set: column name -> value."""
 
 
 class Indexed(Protocol[T_co]):
-    """A sequence that is used only by index and length: rows of a data set, or the samples made from them."""
+    """A sequence of which only index and length are used: rows of a data set, or samples made from them."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> T_co: ...
@@ -28,11 +28,12 @@ class Indexed(Protocol[T_co]):
 class Message(TypedDict, total=False):
     """A message of S tokens in a rollout.
 
-    role: the author: system, user, assistant, tool, environment.
-    content: the text.
-    token_ids: int64 [S].
-    generation_logprobs: float32 [S], of messages that the policy has sampled.
-    token_loss_mask: int64 [S], 1 on the trained tokens.
+    Attributes:
+        role: the author: system, user, assistant, tool or environment.
+        content: the text.
+        token_ids: int64 [S].
+        generation_logprobs: float32 [S], only in messages that the policy has sampled.
+        token_loss_mask: int64 [S], 1 on the trained tokens.
     """
 
     role: str
@@ -43,11 +44,11 @@ class Message(TypedDict, total=False):
 
 
 LLMMessageLogType = list[Message]
-"""A conversation."""
+"""The messages of a conversation."""
 
 
 def tokens_of(message_log: LLMMessageLogType) -> int:
-    """Return the number of tokens of all messages of a conversation."""
+    """Return the number of tokens in a conversation."""
     return sum(message["token_ids"].numel() for message in message_log)
 
 
@@ -82,13 +83,14 @@ class TokenizerType(Protocol):
 class DatumSpec(TypedDict):
     """One prompt, ready for a rollout.
 
-    message_log: the tokenized messages of the prompt.
-    length: the number of tokens of all messages, before any cut.
-    extra_env_info: data for the environment, such as the ground truth.
-    loss_multiplier: weight of the sample in the loss; 0 masks it out.
-    idx: the row in the data set.
-    task_name: selects the row's processor and environment.
-    stop_strings: texts at which generation ends for this sample.
+    Attributes:
+        message_log: the tokenized messages of the prompt.
+        length: the number of tokens of all messages, before the prompt is truncated.
+        extra_env_info: data for the environment, such as the ground truth.
+        loss_multiplier: weight of the sample in the loss; 0 masks it.
+        idx: the index of the row in the data set.
+        task_name: selects the row's processor and environment.
+        stop_strings: strings at which generation ends for this sample.
     """
 
     message_log: LLMMessageLogType
@@ -103,11 +105,11 @@ class DatumSpec(TypedDict):
 
 @dataclass
 class TaskDataSpec:
-    """How the rows of a task become prompts.
+    """The settings by which rows of a task become prompts.
 
-    `prompt_file` holds a text with `{}` in the question's place, `system_prompt_file` the system message; both are read
-    immediately into `prompt` and `system_prompt` (None without a file). A file is searched for as given, in the source
-    tree and in the package; FileNotFoundError is raised if it is not found.
+    `prompt_file` is a text with the placeholder `{}` for the question, and `system_prompt_file` the system message.
+    Both are read immediately, into `prompt` and `system_prompt` (None without a file). A path is searched for as it is
+    written, in the source tree and in the package. FileNotFoundError is raised if it is not found.
     """
 
     task_name: str | None = None
@@ -131,7 +133,7 @@ class TaskDataSpec:
             ) from None
 
     def copy_defaults(self, from_spec: TaskDataSpec) -> None:
-        """Copy prompt and system prompt from `from_spec` if this specification has none."""
+        """Copy `prompt` and `system_prompt` from `from_spec`, each only if it is None here."""
         if self.prompt is None:
             self.prompt = from_spec.prompt
         if self.system_prompt is None:
@@ -139,7 +141,7 @@ class TaskDataSpec:
 
 
 class TaskDataProcessFnCallable(Protocol):
-    """Turns a row of a data set into a DatumSpec."""
+    """A processor, which converts row `idx` of a data set to a DatumSpec."""
 
     def __call__(
         self,
@@ -152,6 +154,6 @@ class TaskDataProcessFnCallable(Protocol):
 
 
 class TaskDataPreProcessFnCallable(Protocol):
-    """Changes a row before its processor is called."""
+    """A preprocessor, which returns the changed row that the processor gets."""
 
     def __call__(self, datum_dict: Row) -> Row: ...

@@ -1,7 +1,7 @@
-"""Processors: they convert a row of a data set to a tokenized prompt with the data for its environment.
+"""Processors, which convert a row of a data set to a tokenized prompt with data for its environment.
 
-Each takes (datum_dict, task_data_spec, tokenizer, max_seq_length, idx) and returns a DatumSpec. Configurations name
-them; `register_processor` adds one.
+A processor is called with (datum_dict, task_data_spec, tokenizer, max_seq_length, idx) and returns a DatumSpec.
+Configurations select it by name; `register_processor` adds one.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from nemo_rl_cpp.data.prompt_rendering import fill_prompt, render_prompt, system
 
 
 class Entry(NamedTuple):
-    """One message of a prompt: its role, its part of the text, its token ids."""
+    """One message of a prompt: its role, its part of the rendered text, and the token ids of this part."""
 
     role: str
     content: str
@@ -23,7 +23,7 @@ class Entry(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A processed row: the prompt's messages and the information for its environment."""
+    """A processed row: the messages of the prompt, and the data for its environment."""
 
     entries: list[Entry]
     extra_env_info: dict[str, object]
@@ -40,8 +40,9 @@ PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
-    """Make the DatumSpec. A prompt of `limit` tokens or more leaves no room for a response: it is cut to a few tokens,
-    so that it costs nothing, and masked out of the loss; `length` keeps the original length."""
+    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response. It is truncated
+    to a few tokens, so that it costs nothing, and masked; `length` remains the original length. Errors name the row.
+    """
     import torch
 
     try:
@@ -70,11 +71,11 @@ def _datum(
 
 
 PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
-"""The prompt maker of each processor of this file; they need no torch."""
+"""Maps each processor of this file to its prompt maker, which does not need torch."""
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Return a processor that calls a prompt maker, with its name and docstring."""
+    """Return a processor that calls the prompt maker `make`. It has the same name and docstring."""
 
     def process(
         datum_dict: Row, task_data_spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
@@ -101,21 +102,24 @@ def _question(value: object, key: str) -> str:
 
 
 def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
-    """Return the system prompt's message, without the line end that editors add at the end of a file; [] if there is
-    none."""
+    """Return a list with the system message, or [] without a system prompt. Line ends at the end of the file are
+    dropped, because editors add them.
+    """
     text = (spec.system_prompt or "").rstrip("\r\n")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
-    """Return system and user message as two entries of one prompt, by splitting the text of one template call."""
+    """Return the system message and the user message as two entries, by splitting the text of a single
+    template call.
+    """
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
     at = system_part(tokenizer, messages, text) if len(messages) > 1 else 0
     if at == 0:
         return [Entry("user", text, ids)]
-    # The ids are those of the whole text; a token that crosses the border belongs to the user.
+    # The ids are those of the whole text. A token that spans both messages belongs to the user's.
     before = prompt_ids(tokenizer, text[:at], messages[:1])
     count = next((i for i, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))
     return [Entry("system", text[:at], ids[:count]), Entry("user", text[at:], ids[count:])]
@@ -123,7 +127,7 @@ def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerTy
 
 @_processor
 def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"problem", "expected_answer"}: system and user message become two entries."""
+    """Read rows {"problem", "expected_answer"}. System and user message become two entries."""
     problem = _question(_column(row, "problem", "math_data_processor"), "problem")
     truth = _column(row, "expected_answer", "math_data_processor")
     if spec.prompt:
@@ -132,7 +136,9 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """Return the conversation of a row, its last question inserted into the prompt file, and the environment's data."""
+    """Return the conversation of a row, with its last question inserted into the prompt file, and the data for the
+    environment.
+    """
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -142,11 +148,10 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
 
 @_processor
 def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"}: the conversation up to the last question becomes one user entry, after the system
-    prompt.
+    """Read rows {"messages"}. The system prompt and the conversation up to the last question become one user entry.
 
-    The last assistant message is the ground truth. A prompt file wraps the last question. A row's column "tools" is
-    passed to the template.
+    A last assistant message is the ground truth. The last question is inserted into the prompt file. A row's column
+    "tools" is passed to the chat template.
     """
     messages, info = _asked(row, spec, "math_hf_data_processor")
     system = system_message(spec)
@@ -162,11 +167,11 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
 
 @_processor
 def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages": [question, answer]} as plain text to continue: without a chat template, with a BOS
-    token if the tokenizer adds one.
+    """Read rows {"messages": [question, answer]} as plain text that the model continues, without a chat template. The
+    text begins with a BOS token if the tokenizer adds one.
 
-    The prompt file wraps the question and the system prompt precedes it, both literally. For base models and for
-    few-shot tasks, whose responses end at the row's "stop_strings".
+    The question is inserted into the prompt file and the system prompt is put before it, both literally. This processor
+    is for base models and for few-shot tasks, whose responses end at the row's "stop_strings".
     """
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
@@ -180,9 +185,9 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"} for agents, which query the policy themselves: the environment gets the messages up to
-    the last question as `messages`, after the system prompt. The tokens are those of the contents; only their
-    number is used."""
+    """Read rows {"messages"} for agents, which call the policy themselves. The environment gets the system prompt and
+    the messages up to the last question as `messages`. The tokens are those of the contents; only their number is used.
+    """
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)
@@ -191,8 +196,9 @@ def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType)
 
 @_processor
 def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"question", "options": {letter: text}, "answer"} (and "subject"): options are listed after the
-    question."""
+    """Read rows {"question", "options": {letter: text}, "answer"} and optionally "subject". With a prompt file, its
+    text comes before the question, and the options are listed after it.
+    """
     name = "multichoice_qa_processor"
     question = _question(_column(row, "question", name), "question")
     if spec.prompt:
@@ -209,8 +215,10 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
 
 @_processor
 def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"} whose answers are trained: an entry for the conversation before each assistant message,
-    and an entry for the message with the template's end of it. The last message ends with the end token."""
+    """Read rows {"messages"} on whose assistant messages the model is trained. For each assistant message there are two
+    entries: a user entry (not trained) with the conversation since the previous assistant message, and an assistant
+    entry (trained) that includes the template's end of the turn. The last entry ends with the end token.
+    """
     messages, info = _asked(row, spec, "sft_processor")
     answer = info["ground_truth"]
     if not isinstance(answer, str) or not answer:
@@ -223,7 +231,7 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
             continue
         said = render_prompt(tokenizer, messages[: i + 1], add_generation_prompt=False, tools=tools_of(row))
         asked = render_prompt(tokenizer, messages[:i], tools=tools_of(row))
-        if not said.startswith(asked):  # a template that starts answers with reasoning, which this answer lacks
+        if not said.startswith(asked):  # the template begins answers with reasoning, which this answer lacks
             asked = render_prompt(tokenizer, messages[:i], add_generation_prompt=False, tools=tools_of(row))
         if not asked.startswith(done) or not said.startswith(asked):
             raise ValueError(
@@ -240,7 +248,7 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
 
 
 def _piece(tokenizer: TokenizerType, text: str) -> list[int]:
-    """Return the token ids of a text within a conversation."""
+    """Return the token ids of a text inside a conversation, to which no special tokens are added."""
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
@@ -251,7 +259,7 @@ FILLS_A_PLACE = (
     agent_data_processor,
     sft_processor,
 )
-"""Processors that insert the question into the prompt file's placeholder `{}`."""
+"""The processors that insert the question at the placeholder `{}` of the prompt file."""
 
 
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
@@ -266,7 +274,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
 
 
 def register_processor(processor_name: str, processor_function: TaskDataProcessFnCallable) -> None:
-    """Register a processor by name for configurations. Raise ValueError if the name is taken."""
+    """Register a processor by a name that configurations can use. Raise ValueError if the name is taken."""
     if processor_name in PROCESSOR_REGISTRY:
         raise ValueError(f"Processor name {processor_name} already registered")
     PROCESSOR_REGISTRY[processor_name] = processor_function

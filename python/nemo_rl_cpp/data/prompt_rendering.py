@@ -1,4 +1,6 @@
-"""Rendering of prompts: insert the question into a prompt file, and render messages with the chat template."""
+"""Rendering of prompts: the question is inserted into a prompt file, and messages are rendered with the
+chat template.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,26 @@ if TYPE_CHECKING:
     Tools = Sequence[Mapping[str, object]] | None
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{0?\}|[{}]")
-# text that takes a `{}` directly after it as its argument: a LaTeX command with its arguments so far, or a sub- or superscript.
+# Text before a `{}` that is its argument: a LaTeX command with its earlier arguments, or a sub- or superscript.
 _LATEX = re.compile(r"(\\[A-Za-z]+\*?(\[[^\]\n]*\])?(\{[^{}\n]*\}|\{\{[^{}\n]*\}\})*|[\^_])$")
 
 
 def fill_prompt(prompt: str, question: str) -> str:
-    """Return `prompt` with the question inserted. Raise ValueError unless it has exactly one placeholder."""
+    """Return `prompt` with the question in place of its placeholder. Raise ValueError unless it has exactly one
+    placeholder.
+    """
     before, after = split_prompt(prompt)
     return before + question + after
 
 
 @lru_cache(maxsize=64)
 def split_prompt(prompt: str) -> tuple[str, str]:
-    """Return the text before and after the placeholder `{}`. Raise ValueError, which names the line, for none or
-    several.
+    """Return the text before and after the placeholder `{}`. Raise ValueError, which names the line, unless there is
+    exactly one.
 
-    A file whose other braces are all doubled is parsed as by `str.format`; otherwise other braces are literal, and a
-    `{}` that is the argument of a LaTeX command is no placeholder."""
+    A file whose other braces are all doubled is parsed as by `str.format`. Otherwise other braces are literal, and a
+    `{}` that is the argument of a LaTeX command is not a placeholder.
+    """
     tokens = [(found.start(), found[0]) for found in _TOKEN.finditer(prompt)]
     places = [(start, token) for start, token in tokens if token in ("{}", "{0}")]
     formatted = all(token in ("{{", "}}", "{}", "{0}") for _, token in tokens) and len(places) <= 1
@@ -69,13 +74,15 @@ def _wrong_places(prompt: str, places: list[int], alone: list[int]) -> str:
     return f"there is no place for the question: write {{}} where it goes{instead}"
 
 
-_KEPT: set[tuple[object, ...]] = set()  # (template, roles, ...) that are known to render all messages
+_KEPT: set[tuple[object, ...]] = set()  # combinations (template, roles, ...) known to render all messages
 
 
 def render_prompt(
     tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
 ) -> str:
-    """Return the chat template's text of a conversation. Raise ChatTemplateError if the template omits a message."""
+    """Return a conversation as text, rendered by the chat template. Raise ChatTemplateError if the template omits a
+    message.
+    """
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
     shape = (
@@ -84,12 +91,12 @@ def render_prompt(
     )  # fmt: skip
     if missing or shape not in _KEPT:
         # A template may change a content (escape it, drop its reasoning), and a short content may be in the text by
-        # chance: rendering numbers instead of the contents shows which are included.
+        # chance. So render numbers in place of the contents, to find out which the template includes.
         marked = [{**m, "content": _mark(i)} if _content(m) else m for i, m in enumerate(messages)]
         try:
             probe = _apply(tokenizer, marked, add_generation_prompt, tools)
             lost = [i for i, message in enumerate(messages) if _content(message) and _mark(i) not in probe]
-        except ValueError:  # a template that inspects contents
+        except ValueError:  # the template inspects contents
             lost = missing
         if lost:
             raise ChatTemplateError(_leaves_out(messages, lost[0], getattr(tokenizer, "section", "policy.tokenizer")))
@@ -110,7 +117,7 @@ def _leaves_out(messages: Messages, i: int, section: str) -> str:
 
 
 def _mark(i: int) -> str:
-    return f"9001{i}1009"  # digits, which no filter for letters changes
+    return f"9001{i}1009"  # digits, which filters for letters do not change
 
 
 def _apply(tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool, tools: Tools) -> str:
@@ -121,7 +128,7 @@ def _apply(tokenizer: TokenizerType, messages: Messages, add_generation_prompt: 
         )
     except ValueError:
         raise
-    except Exception as error:  # transformers' tokenizers do not catch errors of a template
+    except Exception as error:  # transformers does not catch errors in a template
         raise ChatTemplateError(
             f"the chat template failed on these messages: {type(error).__name__}: {error}"
         ) from error
@@ -133,14 +140,16 @@ def _content(message: Mapping[str, object]) -> str:
 
 
 def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
-    """Return how many leading characters of `text`, the prompt of `messages`, belong to its first (system) message.
+    """Return how many leading characters of `text`, the prompt rendered from `messages`, belong to the first (system)
+    message.
 
-    This is the message's text when rendered alone, if `text` begins with it. For templates that render no system
-    message alone or merge it into the user's turn, it is everything up to the end of its content. Return 0 if the
-    content is not in the text."""
+    This is the length of the message rendered alone, if `text` begins with that. If the template cannot render a system
+    message alone, or merges it into the user's turn, it is everything up to the end of its content. Return 0 if the
+    content is not in the text.
+    """
     try:
         alone = _apply(tokenizer, messages[:1], False, None)
-    except ValueError:  # many templates refuse a system message alone
+    except ValueError:  # many templates reject a system message alone
         alone = ""
     content = _content(messages[0])
     if content in alone and text.startswith(alone):

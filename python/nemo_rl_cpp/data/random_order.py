@@ -1,6 +1,6 @@
-"""Random order without generator state: every draw is a function of its key, so nothing has to be saved.
+"""Random order without generator state: every random number is a function of a key, so no state has to be saved.
 
-It uses Philox's raw 64-bit numbers, whose values numpy guarantees; numpy's higher-level methods may change.
+It uses Philox's raw 64-bit numbers, whose values numpy guarantees. numpy's higher-level methods may change.
 """
 
 import hashlib
@@ -17,12 +17,14 @@ def _raw(count: int, seed: int, *key: int) -> np.ndarray:
 
 
 def permutation(count: int, seed: int, epoch: int) -> list[int]:
-    """Return every index below `count` once, in an order that depends only on (seed, epoch)."""
+    """Return the indices below `count` in an order that depends only on (seed, epoch)."""
     return np.argsort(_raw(count, seed, epoch), kind="stable").tolist()
 
 
 class Draws:
-    """A few random numbers for one row: `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below 2**14)."""
+    """A source of a few random numbers for one row. `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below
+    2**14).
+    """
 
     def __init__(self, seed: int, *key: int):
         self._seed, self._key, self._turn = seed, key, 0
@@ -33,7 +35,9 @@ class Draws:
         return (value * n) >> 64
 
     def distinct(self, count: int, n: int, exclude: int | None = None) -> list[int]:
-        """Return `count` different numbers below n, none of them `exclude`."""
+        """Return `count` different numbers below n, none of which is `exclude`. Raise ValueError if there are not so
+        many.
+        """
         found: list[int] = []
         if count > n - (exclude is not None):
             raise ValueError(f"cannot draw {count} different numbers below {n}")
@@ -45,6 +49,7 @@ class Draws:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Return whether a question belongs to the validation set. This depends on the question alone, so that no seed,
-    size or order can put it into both training and validation."""
+    """Return whether a question belongs to the validation set. The result depends only on the question, so no seed,
+    size or order can put the question into both training and validation.
+    """
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") < fraction * 2**64

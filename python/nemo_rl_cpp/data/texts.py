@@ -1,4 +1,4 @@
-"""Decodes token ids, at once or as a stream, and maps single tokens to bytes."""
+"""Decoding of token ids, all at once or as a stream, and the bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def is_byte_token(spelling: str | None) -> bool:
-    """Return whether a token is a single byte, by SentencePiece's naming convention."""
+    """Return whether a token represents a single byte, which SentencePiece spells like `<0x0A>`."""
     return spelling is not None and _BYTE_FALLBACK.fullmatch(spelling) is not None
 
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """Return the inverse of GPT-2's byte alphabet: printable Latin-1 characters stand for themselves, the other 68
-    bytes for the characters from U+0100 on, in order."""
+    """Return character -> byte of GPT-2's byte alphabet. Printable Latin-1 characters represent themselves; the
+    characters from U+0100 on represent the other 68 bytes, in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -33,7 +34,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the steps of a decoder of tokenizer.json, sequences flattened."""
+    """Return the steps of a decoder of tokenizer.json, with nested sequences flattened."""
     if not decoder:
         return []
     if decoder["type"] == "Sequence":
@@ -42,11 +43,11 @@ def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 class TokenBytes:
-    """Maps token ids to bytes for one `tokenizers.Tokenizer`.
+    """A function from token ids to bytes, for one `tokenizers.Tokenizer`.
 
-    Supported are byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens,
-    which are joined by spaces if there is no decoder. The bytes are what a token adds to a text; what a decoder does
-    only at the start of a text (dropping one leading space) is not included.
+    It supports byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens,
+    which are joined by spaces if there is no decoder. The bytes are those that a token adds to a text. Changes that a
+    decoder makes only at the start of a text (dropping one leading space) are ignored.
     """
 
     def __init__(self, tokenizer: Backend):
@@ -67,8 +68,9 @@ class TokenBytes:
         self._tokenizer = tokenizer
 
     def __call__(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """Return the bytes of one token; b"" for an id unknown to the tokenizer (a model may have spare
-        rows)."""
+        """Return the bytes of one token, or b"" for an id that the tokenizer does not have (a model's vocabulary may be
+        larger).
+        """
         if token_id in self._added:
             if skip_special_tokens and token_id in self._special:
                 return b""
@@ -91,7 +93,7 @@ class TokenBytes:
 
 
 def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
-    """Return a function from token ids to bytes, for our tokenizer or one of transformers."""
+    """Return a function from token ids to bytes, for a tokenizer of this package or of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return TokenBytes(backend)
@@ -101,10 +103,11 @@ def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
 def token_bytes_table(
     tokenizer: TokenizerType, size: int | None = None, skip_special_tokens: bool = False
 ) -> list[bytes]:
-    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)), for our tokenizer or one of transformers.
+    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)), for a tokenizer of this package or of
+    transformers.
 
-    `size` is usually the model's vocabulary, which may be larger than the tokenizer's; the spare ids get b"". With
-    `skip_special_tokens` special tokens also get b"".
+    `size` is usually the model's vocabulary size, which may exceed the tokenizer's; the additional ids get b"". With
+    `skip_special_tokens`, special tokens also get b"".
     """
     count = len(tokenizer) if size is None else size
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -118,27 +121,27 @@ def token_bytes_table(
 
 
 _UNFINISHED = "\ufffd"
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens at most
+_LONGEST_CHARACTER = 4  # in bytes of UTF-8, so also in tokens
 
 
 def text_of(
     tokenizer: TokenizerType, token_ids: Sequence[int], before: Sequence[int] = (), skip_special: bool = True
 ) -> str:
-    """Return the text that `token_ids` add after the tokens `before`; equal to the joined output of a
-    `TextStream`."""
+    """Return the text that `token_ids` add after the tokens `before`. It equals the joined output of a `TextStream`."""
     decode = _decoder(tokenizer, skip_special)
     context, unfinished = _context(decode, _spelling(tokenizer), before)
     return decode([*context, *unfinished, *token_ids])[len(decode(context)) :] if token_ids else ""
 
 
 class TextStream:
-    """Decodes one response token by token.
+    """A stream that decodes one response token by token.
 
-    A token's text is returned once no later token can change it: its characters are complete, and it cannot be the
-    start of a stop string. The text ends before the first stop string, or after it with `keep_stop`.
+    The text of a token is returned as soon as no later token can change it: its characters are complete, and it cannot
+    be the start of a stop string. The response's text ends before the first stop string, or after it with `keep_stop`.
 
     Args:
         before: the prompt's token ids.
+        stops: the stop strings.
         skip_special: whether special tokens add no text, except those whose text is in `kept`.
     """
 
@@ -152,17 +155,18 @@ class TextStream:
         self._stops, self._keep_stop = stops, keep_stop
         context, unfinished = _context(self._without_special if skip_special else self._decode, self._spelling, before)
         # ids that are decoded together: first those whose text is known (a token's leading space is decoded only
-        # after a different token), then those that wait for the end of a character
+        # after another token), then those of a character that is not complete
         self._window = [token for token in (*context, *unfinished) if not self._is_skipped(token)]
         self._settled = sum(not self._is_skipped(token) for token in context)
         self._known = self._decode(self._window[: self._settled])
-        self._waiting: list[int] = []  # per token without text: its end in the window
+        self._waiting: list[int] = []  # for each token whose text is not known: its end in the window
         self._held: list[str] = []  # texts of tokens that may be part of a stop string
         self._stopped = False
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
-        """Add the next tokens. Return the texts of the tokens that are now final, oldest first; with `last` the
-        remaining texts."""
+        """Add the next tokens. Return the texts of the tokens that have become final, oldest first. With `last`, return
+        all remaining texts.
+        """
         for token in token_ids:
             if not self._is_skipped(token):
                 self._window.append(token)
@@ -183,7 +187,7 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Assign texts to the waiting tokens; `text` is the window's text."""
+        """Determine the texts of the waiting tokens. `text` is the decoded window."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])
@@ -224,7 +228,7 @@ class TextStream:
 
 
 def _decoder(tokenizer: TokenizerType, skip_special: bool) -> Callable[[Sequence[int]], str]:
-    """Return a function from ids to text; of the tokenizers library if available, because it never cleans up spaces."""
+    """Return a function from ids to text. It uses the tokenizers library if possible, which never cleans up spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     return lambda ids: backend.decode(list(ids), skip_special_tokens=skip_special)
 
@@ -237,10 +241,10 @@ def _spelling(tokenizer: TokenizerType) -> Callable[[int], str | None]:
 def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Find which of the ids `before` affect how the next ids are decoded.
+    """Return (context, unfinished): the part of the ids `before` on which the decoding of the next ids depends.
 
-    Return ids with a complete text, a single id if that token has a text by itself, and the ids of an unfinished
-    character at the end.
+    The context is ids with a complete text, or a single id if that token has a text by itself. `unfinished` is the ids
+    of an incomplete character at the end.
     """
     before = list(before)
     start = next((i for i in reversed(range(len(before))) if _is_text(decode([before[i]]), spelling(before[i]))), None)

@@ -1,4 +1,4 @@
-"""A character tokenizer of 16 tokens, for models trained from scratch in seconds."""
+"""A tokenizer of characters with 16 tokens, for models that are trained from random weights in seconds."""
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -7,11 +7,13 @@ from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 
 TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
-"""Index is token id. Every other character becomes <unk>."""
+"""The token with id i has index i. Any other character becomes <unk>."""
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Make a tokenizer of digits, `+`, `=` and four special tokens; a chat is rendered as its joined contents."""
+    """Return a tokenizer of digits, `+`, `=` and four special tokens. Its chat template joins the contents of the
+    messages.
+    """
     backend = Backend(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()

@@ -1,6 +1,8 @@
-"""A tokenizer for Hugging Face tokenizer folders: encode, decode, chat template, special tokens, like `AutoTokenizer`.
+"""A tokenizer for Hugging Face tokenizer folders, like `AutoTokenizer`: it encodes, decodes, and applies chat
+templates.
 
-It needs only the `tokenizers` library and jinja2. A transformers tokenizer is accepted wherever this one is.
+It needs only the `tokenizers` library and jinja2. Where a function takes this tokenizer, it also takes one of
+transformers.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ if TYPE_CHECKING:
 
 
 TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
-"""Ids of one text, of several texts, or of several as a tensor [B, S]."""
+"""The ids of one text, of several texts, or of several texts as a tensor [B, S]."""
 Templates = str | dict[str, str] | None
-"""A chat template, several templates by name, or none."""
+"""A chat template, name -> template, or None."""
 
 
 class Encoding(dict[str, TokenIds]):
-    """The result of a tokenizer call: `input_ids` and `attention_mask`, by key or by attribute."""
+    """The result of a tokenizer call: `input_ids` and `attention_mask`, as keys and as attributes."""
 
     def __getattr__(self, name: str) -> TokenIds:
         try:
@@ -51,17 +53,18 @@ def _as_ids(ids: int | Iterable[int] | torch.Tensor) -> list[int]:
 
 
 class Tokenizer(SpecialTokens):
-    """Converts text to token ids and back.
+    """A tokenizer, which converts text to token ids and back. Use `from_pretrained` for a folder or a model name.
 
-    `tokenizer` is a `tokenizers.Tokenizer`; `config` holds the keys of tokenizer_config.json; `eos_token_ids` are the
-    end tokens of the folder's model, if it names any (`data.boundaries`). Use `from_pretrained` for a folder or a model
-    name.
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        config: the keys of tokenizer_config.json.
+        eos_token_ids: the end tokens that the folder's model names, if any (`data.boundaries`).
     """
 
     is_fast = True
     padding_side = "right"
     section = "policy.tokenizer"
-    """the configuration section named in error messages; "" without a configuration"""
+    """The configuration section that error messages name; "" without a configuration."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class Tokenizer(SpecialTokens):
         self._model_template = self._templates(self.init_kwargs.pop("chat_template", None))
         self._run_template: tuple[Templates] | None = None
         self.model_max_length = int(self.init_kwargs.get("model_max_length") or 10**30)
-        # padding and truncation in a tokenizer.json are leftovers of a training script
+        # padding and truncation in a tokenizer.json are left over from a training script
         tokenizer.no_padding()
         tokenizer.no_truncation()
         obey_settings(tokenizer, self.init_kwargs)
@@ -87,8 +90,9 @@ class Tokenizer(SpecialTokens):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
-        """Read tokenizer.json and the files next to it from a folder or a model's folder. Raise ValueError if there is
-        no tokenizer.json."""
+        """Read tokenizer.json and the files next to it, from a folder or for a model name. Raise ValueError if there is
+        no tokenizer.json.
+        """
         folder = resolve_tokenizer(
             name_or_path, key="tokenizer.name" if section == "tokenizer" else "policy.model_name"
         )
@@ -109,7 +113,9 @@ class Tokenizer(SpecialTokens):
         return tokenizer
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json (the model's chat template inside) and special_tokens_map.json."""
+        """Write tokenizer.json, tokenizer_config.json (including the model's chat template) and
+        special_tokens_map.json.
+        """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         self.backend_tokenizer.save(str(target / "tokenizer.json"))
@@ -131,7 +137,9 @@ class Tokenizer(SpecialTokens):
 
     @property
     def chat_template(self) -> Templates:
-        """The current template, or templates by name: the run's (`use_chat_template`), otherwise the model's."""
+        """The template in use (or name -> template): the run's if `use_chat_template` has set it, otherwise the
+        model's.
+        """
         return self._model_template if self._run_template is None else self._run_template[0]
 
     @chat_template.setter
@@ -139,14 +147,16 @@ class Tokenizer(SpecialTokens):
         self._model_template, self._run_template = template, None
 
     def use_chat_template(self, template: Templates) -> None:
-        """Use `template` from now on. It belongs to the run, not the model: `save_pretrained` does not write it."""
+        """Use `template` from now on. As it belongs to the run and not to the model, `save_pretrained` does not write
+        it.
+        """
         self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens of the vocabulary without added tokens; `len()` includes these."""
+        """The number of tokens in the vocabulary without added tokens; `len()` includes them."""
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
@@ -161,7 +171,7 @@ class Tokenizer(SpecialTokens):
     def convert_ids_to_tokens(
         self, ids: int | Iterable[int], skip_special_tokens: bool = False
     ) -> str | list[str | None] | None:
-        """Return the vocabulary's spelling of tokens (a leading space may be written as a different character)."""
+        """Return the tokens as the vocabulary spells them (a leading space may be written as another character)."""
         if isinstance(ids, int):
             return self.backend_tokenizer.id_to_token(ids)
         skip = set(self.all_special_ids) if skip_special_tokens else set()
@@ -183,8 +193,10 @@ class Tokenizer(SpecialTokens):
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Encoding:
-        """Return the token ids of one or several texts, as lists or with `return_tensors="pt"` as int64 tensors [B, S]
-        (B is 1 for one text). Texts of different lengths raise ValueError for tensors, because there is no padding."""
+        """Return the token ids of one or several texts, as lists, or with `return_tensors="pt"` as int64 tensors [B, S]
+        (B is 1 for one text). Raise ValueError if tensors are requested and texts have different lengths, because there
+        is no padding.
+        """
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be None or 'pt', got {return_tensors!r}")
         texts = [text] if isinstance(text, str) else list(text)
@@ -214,13 +226,14 @@ class Tokenizer(SpecialTokens):
         add_special_tokens: bool = False,
         **kwargs: object,
     ) -> Any:
-        """Return a conversation (a list of {"role", "content"} messages) as the model's prompt: text or ids.
+        """Return a conversation (a list of {"role", "content"} messages) as the model's prompt, as text or as ids.
 
-        `add_generation_prompt` ends the text where the assistant begins. With `tokenize=False` the text is returned;
-        otherwise ids: a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with `return_dict`. The
-        template writes special tokens, so none are added unless `add_special_tokens` is set. `kwargs` are variables for
-        the template (`enable_thinking=False`, for instance). Raise ValueError if there is no template or it rejects the
-        messages."""
+        With `add_generation_prompt`, the prompt ends with the start of an assistant message. With `tokenize=False`,
+        return the text; otherwise return ids as a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with
+        `return_dict`. No special tokens are added unless `add_special_tokens`, because the template writes them.
+        `kwargs` are variables for the template (such as `enable_thinking=False`). Raise ValueError if there is no
+        template or if it rejects the messages.
+        """
         from nemo_rl_cpp.data.chat_template import render_chat_template  # jinja2 takes a fifth of a second to load
 
         text = render_chat_template(
@@ -258,9 +271,10 @@ class Tokenizer(SpecialTokens):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of a list or 1-D tensor of ids; bytes that form no character become U+FFFD.
+        """Return the text of a list or 1-D tensor of ids. Bytes that form no character become U+FFFD.
 
-        Spaces are never cleaned up, whatever the argument or the folder's key: transformers ignores both for BPE.
+        Spaces are never cleaned up, whatever the argument or the folder's settings say; transformers ignores both for
+        BPE, too.
         """
         return self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
@@ -271,10 +285,11 @@ class Tokenizer(SpecialTokens):
 def get_tokenizer(
     tokenizer_config: TokenizerConfig | Mapping[str, object], *, section: str = "policy.tokenizer"
 ) -> Tokenizer:
-    """Return the tokenizer of a section `policy.tokenizer`; error messages name `section`.
+    """Return the tokenizer that the section `policy.tokenizer` describes. Raise ValueError, which names `section`,
+    without a name.
 
-    `name`: a folder or model name. `chat_template`: see `choose_template`; by default the folder's template.
-    `chat_template_kwargs` are variables for every `apply_chat_template` call.
+    The key `name` is a folder or model name. `chat_template` selects the template (see `choose_template`); by default
+    it is the folder's. `chat_template_kwargs` are variables for every call of `apply_chat_template`.
     """
     # `nemo-rl-cpp generate` has no configuration: it starts without pydantic
     from nemo_rl_cpp.config.base import as_model

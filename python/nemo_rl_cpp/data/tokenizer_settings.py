@@ -1,4 +1,6 @@
-"""Reads and writes the files next to tokenizer.json: special tokens and tokenizer class, as transformers 5 does."""
+"""The files next to tokenizer.json, with special tokens and tokenizer class. They are read and written as by
+transformers 5.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if there is no file. Raise ValueError if the file holds anything else."""
+    """Return the object in a JSON file, or {} if the file does not exist. Raise ValueError if the file contains
+    anything else.
+    """
     if not path.is_file():
         return {}
     try:
@@ -29,15 +33,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_text(token: str | Mapping[str, Any] | None) -> str | None:
-    """Return the text of a special token, which files store as a text or as a dictionary with flags."""
+    """Return the text of a special token, which files store as a string or as a dictionary with flags."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
-    """Return the keys of tokenizer_config.json, completed from older files of the folder.
+    """Return the keys of tokenizer_config.json, completed from older files in the folder.
 
-    If tokenizer_config.json has `added_tokens_decoder`, older files are ignored. Otherwise special_tokens_map.json
-    takes precedence, and the tokens of added_tokens.json become `added_tokens_decoder`, except those whose id is in
+    If tokenizer_config.json has `added_tokens_decoder`, the older files are ignored. Otherwise special_tokens_map.json
+    takes precedence, and the tokens of added_tokens.json become `added_tokens_decoder`, except those with an id in
     `own_ids` (the added tokens of tokenizer.json). A chat_template.jinja takes precedence over the key `chat_template`.
     """
     settings = read_json(folder / "tokenizer_config.json")
@@ -60,8 +64,10 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
 def write_settings(
     folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
 ) -> None:
-    """Write tokenizer_config.json (`settings`, including the chat template) and special_tokens_map.json (the special
-    tokens by role, and those without a role) into an existing folder."""
+    """Write tokenizer_config.json and special_tokens_map.json into an existing folder. The former has `settings`,
+    including the chat template. The latter has the special tokens by role (`named`), and those without a role
+    (`additional`).
+    """
     special: dict[str, str | list[str]] = dict(named)
     if additional:
         special["additional_special_tokens"] = additional
@@ -79,8 +85,9 @@ def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any
 
 
 def extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens without a role: under separate keys (`image_token`), and under the new or old common
-    key."""
+    """Return the special tokens without a role: those under separate keys (such as `image_token`), and those under the
+    common key `additional_special_tokens` or `extra_special_tokens`.
+    """
     own = [token_text(token) for key, token in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     common = [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
@@ -95,12 +102,14 @@ _OF_MODELS = {
     "Qwen3_5Tokenizer": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
 }
 _BYTE_LEVEL = (*_OF_MODELS, "CodeGenTokenizer")
-_OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whose folders often name a wrong class
+_OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their folders often name a wrong class
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer class that transformers 5 uses for a folder: the class in tokenizer_config.json (`settings`)
-    or config.json; if there is none, and for some model types always, the class of the `model_type`."""
+    """Return the tokenizer class that transformers 5 uses for a folder: the class that tokenizer_config.json
+    (`settings`) or config.json names. If neither names one, and for some model types always, return the class of the
+    `model_type`.
+    """
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -108,10 +117,9 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
 
 
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
-    """Configure `backend` by `split_special_tokens`, and by `add_prefix_space` and `legacy` as `tokenizer_class`
-    interprets them.
-
-    Other classes use the pipeline of tokenizer.json and ignore both keys."""
+    """Apply `split_special_tokens` to `backend`, and `add_prefix_space` and `legacy` as the `tokenizer_class`
+    interprets them. Classes unknown here use the pipeline of tokenizer.json and ignore these two keys.
+    """
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     prefix = settings.get("add_prefix_space")
@@ -131,7 +139,7 @@ def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
 
 
 def _parts(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
-    """Yield the steps of a pre-tokenizer, sequences flattened."""
+    """Yield the steps of a pre-tokenizer, with nested sequences flattened."""
     if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
         for part in pre_tokenizer:
             yield from _parts(part)
@@ -143,15 +151,16 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> AddedToken:
-    """Make a `tokenizers.AddedToken` from a text, or from a dictionary with flags."""
+    """Return a `tokenizers.AddedToken` for a string, or for a dictionary with flags."""
     if isinstance(token, Mapping):
         flags = {name: bool(token[name]) for name in _FLAGS if name in token} | flags
     return AddedToken(token_text(token), **flags)
 
 
 class SpecialTokens:
-    """The base of the tokenizer: registers the special tokens of tokenizer_config.json with the `tokenizers.Tokenizer`,
-    so that each is a single token and decoding can skip the special ones."""
+    """The base class of the tokenizer. It registers the special tokens of tokenizer_config.json with the
+    `tokenizers.Tokenizer`, so that each is a single token and decoding can skip it.
+    """
 
     def __init__(self, backend: Backend, config: Mapping[str, Any], eos_token_ids: Iterable[int]):
         self.backend_tokenizer = backend
@@ -162,7 +171,9 @@ class SpecialTokens:
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
-        """Add the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or flags differently."""
+        """Add the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with different flags.
+        Warn if a token has a different id.
+        """
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
@@ -175,7 +186,7 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Mark the named and the additional special tokens as special; `named` may hold them with flags."""
+        """Mark the named and the additional special tokens as special. `named` may contain their flags."""
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
@@ -199,7 +210,7 @@ class SpecialTokens:
 
     @property
     def pad_token(self) -> str | None:
-        """The padding token; the end token if the folder has no padding token."""
+        """The padding token, or the end token if the folder has no padding token."""
         end = self.eos_token or (self.backend_tokenizer.id_to_token(self._model_ends[0]) if self._model_ends else None)
         return self._named["pad_token"] or end
 
@@ -214,7 +225,7 @@ class SpecialTokens:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The end tokens of the folder's model (`data.boundaries`); if it has none, the tokenizer's eos."""
+        """The end tokens of the folder's model (`data.boundaries`), or if it names none, the tokenizer's end token."""
         own = [] if self.eos_token_id is None else [self.eos_token_id]
         return list(self._model_ends) or own
 

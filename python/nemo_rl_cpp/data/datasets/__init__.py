@@ -1,4 +1,4 @@
-"""Data sets: raw loading, per-task processing, and the registry of names that configurations use."""
+"""Data sets: the loading of raw rows, the processing per task, and the names that configurations use."""
 
 from nemo_rl_cpp.data.datasets.files import ListDataset
 from nemo_rl_cpp.data.datasets.processed_dataset import AllTaskProcessedDataset, RawDataset

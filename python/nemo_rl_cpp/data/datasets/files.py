@@ -1,4 +1,4 @@
-"""Data sets as lists of rows, and readers for local files and folders: JSON, CSV, text, Parquet and Arrow."""
+"""Data sets as lists of rows, and readers of local files and folders: JSON, CSV, text, Parquet and Arrow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class ListDataset:
-    """Rows (dictionaries) by index, and columns by name. `map` and `select` return a new data set."""
+    """A list of rows (dictionaries). It can be indexed by row number or by column name. `map` and `select` return a new
+    data set.
+    """
 
     def __init__(self, rows: Iterable[Mapping[str, object]]):
         self._rows: list[Row] = [dict(row) for row in rows]
@@ -50,7 +52,9 @@ class ListDataset:
     @overload
     def __getitem__(self, key: str) -> list[object]: ...
     def __getitem__(self, key: int | str) -> Row | list[object]:
-        """Return a row by its index, or the list of a column's values by its name."""
+        """Return the row with an index, or the list of values of the column with a name. Raise KeyError for an unknown
+        column.
+        """
         if isinstance(key, str):
             if key not in self.column_names:
                 raise KeyError(f"the data set has no column {key!r}; it has {self.column_names}")
@@ -66,8 +70,9 @@ class ListDataset:
         remove_columns: Sequence[str] | None = None,
         with_indices: bool = False,
     ) -> ListDataset:
-        """Update each row with the function's result for it (and, `with_indices`, its index), and drop the old row's
-        `remove_columns`."""
+        """Return the rows without `remove_columns`, updated with the result of `function(row)`, or of `function(row,
+        index)` if `with_indices`.
+        """
         removed = set(remove_columns or ())
         return ListDataset(
             {
@@ -78,7 +83,9 @@ class ListDataset:
         )
 
     def train_test_split(self, test_size: float | int, seed: int = 42) -> dict[str, ListDataset]:
-        """Return {"train", "test"}: `test` has `test_size` rows, or that fraction rounded up, chosen by the seed."""
+        """Return {"train", "test"}. `test` has `test_size` rows, or that fraction of the rows, rounded up. The seed
+        determines which. Raise ValueError if either part is empty.
+        """
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
             raise ValueError(
@@ -90,7 +97,7 @@ class ListDataset:
 
 
 class ChainedDataset:
-    """Several data sets of different types, concatenated."""
+    """The concatenation of several data sets of different types."""
 
     def __init__(self, parts: Sequence[Indexed[Row]]):
         self._parts = list(parts)
@@ -112,7 +119,9 @@ _LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at 
 
 
 def _text(path: Path) -> str:
-    """Read a text file without byte order mark. Raise ValueError with the file and the byte if it is not UTF-8."""
+    """Return the text of a file, without a byte order mark. If it is not UTF-8, raise ValueError with the file and the
+    byte.
+    """
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -129,7 +138,7 @@ def _text(path: Path) -> str:
 
 
 def _json_rows(path: Path) -> list[Row]:
-    """Read a JSON Lines file, or a JSON file that is a list of objects or an object of columns."""
+    """Return the rows of a JSON Lines file, or of a JSON file that is a list of objects or an object of columns."""
     text = _text(path)
     try:
         whole = json.loads(text)
@@ -155,7 +164,9 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _are_columns(whole: object) -> bool:
-    """Return whether a JSON object holds columns of values; an object with a conversation is a row."""
+    """Return whether a JSON object maps column names to lists of values. An object that contains a conversation is a
+    row.
+    """
 
     def is_column(values: object) -> bool:
         first = values[0] if isinstance(values, list) and values else None
@@ -216,7 +227,7 @@ def _arrow_table(path: Path) -> pyarrow.Table:
 
 
 def _text_rows(path: Path) -> list[Row]:
-    lines = _text(path).replace("\r\n", "\n").split("\n")  # no other character ends a line
+    lines = _text(path).replace("\r\n", "\n").split("\n")  # no other character is a line end
     return [{"text": line} for line in (lines if lines[-1] else lines[:-1])]
 
 
@@ -228,11 +239,11 @@ READERS = {
     ".arrow": _arrow_rows,
     ".txt": _text_rows,
 }
-"""Readers by file extension."""
+"""File extension -> reader."""
 
 
 def read_file(path: Path) -> ListDataset:
-    """Return the rows of one file. Raise ValueError if it has none."""
+    """Return the rows of one file. Raise ValueError if it has no rows."""
     rows = READERS[path.suffix.lower()](path)
     if not rows:
         raise ValueError(f"data: the file {str(path)!r} (data_path) holds no rows")
@@ -240,17 +251,17 @@ def read_file(path: Path) -> ListDataset:
 
 
 def read_folder(path: Path, split: str | None) -> ListDataset:
-    """Return the rows of all data files of a folder (or of its folder `data`), sorted by file name.
+    """Return the rows of all data files in a folder and in its subfolder `data`, sorted by file name.
 
-    All must have the same extension. If names begin with a split's name (`train-00000-of-00002.parquet`), only the
-    files of `split` are read. Raise ValueError if none matches.
+    All files must have the same extension. If their names begin with a split's name (`train-00000-of-00002.parquet`),
+    only the files of `split` are read. Raise ValueError if there is no such file.
     """
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [
         file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")
     ]
     endings = sorted({file.suffix.lower() for file in files})
-    if len(endings) > 1:  # notes and descriptions next to the data
+    if len(endings) > 1:  # .txt and .json may be notes and descriptions of the data
         endings = [ending for ending in endings if ending not in (".txt", ".json")]
     if not files or len(endings) != 1:
         what = f"files with the endings {', '.join(endings)}" if endings else f"no file ending in {', '.join(READERS)}"

@@ -1,4 +1,4 @@
-"""Data sets: the raw rows of one task, and the rows of all tasks, each tokenized by its processor."""
+"""Data sets: the raw rows of one task, and the tokenized rows of all tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RawDataset:
-    """Base of all data sets. A subclass sets `task_name` and `dataset`, then calls `split_train_validation`.
+    """The base class of all data sets. A subclass sets `task_name` and `dataset`, then calls `split_train_validation`.
 
     `val_dataset` is None unless rows of this data set are held out for validation.
     """
@@ -42,14 +42,14 @@ class RawDataset:
     preprocessor: TaskDataPreProcessFnCallable | None = None
     task_name: str
     default_processor = "default"
-    """Name of the processor if the configuration names none."""
+    """The name of the processor, if the configuration names none."""
     unread_columns: Sequence[str] = ()
-    """Columns that look like a part of the prompt but are not read; reported before the run."""
+    """Columns that may be part of the prompt but are not read; they are reported before the run."""
     eval_split: str | None = None
     """The split that an evaluation uses if the configuration names none."""
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
-        """Move `test_size` rows (a count, or a fraction) to `val_dataset`; none for 0."""
+        """Move `test_size` rows (a count, or a fraction) to `val_dataset`. If it is 0, move none."""
         if not hasattr(self, "val_dataset"):
             self.val_dataset = None
         if test_size and test_size > 0:
@@ -68,7 +68,7 @@ class RawDataset:
         self._check_prompt()
 
     def _check_prompt(self) -> None:
-        """Raise ValueError for a prompt file without a placeholder for the question."""
+        """Raise ValueError if the prompt file does not have exactly one placeholder for the question."""
         spec = getattr(self, "task_spec", None)
         if spec is None or not spec.prompt or self.processor not in FILLS_A_PLACE:
             return
@@ -87,12 +87,18 @@ class RawDataset:
 
 
 class AllTaskProcessedDataset:
-    """`dataset[i]` is the DatumSpec of row i.
+    """A data set of processed rows: `dataset[i]` is the DatumSpec of row i.
 
-    `task_data_processors` is one processor for all rows (with `default_task_data_spec`), or a mapping from the row's
-    "task_name" to (specification, processor); a defaultdict also serves unlisted tasks. Specifications inherit
-    missing prompts from `default_task_data_spec`. `task_data_preprocessors` (one, or by task) change the row
-    first. The first row is checked for a double BOS token.
+    Args:
+        default_task_data_spec: the specification of all rows if there is a single processor. With a mapping, its
+            prompts replace missing prompts of the other specifications.
+        task_data_processors: one processor for all rows, or a mapping from the row's "task_name" to (specification,
+            processor). Pass a defaultdict to process task names that are not listed.
+        task_data_preprocessors: a function, or a mapping from task name to function, that changes a row before it is
+            processed.
+        max_seq_length: the length in tokens at which the processor truncates and masks a prompt; None: no limit.
+
+    The first row that is read of each task raises AssertionError if it begins with two BOS tokens.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loading, joining and configuring data sets."""
+"""Functions that load, concatenate and configure data sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def assert_no_double_bos(token_ids: Sequence[int] | torch.Tensor, tokenizer: TokenizerType) -> None:
-    """Raise AssertionError if the ids begin with two BOS tokens, for instance from both template and tokenizer."""
+    """Raise AssertionError if the ids begin with two BOS tokens, for instance one from the template and one from the
+    tokenizer.
+    """
     bos = tokenizer.bos_token_id
     if bos is None or len(token_ids) < 2:
         return
@@ -33,10 +35,11 @@ def assert_no_double_bos(token_ids: Sequence[int] | torch.Tensor, tokenizer: Tok
 def load_dataset_from_path(
     data_path: str, data_subset: str | None = None, data_split: str | None = "train"
 ) -> ListDataset | Dataset:
-    """Load a local file (.jsonl, .json, .csv, .txt; .parquet and .arrow with pyarrow), a folder of such files or of
-    `datasets.save_to_disk`, or a data set on the Hub.
+    """Load a local file (.jsonl, .json, .csv, .txt; with pyarrow also .parquet and .arrow), a folder of such files, a
+    folder written by `datasets.save_to_disk`, or a data set on the Hub.
 
-    A local file has one split, "train". Raise ValueError (MissingFileError for a missing file) that names the key.
+    A local file has the single split "train". Raise ValueError, which names the key; for a missing file it is a
+    MissingFileError.
     """
     path = Path(os.fspath(data_path)).expanduser()
     if path.suffix.lower() in READERS and not path.is_dir():
@@ -56,7 +59,7 @@ def load_dataset_from_path(
             path = path / data_subset
         saved = any(
             (path / name).is_file() for name in ("dataset_dict.json", "state.json")
-        )  # by `datasets.save_to_disk`
+        )  # written by `datasets.save_to_disk`
         return _from_disk(path, data_split) if saved else read_folder(path, data_split)
     if is_local(data_path):
         raise ValueError(
@@ -67,7 +70,7 @@ def load_dataset_from_path(
 
 
 def is_local(data_path: str) -> bool:
-    """Return whether a data_path is a local file or folder, and not a data set on the Hub."""
+    """Return whether a data_path is a local file or folder, rather than a data set on the Hub."""
     path = Path(os.fspath(data_path)).expanduser()
     return (
         path.suffix.lower() in READERS or path.exists() or path.is_absolute() or str(data_path).startswith((".", "~"))
@@ -98,8 +101,10 @@ def _datasets_library(what: str) -> ModuleType:
 
 
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
-    """Load a data set from the Hub (honours HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT), or from the local
-    cache if the Hub is unreachable. Raise SourceError (a ValueError) if neither has it."""
+    """Load a data set from the Hub, or from the local cache if the Hub is unreachable. The environment variables
+    HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT apply. Raise SourceError (a ValueError) if neither has the data
+    set.
+    """
     reachable = check_on_hub(name, "dataset", "dataset_name or data_path")
     if reachable:
         datasets = _datasets_library(name)
@@ -112,7 +117,7 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
 
 
 def _from_datasets_cache(datasets: ModuleType, name: str, subset: str | None, split: str | None) -> Dataset:
-    """Load only from the cache, because the library's online mode would retry for minutes."""
+    """Load a data set from the cache alone, because the library's online mode would retry for minutes."""
     import huggingface_hub.constants as constants
 
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
@@ -139,7 +144,9 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
 
 
 def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
-    """Return the data sets of `data.train` or `data.validation`, which is a section, a list of sections, or missing."""
+    """Return the data sets in `data.train` or `data.validation` as a list. The value may be a section, a list of
+    sections, or None.
+    """
     return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
 
 

@@ -1,4 +1,4 @@
-"""Data sets by the names that configurations use."""
+"""The data sets by the names that configurations use."""
 
 import inspect
 from collections.abc import Mapping
@@ -17,14 +17,16 @@ _OF_THE_EVAL_SECTION = frozenset({"max_input_seq_length", "shuffle", "num_worker
 
 
 def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, ...] = ()) -> None:
-    """Register a data set by a name for configurations; `keys` are the keys that it takes beyond the common ones.
-    Raise ValueError if the name is taken."""
+    """Register a data set by a name that configurations can use. `keys` are the keys that it takes in addition to the
+    common ones. Raise ValueError if the name is taken.
+    """
     DATASET_REGISTRY.add(dataset_name, DatasetEntry(cls, keys))
 
 
 def dataset_class(dataset_name: str) -> type[RawDataset]:
-    """Return the class of a name, or of a dotted path (`my_package.my_module.MyDataset`). Raise ValueError if there is
-    none."""
+    """Return the data set class with a registered name, or with a dotted path (`my_package.my_module.MyDataset`). Raise
+    ValueError if there is none.
+    """
     dataset_name = DATASET_ALIASES.get(dataset_name, dataset_name)
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
@@ -41,8 +43,9 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
 
 
 def _accepted(cls: type) -> set[str] | None:
-    """Return the names of the constructor's parameters, including base classes; None if a custom class accepts
-    anything."""
+    """Return the names of the constructor's parameters, including those of base classes whose constructors it calls
+    with **kwargs.
+    """
     names: set[str] = set()
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base is object:
@@ -55,8 +58,9 @@ def _accepted(cls: type) -> set[str] | None:
 
 
 def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
-    """Return the class that a section names. Raise ValueError for a key that is neither the class's nor common, so
-    that a misspelt option is not ignored."""
+    """Return the class that a section names. Raise ValueError if a key is neither common nor the class's, so that no
+    misspelt key is ignored. The keys of a custom class are not checked.
+    """
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
     cls = dataset_class(data_config["dataset_name"])
@@ -75,7 +79,7 @@ def check_dataset_config(data_config: dict[str, object], further: frozenset[str]
 
 
 def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
-    """Load the data set of one section of `data.train` or `data.validation`, with its processor and prompts."""
+    """Load the data set of one section of `data.train` or `data.validation`, and set its processor and prompts."""
     config = as_written(data_config)
     dataset = check_dataset_config(config)(**config)
     dataset.set_task_spec(config)
@@ -84,7 +88,7 @@ def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> 
 
 
 def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
-    """Load the data set of an evaluation's `data` section: its test or held-out split unless `split` is set."""
+    """Load the data set of an evaluation's section `data`. Unless `split` is set, use its test or held-out split."""
     config = as_written(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
     repeat = 1 if "repeat" in (_accepted(cls) or ()) else config.pop("repeat", 1)

@@ -1,4 +1,4 @@
-"""Generated data sets: arithmetic, reversed digits, functions to write, games."""
+"""Generated data sets: arithmetic, reversed digits, reasoning-gym, functions to write, and a game."""
 
 import difflib
 from typing import Any
@@ -9,12 +9,14 @@ from nemo_rl_cpp.data.interfaces import Row
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
 
 HELD_OUT = 0.15
-"""Fraction of all questions that belong to validation."""
+"""The fraction of all questions that belongs to validation."""
 
 
 class GeneratedDataset(RawDataset):
-    """Base: builds the rows of `split` ("train" or "validation") and, if `split_validation_size` is set, held-out rows
-    as `val_dataset`: a count, or a fraction of the number of training rows."""
+    """The base class of generated data sets. It makes the rows of `split` ("train" or "validation"). If
+    `split_validation_size` is set, `val_dataset` has that many held-out rows; a fraction is relative to the number of
+    training rows.
+    """
 
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
@@ -59,7 +61,9 @@ class GeneratedDataset(RawDataset):
 
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
-        """Return the indices of the questions to use, each once before any is repeated."""
+        """Return the indices of `num_samples` of the `available` questions. No question repeats before each has
+        occurred once.
+        """
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples
@@ -70,11 +74,12 @@ class GeneratedDataset(RawDataset):
 
 
 class ArithmeticDataset(GeneratedDataset):
-    """Sums as raw text: `num_shots` worked lines `a + b = c`, then `a + b = `, to be continued to the end of the line.
+    """Sums as plain text: `num_shots` solved lines `a + b = c`, then `a + b = `, which the response continues to the
+    end of the line.
 
-    Numbers are from 1 to `max_number`. a + b and b + a are on the same side of the split. Without `num_samples` every
-    pair of the side occurs once. The prompt ends with the space after "=": tokenizers that split numbers into digits
-    keep that space a separate token, so the text is cut at a token boundary, and the first sampled token is a digit.
+    Numbers are from 1 to `max_number`. a + b and b + a belong to the same split. Without `num_samples`, every pair of
+    the split occurs once. The prompt ends with the space after "=". Tokenizers that split numbers into digits keep that
+    space as a separate token, so the prompt ends at a token boundary, and the first sampled token is a digit.
     """
 
     task_name = "arithmetic"
@@ -105,9 +110,11 @@ class ArithmeticDataset(GeneratedDataset):
 
 
 class ReverseDigitsDataset(GeneratedDataset):
-    """`num_digits` digits and "=", to be answered with the digits reversed: learnt from random weights in seconds.
+    """Strings of `num_digits` digits and "=", to which the response is the digits in reverse order. A model learns this
+    from random weights in seconds.
 
-    Made for the 16-token character tokenizer; the answer ends with the eos token, so there is no stop string.
+    The data set is made for the 16-token character tokenizer. A response ends with the end token, so there is no stop
+    string.
     """
 
     task_name = "reverse_digits"
@@ -128,10 +135,11 @@ class ReverseDigitsDataset(GeneratedDataset):
 
 
 class ReasoningGymDataset(GeneratedDataset):
-    """A task of the `reasoning-gym` package as raw text: `num_shots` solved questions, then one to answer.
+    """A task of the package `reasoning-gym` as plain text: `num_shots` solved questions, then one to answer. All
+    questions are different.
 
-    `task` is its name in the package, `task_options` its options ({"max_terms": 2}). All questions are different.
-    The environment's information holds the package's entry, for tasks with more than one right answer.
+    `task` is the task's name in the package, and `task_options` are its options (such as {"max_terms": 2}). The data
+    for the environment includes the package's entry, for tasks with more than one correct answer.
     """
 
     def __init__(
@@ -161,7 +169,7 @@ class ReasoningGymDataset(GeneratedDataset):
         super().__init__(num_samples, **kwargs)
 
     def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, str | None]]:
-        """Return up to `count` different questions of one side; fewer if the task has no more."""
+        """Return up to `count` different questions of the split, or fewer if the task has no more."""
         try:
             source = self._create(self.task, seed=seed, size=2**30, **self._options)
         except (TypeError, AssertionError, ValueError) as error:
@@ -175,7 +183,7 @@ class ReasoningGymDataset(GeneratedDataset):
             question = entry["question"]
             if question in found:
                 misses += 1
-                if misses > 200 + len(found):  # nearly all questions of the side are known
+                if misses > 200 + len(found):  # nearly all questions of the split have been found
                     break
             elif is_held_out(f"{self.task} {question}", HELD_OUT) == held_out:
                 found[question] = dict(entry)
@@ -208,7 +216,7 @@ _TESTED = (-3, 0, 1, 5, 12)
 
 
 def _functions() -> list[tuple[str, str]]:
-    """Return (name, expression) of all functions."""
+    """Return (name, expression) of each function."""
     single = [(f"{word}_{n}", f"x {sign} {n}") for word, sign in _SIGNS.items() for n in range(2, 21)]
     pairs = [
         (f"times_{n}_{word}_{m}", f"x * {n} {_SIGNS[word]} {m}")
@@ -220,9 +228,10 @@ def _functions() -> list[tuple[str, str]]:
 
 
 class PythonFunctionsDataset(GeneratedDataset):
-    """Functions whose name describes what they do, as raw text: `num_shots` complete ones, then one up to `return`.
+    """Functions whose name describes what they do, as plain text: `num_shots` complete functions, then one up to
+    `return`.
 
-    The environment `code` gets the beginning of the program (`code_prefix`) and asserts as `ground_truth`.
+    The environment `code` gets the beginning of the program (`code_prefix`), and asserts as `ground_truth`.
     """
 
     task_name = "python_functions"
@@ -251,11 +260,13 @@ class PythonFunctionsDataset(GeneratedDataset):
 
 
 class GuessNumberDataset(GeneratedDataset):
-    """Games of guessing a number from `min_number` to `max_number`: `prompt` as raw text, the same for every number.
+    """Games in which the policy guesses a number from `min_number` to `max_number`. The prompt is plain text, the same
+    for every number.
 
-    `{low}` and `{high}` in the prompt are replaced by the ends of the range. Every number occurs once before any is
-    repeated. Training and validation have the same games: the prompt does not depend on the secret, so nothing can be
-    held out."""
+    `{low}` and `{high}` in the prompt are replaced by the bounds. No number repeats before each has occurred once.
+    Training and validation have the same games: as the prompt does not depend on the secret number, nothing can be held
+    out.
+    """
 
     task_name = "guess_number"
 

@@ -1,4 +1,4 @@
-"""Data sets of the Hub: mathematics, and multiple-choice questions."""
+"""Data sets on the Hub: mathematics and multiple-choice questions."""
 
 import random
 from collections.abc import Mapping
@@ -11,10 +11,11 @@ from nemo_rl_cpp.data.interfaces import Row
 
 
 class HubMathDataset(RawDataset):
-    """Base: a repository, its columns and its default split. Rows become {"messages": [user, assistant], "task_name"}.
+    """The base class of data sets on the Hub. A subclass names the repository, its columns and the default split. Rows
+    become {"messages": [user, assistant], "task_name"}.
 
-    `split` overrides the default split, `repeat` repeats the rows (because small test sets are noisy),
-    `split_validation_size` and `seed` are as for ResponseDataset.
+    `split` overrides the default split, and `repeat` repeats the rows, because small test sets are noisy.
+    `split_validation_size` and `seed` have the same meaning as in ResponseDataset.
     """
 
     repository: str
@@ -58,7 +59,7 @@ class HubMathDataset(RawDataset):
 
 
 class OpenMathInstruct2Dataset(HubMathDataset):
-    """Problems with synthetic solutions; `output_key` "expected_answer" (default) or "generated_solution"."""
+    """Problems with synthetic solutions. `output_key` is "expected_answer" (default) or "generated_solution"."""
 
     task_name = "OpenMathInstruct-2"
     repository = "nvidia/OpenMathInstruct-2"
@@ -114,7 +115,7 @@ class AIME2026Dataset(HubMathDataset):
 
 
 class GSM8KDataset(HubMathDataset):
-    """Grade-school word problems; the answer is the text after `####` in the worked solution."""
+    """Grade-school word problems. The answer is the text after `####` in the solution."""
 
     task_name = "GSM8K"
     repository = "openai/gsm8k"
@@ -133,7 +134,7 @@ class Math500Dataset(HubMathDataset):
 
 
 class MathDataset(HubMathDataset):
-    r"""The 5,000 test problems of MATH; the answer is the last `\boxed{...}` of the worked solution."""
+    r"""The 5,000 test problems of MATH. The answer is the content of the last `\boxed{...}` in the solution."""
 
     task_name = "math"
     repository = "EleutherAI/hendrycks_math"
@@ -147,7 +148,7 @@ class MathDataset(HubMathDataset):
 
 
 def last_boxed(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}`, including inner braces; the whole text if there is none."""
+    r"""Return the content of the last `\boxed{...}`, including inner braces, or the whole text if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text
@@ -164,8 +165,10 @@ _LETTERS = "ABCDEFGHIJ"
 
 
 class HubMultichoiceDataset(HubMathDataset):
-    """Base: rows become {"question", "options": {letter: text or None}, "answer": letter, "messages", "task_name"}, so
-    that both `multichoice_qa_processor` and the processors of messages accept them."""
+    """The base class of multiple-choice data sets on the Hub. Rows become {"question", "options": {letter: text or
+    None}, "answer": letter, "messages", "task_name"}, which both `multichoice_qa_processor` and the processors of
+    messages accept.
+    """
 
     default_processor = "multichoice_qa_processor"
     default_split = "test"
@@ -173,7 +176,7 @@ class HubMultichoiceDataset(HubMathDataset):
     num_options = 4
 
     def choices(self, row: Row) -> tuple[list[str], int]:
-        """Return the options in display order, and the index of the right one."""
+        """Return the options in display order, and the index of the correct one."""
         raise NotImplementedError
 
     def format_data(self, row: Row) -> Row:
@@ -214,7 +217,9 @@ class MMLUProDataset(HubMultichoiceDataset):
 
 
 class GPQADataset(HubMultichoiceDataset):
-    """GPQA's main questions. The order of a question's options is a function of the question: the same in every run."""
+    """GPQA's main questions. The order of a question's options depends only on the question, so it is the same in every
+    run.
+    """
 
     task_name = "gpqa"
     repository = "Idavidrein/gpqa"

@@ -1,4 +1,4 @@
-"""Question-and-answer pairs from a file or the Hub."""
+"""A data set of questions and answers, from a file or from the Hub."""
 
 import math
 from collections.abc import Mapping
@@ -19,11 +19,13 @@ from nemo_rl_cpp.data.interfaces import Row
 
 _INPUT, _OUTPUT = "input", "output"
 _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage", "choices", "options")
-"""Names of columns that often hold a part of the prompt."""
+"""Names of columns that often contain a part of the prompt."""
 
 
 def task_name_of(data_path: str) -> str:
-    """Return the last two names of the path joined by "-", up to the first dot: data/math/train.jsonl is math-train."""
+    """Return the last two names of the path joined by "-", up to the first dot: `data/math/train.jsonl` becomes
+    `math-train`.
+    """
     names = [part for part in str(data_path).split("/") if part not in ("", ".", "..", "~")][-2:]
     return "-".join(names).split(".")[0] or "-".join(name.lstrip(".") for name in names).split(".")[0]
 
@@ -31,14 +33,15 @@ def task_name_of(data_path: str) -> str:
 class ResponseDataset(RawDataset):
     """Rows with a question under `input_key` and an answer under `output_key`, or with complete conversations.
 
-    `data_path` is passed to `load_dataset_from_path`, `subset` and `split` are as on the Hub. `split_validation_size`
-    rows (a count, or a fraction) become the validation set, chosen by `seed`.
+    `data_path`, `subset` and `split` are the arguments of `load_dataset_from_path`. `split_validation_size` rows (a
+    count, or a fraction), chosen by `seed`, become the validation set.
 
-    A question is a text or a conversation: a list of {"role", "content"}, or of {"from", "value"}. Keys may be dotted
-    (`reward_model.ground_truth`). If you set no `input_key`, the columns "messages" and "conversations" are used as
-    they are; a conversation that ends with an assistant message includes its answer.
-    Rows become {"messages": [..., user, assistant], "task_name"}. Raises ValueError for a row of any other form, with
-    file, row (from 1) and key.
+    A question is a string or a conversation, which is a list of {"role", "content"} or of {"from", "value"}. Keys may
+    be dotted (`reward_model.ground_truth`). If `input_key` is not set, a column "messages" or "conversations" is used
+    as the conversation. A conversation that ends with an assistant message includes its answer.
+
+    Rows become {"messages": [..., user, assistant], "task_name"}. The constructor raises ValueError with file, row
+    (from 1) and key for a row of any other form.
     """
 
     def __init__(
@@ -101,7 +104,9 @@ class ResponseDataset(RawDataset):
         )
 
     def format_data(self, data: Row) -> Row:
-        """Return one row as messages; the last one is the answer."""
+        """Return a row as messages, of which the last is the answer. Raise ValueError if the row has no question or
+        answer.
+        """
         messages = conversation_of(look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
         if answered and self._answers_inside:
@@ -119,7 +124,9 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: object, key: str) -> object:
-    """Return an answer for the environment: the text of an assistant message, None for an empty cell."""
+    """Return an answer for the environment: the content of a last assistant message, None for an empty cell, numbers as
+    strings.
+    """
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
     value = None if isinstance(value, float) and not math.isfinite(value) else text_of(value)

@@ -1,4 +1,6 @@
-"""Tasks of the package verifiers as rows. A row names a task of a task set, and `env.verifiers` runs it."""
+"""Tasks of the package verifiers as rows of a data set. A row names a task of a task set, which
+`env.verifiers` runs.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,16 @@ INSTALL = "pip install 'nemo-rl-cpp[agents]'"
 
 
 def check_verifiers(what: str) -> None:
-    """Raise ValueError if the package is missing."""
+    """Raise ValueError if the package verifiers is not installed."""
     if importlib.util.find_spec("verifiers") is None:
         raise ValueError(f"{what} needs the package verifiers: run `{INSTALL}`")
 
 
 @cache
 def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
-    """Return the first `limit` tasks of a task set, which is given as JSON of its configuration (a mapping with
-    `id`)."""
+    """Return the first `limit` tasks of a task set. `taskset` is the JSON of its configuration, a mapping with `id`.
+    Raise ValueError if verifiers has no such task set, or if it is endless and there is no limit.
+    """
     check_verifiers("a task set")
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
@@ -42,9 +45,10 @@ def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
 
 
 class VerifiersDataset(RawDataset):
-    """The first `num_samples` tasks of a task set of verifiers, which is an id or a mapping with `id` and settings.
+    """The first `num_samples` tasks of a task set of verifiers. `taskset` is its id, or a mapping with `id` and
+    settings.
 
-    `split_validation_size` holds out the last tasks, a count or a fraction.
+    `split_validation_size`, a count or a fraction, holds out the last tasks for validation.
     """
 
     task_name = "verifiers"

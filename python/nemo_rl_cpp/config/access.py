@@ -1,4 +1,4 @@
-"""Convert configuration values to plain data for JSON files, and Python values to configuration values."""
+"""Convert configuration values to plain data (for JSON files), and Python values to configuration values."""
 
 import math
 import os
@@ -26,9 +26,8 @@ def to_plain(value: object) -> Plain: ...
 
 
 def to_plain(value: object) -> Plain:
-    """Return a copy of dicts, lists, strings, numbers, booleans and None. Paths, enums and arrays are converted.
-
-    Non-finite floats stay floats; `to_json` turns them into strings.
+    """Return `value` as a tree of dicts, lists, strings, numbers, booleans and None. Sections, enums and arrays are
+    converted; paths and objects of other types become strings. Non-finite floats stay floats, unlike in `to_json`.
     """
     if isinstance(value, Enum):  # includes StrEnum and IntEnum
         return to_plain(value.value)
@@ -50,7 +49,7 @@ def to_plain(value: object) -> Plain:
 
 
 def as_written(config: object) -> Any:
-    """Return sections as dictionaries that hold only the keys given explicitly; copy mappings and lists."""
+    """Return `config` with each section as a dictionary of the keys that were set explicitly, without defaults."""
     if isinstance(config, BaseModel):
         config = config.model_dump(exclude_unset=True, by_alias=False)
     if isinstance(config, Mapping):
@@ -59,7 +58,8 @@ def as_written(config: object) -> Any:
 
 
 def to_json(value: object) -> Plain:
-    """Return `to_plain(value)` with non-finite floats as "nan", "inf" and "-inf", which JSON cannot represent."""
+    """Return `to_plain(value)` with non-finite floats as the strings "nan", "inf" and "-inf", because JSON has no such
+    numbers."""
     return mapped(
         to_plain(value), lambda leaf: repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
     )
@@ -73,7 +73,7 @@ def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
 
 
 def as_number(value: object) -> float | None:
-    """Return `value` as a float, including the strings that `to_json` writes; None for anything else."""
+    """Return a number, or a string that `to_json` writes for a non-finite one, as a float; None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
@@ -82,8 +82,8 @@ def as_number(value: object) -> float | None:
 
 
 def written(config: BaseModel | Mapping[str, object]) -> dict[str, Plain]:
-    """Return a configuration as plain data for files. Values that came from environment variables become
-    `${oc.env:NAME}` again, and values whose key names a secret become `***`."""
+    """Return a configuration as plain data that may be saved. Values read from an environment variable are replaced by
+    `${oc.env:NAME}`, and values of keys such as api_key and password by `***`."""
     texts: dict[str, str] = getattr(config, "environment_texts", {})
 
     def shown(value: Plain) -> Plain:
@@ -98,7 +98,7 @@ _SECRET = re.compile(r"(api_?key|password|secret|auth_?token|access_?token|hf_to
 
 
 def redact(value: Plain) -> Plain:
-    """Return a copy of plain data in which values whose key names a secret (api_key, password, hf_token) are `***`."""
+    """Return a copy of plain data in which the values of keys such as api_key, password and hf_token are `***`."""
     if isinstance(value, dict):
         return {
             key: "***" if _SECRET.search(key) and isinstance(item, str) and item else redact(item)
@@ -110,9 +110,8 @@ def redact(value: Plain) -> Plain:
 
 
 def plain(value: object) -> object:
-    """Return `value` with tuples and arrays as lists, paths as strings, and NumPy and torch scalars as Python numbers.
-
-    Raise ConfigError for a mapping with a key that is not a string.
+    """Return a Python value as a configuration value: tuples and arrays become lists, paths strings, enums their
+    values, and NumPy and torch scalars numbers. Raise ConfigError if a mapping has a key that is not a string.
     """
     if isinstance(value, Enum):
         return plain(value.value)
@@ -128,7 +127,7 @@ def plain(value: object) -> object:
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a mapping with `plain` applied to every value."""
+    """Return the mapping with `plain` applied to every value. Raise ConfigError if a key is not a string."""
     wrong = next((key for key in values if not isinstance(key, str)), None)
     if wrong is not None:
         text = f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"

@@ -1,4 +1,4 @@
-"""The base of all configuration sections: keys and their marks, values given in Python, number types."""
+"""The base class of configuration sections, the functions that declare keys, and the types of numbers."""
 
 import tomllib
 import types
@@ -19,8 +19,9 @@ from .errors import ConfigError, Problem, Report, dotted_key, sentence, shown, u
 
 
 class _Made(type(BaseModel)):  # type: ignore[misc]
-    """Makes `Section(key=value)` raise one ConfigError with all mistakes: types, unknown keys, unsupported values, and
-    for a whole configuration the rules between keys. The loader does not create sections this way."""
+    """The metaclass of `Section`. It makes `Section(key=value)` raise one ConfigError that lists all mistakes: types,
+    unknown keys, unsupported values and, for a whole configuration, keys that do not fit together. The loader does not
+    create sections by this call."""
 
     def __call__(cls, *given: object, **values: object) -> Any:
         name = cls.__name__
@@ -42,16 +43,16 @@ class _Made(type(BaseModel)):  # type: ignore[misc]
 
 
 class Section(BaseModel, metaclass=_Made):
-    """A mapping of the configuration, read as `section.key` or, as in NeMo RL's scripts, `section["key"]`.
+    """A section of the configuration. Its keys are read as `section.key` or, as in NeMo RL's scripts, `section["key"]`.
 
-    Unknown keys are errors. A key marked by `only` accepts only the listed values, because its feature is not
-    supported. A key marked by `no_effect` is accepted and ignored. NeMo RL's ignored keys are listed in idle_keys.toml
-    by the section's class name. A section created or assigned to in Python keeps the values as given: a string is not
-    read as a number, nor a number as a string. Raises ConfigError.
+    An unknown key raises ConfigError. A key declared by `only` belongs to an unsupported feature, and accepts only the
+    listed values. A key declared by `no_effect` is accepted and ignored. Ignored keys of NeMo RL are listed in
+    idle_keys.toml, under the class name of their section. In a section that is created or assigned to in Python, values
+    are not converted: a string is not read as a number, nor a number as a string.
     """
 
     model_config = ConfigDict(
-        strict=True,  # the loader is not strict: strings of ${oc.env:...} may be numbers
+        strict=True,  # the loader is not strict, because ${oc.env:...} gives numbers as strings
         validate_assignment=True,
         extra="forbid",
         populate_by_name=True,
@@ -61,13 +62,14 @@ class Section(BaseModel, metaclass=_Made):
         defer_build=True,
     )
     is_switched: ClassVar[bool] = False
-    """Whether the section does nothing where its key `enabled` is false; unsupported features are then not looked for in it."""
+    """Whether `enabled: false` switches the section off. Its other keys are then not checked for unsupported
+    features."""
     spellings: ClassVar[Mapping[str, str]] = {}
-    """Other dotted names of keys, as NeMo RL has them -> the keys; different values of the two are an error."""
+    """Alternative dotted name -> key. Two different values for the two names are an error."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: object) -> None:
-        """Append the keys that idle_keys.toml lists for this class and its base classes to the keys of the class."""
+        """Add the keys that idle_keys.toml lists for this class and its base classes."""
         for base in reversed(cls.__mro__):
             for name, info in _idle_keys(base.__name__).items():
                 if base is cls or name not in cls.model_fields:
@@ -75,13 +77,13 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Return every dotted key, including the keys of nested sections."""
+        """Return the dotted keys of this section and its nested sections."""
         return own_keys(cls)
 
     @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
-        """Return whether keys unknown to the schema are allowed here: inside a free-form mapping, or in a section that
-        accepts any key."""
+        """Return whether `dotted` may be a key that the schema does not know: in a free-form mapping, or in a section
+        that accepts any key."""
         name, _, rest = dotted.partition(".")
         info = dict(fields_of(cls)).get(name)
         if info is None or not rest:
@@ -91,11 +93,12 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def aliases(cls) -> tuple[tuple[str, str], ...]:
-        """Return (alternative spelling, key) for this section and its nested sections."""
+        """Return a pair (alternative name, key) for each entry of `spellings` in this section and its nested
+        sections."""
         return _aliases_of(cls)
 
     def check_all(self, report: Report) -> None:
-        """Report what the types do not check, for a section created in Python."""
+        """Report mistakes in a section created in Python that its types do not detect."""
         check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:
@@ -130,7 +133,7 @@ class Section(BaseModel, metaclass=_Made):
 
 
 Settings = Section | Mapping[str, object]
-"""A section, or a mapping with its keys."""
+"""A section, or a mapping with the keys of a section."""
 
 
 def _field_name(model: type[Section], key: str) -> str | None:
@@ -194,24 +197,25 @@ StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
 def key(default: object, doc: str, **options: Any) -> Any:
-    """Declare a key with its default and meaning. The default is written nowhere else."""
+    """Declare a key with its default and its text in docs/configuration.md. No other place repeats the default."""
     if isinstance(default, (list, dict)):
         return Field(default_factory=lambda: type(default)(default), description=doc, **options)
     return Field(default, description=doc, **options)
 
 
 def section(model: type[Section], doc: str) -> Any:
-    """Declare a section that is filled with its defaults if the file leaves it out."""
+    """Declare a nested section. If a file omits it, all its keys have their defaults."""
     return Field(default_factory=model, description=doc)
 
 
 def only(*allowed: object, why: str, **options: Any) -> Any:
-    """Declare a key of an unsupported feature: the first of `allowed` is the default, and other values are errors."""
+    """Declare a key of an unsupported feature. It accepts only the values `allowed`, of which the first is the default.
+    For another value, the error gives `why` as the reason."""
     return key(allowed[0], why, json_schema_extra={"only": list(allowed), "why": why}, **options)
 
 
 def no_effect(default: object, why: str = "makes no difference here", **options: Any) -> Any:
-    """Declare a NeMo RL key that is accepted with any value of its type and ignored."""
+    """Declare a key of NeMo RL that accepts any value of its type and is ignored."""
     return key(default, why, json_schema_extra={"no_effect": True}, **options)
 
 
@@ -234,11 +238,11 @@ def _idle_key(
     return FieldInfo.from_annotated_attribute(kinds, field)
 
 
-# ---- the keys of a section, from pydantic's fields
+# ---- keys of a section, read from pydantic's fields
 
 
 def section_type(annotation: object) -> type[Section] | None:
-    """Return the section class in an annotation: `Section`, `Section | None`, or `Section | list[Section]`."""
+    """Return the section class in an annotation such as `S`, `S | None` or `S | list[S]`; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
@@ -255,7 +259,7 @@ def fields_of(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def section_at(model: type[Section], dotted: str) -> type[Section] | None:
-    """Return the class of the section at a dotted key."""
+    """Return the class of the nested section at a dotted key of `model`; None if the key is not a section."""
     found: type[Section] | None = model
     for part in dotted.split("."):
         info = dict(fields_of(found)).get(part) if found is not None else None
@@ -264,7 +268,7 @@ def section_at(model: type[Section], dotted: str) -> type[Section] | None:
 
 
 def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (dotted key, field info) for each key of a section and of its nested sections."""
+    """Yield (`prefix` + dotted key, field info) for each key of a section and of its nested sections."""
     for name, info in fields_of(model):
         yield f"{prefix}{name}", info
         if (inner := section_type(info.annotation)) is not None:
@@ -273,7 +277,7 @@ def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 @cache
 def own_keys(model: type[Section]) -> frozenset[str]:
-    """Return every dotted key of a section, including the keys of nested sections."""
+    """Return the dotted keys of a section and of its nested sections."""
     return frozenset(key for key, _ in dotted_fields(model))
 
 
@@ -283,12 +287,12 @@ def forget_keys() -> None:
 
 
 def mark_of(info: FieldInfo) -> Mapping[str, object]:
-    """Return the mark that `only` or `no_effect` set on a key; empty without a mark."""
+    """Return the data that `only` or `no_effect` attached to a key; empty for an ordinary key."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
-    """Return the overrides, with `++` put before each plain override of a free-form mapping or of a key in one."""
+    """Return the overrides with `++` before each `KEY=VALUE` whose key is a free-form mapping or inside one."""
     free = free_mappings(model)
 
     def added(override: str) -> str:
@@ -301,7 +305,7 @@ def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
 
 @cache
 def free_mappings(model: type[Section]) -> frozenset[str]:
-    """Return the dotted keys of mappings that accept any key, so that an override needs no `+`. `env` is excluded,
+    """Return the dotted keys of free-form mappings. An override may add keys to them without `+`. `env` is excluded,
     because its sections are checked."""
     return frozenset(key for key, info in dotted_fields(model) if _is_mapping(info.annotation) and key != "env")
 
@@ -335,7 +339,7 @@ def _assign(section: Section, set_value: Callable[[str, object], None], name: st
 
 
 def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
-    """Return pydantic's errors as Problems with readable sentences."""
+    """Return the errors in `failure` as Problems; `cls` is the section that was validated."""
     found = []
     for error in failure.errors(include_url=False):
         key = dotted_key(error["loc"])
@@ -344,7 +348,7 @@ def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
 
 
 def check_marks(section: Section, prefix: str, report: Report) -> None:
-    """Report keys of unsupported features whose value does not switch the feature off."""
+    """Report each key declared by `only` whose value is not allowed. `prefix` is the section's dotted key and a dot."""
     if section.is_switched and not section.enabled:
         return
     for name, info in type(section).model_fields.items():
@@ -363,7 +367,8 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
 
 
 def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -> dict[str, object]:
-    """Rename keys in an alternative spelling (`Section.spellings`) to the schema's names."""
+    """Rename keys with an alternative name (`Section.spellings`) to the schema's names, in place. Report keys whose two
+    names have different values."""
     for spelling, canonical in cls.aliases():
         parent, name = walk(data, spelling)
         if parent is None or name not in parent:
@@ -382,7 +387,8 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
-    """Return the mapping that holds (or would hold) the key, and the last part of the key."""
+    """Return the innermost mapping on the path `dotted`, and the last part of `dotted`. The mapping is None if the path
+    does not lead to one. With `make_sections`, missing mappings on the path are created."""
     *sections, name = dotted.split(".")
     node: object = data
     for part in sections:
@@ -396,9 +402,9 @@ M = TypeVar("M", bound=Section)
 
 
 def as_model(config: object, model: type[M], section: str = "") -> M:
-    """Return `config`, a mapping or a `model`, as a `model`. Raise ConfigError for mistakes in a mapping.
+    """Return `config` if it is a `model`; build a `model` from a mapping. Raise ConfigError for mistakes in it.
 
-    `section` is the dotted key of the mapping in a file ("env.math"), for messages.
+    `section`: the dotted key of the mapping in a file ("env.math"), used in messages.
     """
     if isinstance(config, model):
         return config

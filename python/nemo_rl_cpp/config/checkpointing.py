@@ -12,7 +12,7 @@ _REPOSITORY = re.compile(rf"{_PART}(/{_PART})?")
 
 
 def repository_name(name: str) -> str:
-    """Return `name`, a repository on the Hugging Face Hub. Raise ValueError if it cannot be such a name."""
+    """Return `name` unchanged. Raise ValueError if it is not a valid repository name of the Hugging Face Hub."""
     if not _REPOSITORY.fullmatch(name) or "--" in name or ".." in name:
         raise ValueError(
             f"is {name!r}: give the name of a repository, organisation/name, of letters, digits, '-', '_' and '.'"
@@ -24,7 +24,8 @@ RepositoryName = Annotated[str, AfterValidator(repository_name)]
 
 
 class CheckpointingConfig(Section):
-    """When a checkpoint is written and which ones are kept. A checkpoint contains a Hugging Face folder."""
+    """Settings for writing, keeping and resuming checkpoints. A checkpoint contains a model folder in Hugging Face
+    format."""
 
     enabled: bool = key(True, "Write checkpoints.")
     checkpoint_dir: str = key(

@@ -1,4 +1,4 @@
-"""The `cluster` section: the number of processes, and which of them train or only generate."""
+"""The `cluster` section: how many processes a run has, and which of them train or only generate."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class LauncherVariables(NamedTuple):
-    """Names of the environment variables that hold a process's rank and the number of ranks."""
+    """Names of the environment variables in which a launcher passes the rank and the number of ranks."""
 
     rank: str
     size: str
 
 
 def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherVariables | None:
-    """Return the variables of torchrun, otherwise those of a srun step; None if no launcher started the process. The
-    batch script of a Slurm job is not a step."""
+    """Return the variables of torchrun if they are set, otherwise those of a Slurm step (srun). Return None if no
+    launcher started this process; the batch script of a Slurm job counts as no launcher."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return LauncherVariables("RANK", "WORLD_SIZE")
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
@@ -34,14 +34,14 @@ def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherV
 
 
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many ranks the launcher started; 1 without a launcher."""
+    """Return the number of ranks that the launcher started; 1 without a launcher."""
     variables = launcher_variables(environment)
     size = "" if variables is None else environment.get(variables.size, "")
     return max(int(size), 1) if size.isdecimal() else 1
 
 
 class ClusterConfig(Section):
-    """The number of devices, and the executor that runs them."""
+    """The devices and processes of a run."""
 
     _beside_training: bool = PrivateAttr(False)
     gpus_per_node: Positive = key(
@@ -96,18 +96,18 @@ class ClusterConfig(Section):
     )
 
     def note_beside_training(self) -> None:
-        """Note that engines generate beside training, so that `auto` takes a process for each of the two."""
+        """Record that rollouts overlap with training. The executor `auto` then means a process for each of the two."""
         self._beside_training = True
 
     @property
     def is_split(self) -> bool:
-        """Whether `auto` stands for one process that trains and one that generates."""
+        """Whether the executor `auto` means one process that trains and one that generates."""
         return self.executor == "auto" and self._beside_training and launched_ranks() == 1
 
     @property
     def processes(self) -> int:
-        """The number of cooperating processes: the workers of the executors `processes` and `ray`, the launcher's ranks
-        with `auto`, otherwise 1; 2 if `is_split`."""
+        """The number of processes of the run. For the executors `processes` and `ray`: the number of workers. For
+        `auto`: the launcher's ranks, or 2 if `is_split`. Otherwise 1."""
         if self.is_split:
             return 2
         if self.executor == "auto":
@@ -123,12 +123,12 @@ class ClusterConfig(Section):
 
     @property
     def has_workers(self) -> bool:
-        """Whether models live in workers and not in this process."""
+        """Whether the models are in worker processes and not in this process."""
         return self.chosen_executor in ("processes", "ray")
 
     @property
     def executor_text(self) -> str:
-        """The executor's name for error messages, with what `auto` stands for."""
+        """The executor's name for error messages, with an explanation of `auto`."""
         if self.is_split:
             return "auto, which is two processes for rollouts beside training,"
         return (
@@ -139,21 +139,21 @@ class ClusterConfig(Section):
 
     @property
     def one_process_text(self) -> str:
-        """Advice for messages: how to turn a run with workers into a run of a single process."""
+        """A phrase for error messages: how to change a run with workers into a run of one process."""
         return "start one process" if self.executor == "auto" else "set it to auto"
 
     @property
     def has_written_size(self) -> bool:
-        """Whether the run uses as many devices as the configuration gives."""
+        """Whether the run has `num_nodes * gpus_per_node` workers, so that these sizes are not folded onto one
+        device."""
         return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node
 
 
 def engines_of(config: TrainMasterConfig) -> int:
-    """Return how many workers only generate; 0 if generation shares the trainers' processes and weights. With the
-    executor `auto`, 1 for rollouts beside training.
+    """Return the number of workers that only generate; 0 if generation shares the trainers' processes and weights.
 
-    On one machine the number is `resources.gpus_per_node`, on several machines it is the workers of
-    `resources.num_nodes` whole machines.
+    With one node it is `resources.gpus_per_node`. With several nodes, all workers of `resources.num_nodes` nodes only
+    generate. With the executor `auto` it is 1 if rollouts overlap with training.
     """
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if cluster.is_split and not colocated.enabled:

@@ -1,4 +1,4 @@
-"""The `data` section: data sets, prompts and processors."""
+"""The `data` section: datasets, prompt files and processors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .tables import Entry, Table
 
 @dataclass(frozen=True)
 class DatasetEntry(Entry):
-    """A data set: its class, and its keys in addition to the common ones."""
+    """The definition of a dataset: its class, and its keys in addition to those of `DatasetConfig`."""
 
     keys: tuple[str, ...] = ()
 
@@ -62,11 +62,11 @@ DATASET_REGISTRY: Table[DatasetEntry] = Table(
         "reasoning_gym": _dataset("generated:ReasoningGymDataset", *_GENERATED, "task", "task_options", "num_shots"),
     },
 )
-"""The table of data sets: name -> class. A name with a dot is a class of the user's and takes any keys."""
+"""The table of datasets: name -> class. A user's own class, package.module.Name, is not in it and accepts any keys."""
 
 
 def dataset_keys() -> dict[str, tuple[str, ...]]:
-    """Return the keys of each data set in addition to the common ones."""
+    """Return the keys of each dataset in addition to those of `DatasetConfig`."""
     return {name: entry.keys for name, entry in DATASET_REGISTRY.entries.items()}
 
 
@@ -77,29 +77,30 @@ DATASET_ALIASES = {
     "aime2026": "AIME2026",
     "openmathinstruct2": "OpenMathInstruct-2",
 }
-"""Further names of NeMo RL's guides for the same data sets."""
+"""Names of datasets in NeMo RL's guides -> their names here."""
 
 
 def is_class_name(dataset_name: str) -> bool:
-    """Return whether the name is a user's class, package.module.Name."""
+    """Return whether the name has the form package.module.Name, the name of a user's own class."""
     return "." in dataset_name and all(part.isidentifier() for part in dataset_name.split("."))
 
 
 def takes(dataset_name: str, key: str) -> bool:
-    """Return whether a data set accepts a key in addition to the common ones; a user's class accepts any key."""
+    """Return whether a dataset accepts `key`, which is not a key of `DatasetConfig`. A user's class accepts any key."""
     return is_class_name(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 
 def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys of `data.default` that apply to a section of data.train or data.validation: common keys and keys
-    of its data set."""
+    """Return the part of `default` (data.default) that applies to `section`, an entry of data.train or data.validation:
+    the keys of `DatasetConfig`, and those that the entry's dataset accepts."""
     name = section.get("dataset_name", default.get("dataset_name"))
     common = DatasetConfig.model_fields
     return {key: value for key, value in default.items() if key in common or name is None or takes(name, key)}
 
 
 class DatasetDefaults(Section):
-    """Keys that every data set may set. `data.default` fills in omitted keys, including keys of its dataset_name."""
+    """Keys of every dataset. A dataset that omits a key takes the value of `data.default`, which may also contain the
+    keys of its dataset_name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -119,7 +120,7 @@ class DatasetDefaults(Section):
 
     @model_serializer(mode="wrap")
     def _only_what_was_given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
-        # null and absent differ here: `data.default` fills in what is absent
+        # null and absent differ: `data.default` gives the value of an absent key
         return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
 
@@ -140,7 +141,7 @@ HeldOut = Annotated[object, AfterValidator(_held_out)]
 
 
 class DatasetConfig(DatasetDefaults):
-    """A data set. Further keys depend on dataset_name."""
+    """A dataset. Further keys depend on dataset_name."""
 
     split_validation_size: HeldOut = key(
         None,
@@ -157,7 +158,7 @@ Datasets = Annotated[
 
 
 class DataConfig(Section):
-    """Where prompts come from and how they become samples."""
+    """Datasets for training and validation, and how they are loaded."""
 
     train: Datasets | None = key(None, "The training dataset, or a list of them.")
     validation: Datasets | None = key(
@@ -193,8 +194,8 @@ _FILES = (".csv", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class EvalDataConfig(DatasetConfig):
-    """The data set of an evaluation. As in NeMo RL, dataset_name may be a file or a Hub data set with `problem_key` and
-    `solution_key`, which means ResponseDataset with data_path, input_key and output_key."""
+    """The dataset of an evaluation. As in NeMo RL, dataset_name may be a file or a Hub dataset, with `problem_key` and
+    `solution_key`. This means ResponseDataset with data_path, input_key and output_key."""
 
     max_input_seq_length: Positive | None = key(None, "Prompts of this many tokens or more are cut. null: no limit.")
     repeat: Positive = key(1, "Number of times that the dataset is repeated.")
@@ -218,13 +219,14 @@ class EvalDataConfig(DatasetConfig):
 
 
 def environments_of_training(data: DataConfig) -> set[str | None]:
-    """Return the names in `env` that the training data sets use."""
+    """Return the names of the environments that the training datasets use; None for a dataset without one."""
     default = data.default.env_name if data.default is not None else None
     return {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
 
 
 def datasets_of(value: DatasetConfig | list[DatasetConfig] | None, dotted: str) -> list[tuple[str, DatasetConfig]]:
-    """Return each data set with its dotted key."""
+    """Return a pair (dotted key, dataset) for a dataset, or for each dataset of a list. `dotted` is the key of
+    `value`."""
     if value is None:
         return []
     if isinstance(value, list):

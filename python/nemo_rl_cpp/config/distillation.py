@@ -1,4 +1,4 @@
-"""Distillation: teachers, and the section `distillation` of a run that learns from one."""
+"""The sections of distillation: teachers, loss, and the loop of a distillation run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def absolute_folder(model_name: str) -> str:
-    """Return the absolute path of a model's folder, which workers need; return other names unchanged."""
+    """Return the absolute path if `model_name` is an existing folder, because a worker may have a different working
+    directory. Return other names unchanged."""
     folder = Path(model_name).expanduser()
     return str(folder.absolute()) if folder.exists() else model_name
 
@@ -31,7 +32,7 @@ class FullDistillationConfig(Section):
 
 
 class NonColocatedTeachersConfig(Section):
-    """Devices of the teachers. This package always places teachers on the policy's devices."""
+    """Devices of the teachers. The section has no effect: teachers are always on the policy's devices."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -56,14 +57,14 @@ class OnPolicyDistillationConfig(Section):
     full: FullDistillationConfig | None = section(FullDistillationConfig, "the whole vocabulary (not supported)")
 
     def models(self) -> dict[str, str]:
-        """Return the teacher's model for each task; empty if teachers are switched off."""
+        """Return task -> model of its teacher; empty if `enabled` is false. Local folders are absolute paths."""
         if not self.enabled:
             return {}
         return {task: absolute_folder(name) for task, name in self.teacher_model_by_agent_name.items()}
 
     @property
     def default_teacher(self) -> str | None:
-        """The name of the teacher for tasks without their own teacher."""
+        """The key of the teacher for tasks without their own teacher; None if such tasks have no teacher."""
         names = list(self.teacher_model_by_agent_name)
         if self.strict_agent_name_match:
             return None
@@ -71,8 +72,8 @@ class OnPolicyDistillationConfig(Section):
 
 
 class TeacherConfig(Section):
-    """The teacher of a distillation run. It uses the policy's precision, batch sizes and longest sequence; the other
-    keys of NeMo RL have no effect."""
+    """The teacher of a distillation run. It has the policy's precision, batch sizes and maximum sequence length. NeMo
+    RL's other keys of this section are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow")
     model_name: str = key(
@@ -94,7 +95,8 @@ class TeacherConfig(Section):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the teacher is not scored by the native core in the policy's process."""
+        """Whether a server or transformers computes the teacher's scores, and not the native core in the policy's
+        process."""
         return self.base_url is not None or self.backend != "native"
 
 
@@ -125,7 +127,7 @@ class DistillationLossConfig(ClippedPGLossConfig):
 
 
 class DistillationEstimatorConfig(AdvEstimatorConfig):
-    """How the teacher's scores become advantages."""
+    """The advantage estimator of a distillation run. It converts the teacher's scores to advantages."""
 
     name: GRPOEstimator = key(
         "opd",
@@ -135,7 +137,7 @@ class DistillationEstimatorConfig(AdvEstimatorConfig):
 
 
 class DistillationConfig(LoopConfig):
-    """The loop of a distillation run. Keys that it shares with GRPO mean the same."""
+    """The training loop of a distillation run. Keys that `grpo` also has mean the same."""
 
     section_name = "distillation"
     num_prompts_per_step: Positive = other_default("num_prompts_per_step", 128)
@@ -162,7 +164,7 @@ class DistillationConfig(LoopConfig):
 
 
 def check_teachers(config: GRPOMasterConfig | DistillationMasterConfig, report: Report) -> None:
-    """Report incompatible settings of teachers, estimator and policy."""
+    """Report settings of teachers, advantage estimator and policy that do not fit together."""
     estimator, key = config.loop.adv_estimator, f"{config.algorithm}.adv_estimator"
     taught = estimator.name == "opd"
     for name in ("proximal_teacher_alpha", "subtract_global_baseline", "outcome_advantage_weight"):

@@ -6,7 +6,7 @@ from .base import Int, Positive, Real, Section, StopStrings, key, no_effect
 
 
 class VerifierPoolConfig(Section):
-    """Verifiers that run in separate processes and are killed at a deadline."""
+    """Settings of verifiers that run in separate processes and are killed when their time limit has passed."""
 
     num_workers: Positive = key(1, "Number of verifier processes.")
     verifier_deadline_s: Real = key(
@@ -22,7 +22,7 @@ class VerifierPoolConfig(Section):
 
 
 class MathEnvConfig(VerifierPoolConfig):
-    """Compares the answer with the ground truth: 1 or 0."""
+    """Math: the reward is 1 if the answer equals the ground truth, otherwise 0."""
 
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = key(
         "hf_math_verify",
@@ -39,7 +39,7 @@ class MathEnvConfig(VerifierPoolConfig):
 
 
 class MultiRewardEnvConfig(Section):
-    """Three reward components: correctness, an integer as answer, and the format (for adv_estimator gdpo)."""
+    """Math with three reward components, for adv_estimator gdpo: correct answer, integer answer, and format."""
 
     math_verify_impl: Literal["hf_math_verify"] | None = no_effect(
         "hf_math_verify", "answers are compared letter for letter"
@@ -51,7 +51,7 @@ class MultiRewardEnvConfig(Section):
 
 
 class ReasoningGymEnvConfig(VerifierPoolConfig):
-    """Scores with the task's own function in the reasoning_gym package."""
+    """Tasks of the package reasoning_gym, scored by the package."""
 
     answer_format: Literal["auto", "tag", "line"] = key(
         "auto",
@@ -65,7 +65,7 @@ class PlainEnvConfig(Section):
 
 
 class CodeEnvConfig(Section):
-    """Runs the program in a response against tests, in a sandbox without network or files."""
+    """Code: runs the program in a response against tests, in a sandbox without network and without access to files."""
 
     num_workers: Positive = key(1, "Number of programs that run at the same time.")
     reward: Literal["all", "fraction"] = key(
@@ -96,7 +96,8 @@ class GuessNumberEnvConfig(Section):
 
 
 class AgentEnvConfig(Section):
-    """Rollouts by a user's function that calls the policy over HTTP; needs policy.generation.expose_http_server."""
+    """Rollouts by your own function, which calls the policy over HTTP. This needs
+    policy.generation.expose_http_server."""
 
     function: str = key(..., "Dotted name of your function, which takes an AgentTask and returns the reward.")
     max_concurrency: Positive = key(64, "Maximum number of rollouts that run at the same time.")
@@ -108,7 +109,7 @@ class AgentEnvConfig(Section):
 
 
 class VerifiersEnvConfig(Section):
-    """Rollouts by agents of the package verifiers; needs policy.generation.expose_http_server."""
+    """Rollouts by agents of the package verifiers. This needs policy.generation.expose_http_server."""
 
     env: dict[str, Any] = key({}, "The section env of verifiers without its task set: id, roles, timeouts.")
     harness: dict[str, Any] | None = key(
@@ -133,7 +134,7 @@ class VerifiersEnvConfig(Section):
 
 
 class EnvironmentEntry(TypedDict, total=False):
-    """The definition of a name in `env`: the dotted name of its class and, if its keys are known, its section."""
+    """The definition of an environment: the dotted name of its class and, if its keys are checked, their section."""
 
     actor_class_fqn: Required[str]
     section: type[Section]
@@ -157,11 +158,11 @@ ENV_REGISTRY: dict[str, EnvironmentEntry] = {
     "verifiers": _ours("verifiers_environment.VerifiersEnvironment", VerifiersEnvConfig),
     "reward_functions": _ours("reward_environment.RewardFunctionEnvironment"),
 }
-"""The table of environments. `register_env` adds one at run time; one without a section takes any keys."""
+"""The table of environments. `register_env` adds one at run time. An environment without a section accepts any keys."""
 
 
 def environment_sections() -> dict[str, type[Section]]:
-    """Return the sections of the environments whose keys are known."""
+    """Return environment name -> class of its section, for environments whose keys are checked."""
     return {name: entry["section"] for name, entry in ENV_REGISTRY.items() if "section" in entry}
 
 

@@ -1,4 +1,4 @@
-"""Configuration mistakes: where each was written, what was given, what is expected, which key was probably meant."""
+"""Configuration mistakes: their places in files and overrides, and their messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake: its place ("grpo.yaml:12", "override 'a.b=c'", or ""), the dotted key, and what to change."""
+    """A mistake: its place ("grpo.yaml:12", "override 'a.b=c'", or "" if unknown), its dotted key, and a message that
+    says what to change."""
 
     where: str
     key: str
@@ -31,7 +32,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. `str()` lists every mistake, one per line; `problems` holds them."""
+    """An invalid configuration. `problems` contains every mistake; `str()` lists them, one per line."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = sorted(
@@ -49,7 +50,8 @@ def _line(where: str) -> int:
 
 
 class Report:
-    """Collects mistakes and records where each key was written. `file` is reported for keys written nowhere."""
+    """A collector of mistakes. `positions` gives the place of each key that is set; `file` is the place of other
+    keys."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
@@ -57,7 +59,8 @@ class Report:
         self.problems: list[Problem] = []
 
     def where(self, dotted: str) -> str:
-        """Return where a key or its closest enclosing section was written, otherwise the first line of the file."""
+        """Return the place where a key, otherwise the closest section that contains it, is set. If neither is, return
+        the first line of the file."""
         while dotted:
             if dotted in self._positions:
                 return self._positions[dotted]
@@ -65,8 +68,8 @@ class Report:
         return f"{self._file}:1" if self._file else ""
 
     def nearness(self, dotted: str) -> int:
-        """Return the precedence of a key's place: 3 for an override or an argument, 2 for the run's own file, 1 for a
-        parent file, 0 for nowhere."""
+        """Return where a key is set, as a precedence: 3 by an override or an argument, 2 in the run's own file, 1 in a
+        parent file, 0 nowhere."""
         if dotted not in self._positions:
             return 0
         file = self._positions[dotted].rpartition(":")[0]
@@ -75,7 +78,7 @@ class Report:
         return 2 if file == self._file else 1
 
     def has_problem(self, dotted: str) -> bool:
-        """Return whether the key, an enclosing section or a nested key already has a reported mistake."""
+        """Return whether a mistake is already reported for the key, a section that contains it, or a key inside it."""
         return any(
             p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".")
             for p in self.problems
@@ -83,9 +86,9 @@ class Report:
         )
 
     def add(self, dotted: str, message: str, *related: str) -> None:
-        """Report a mistake at `dotted`, unless `dotted` or a `related` key has a mistake already.
+        """Report a mistake for the key `dotted`, unless one is already reported for it or for a `related` key.
 
-        The place is the first of these keys that an override sets, otherwise the first that a file sets.
+        Its place is that of the first of these keys that an override sets, otherwise of the first that a file sets.
         """
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
@@ -113,16 +116,16 @@ _DEAD = {
     "steps_per_epoch": "ppo.ppo_epochs",
     "value_loss": "value_loss_fn",
 }
-"""Keys that stand in NeMo RL's own recipes and that nothing reads, there or here -> the key that works."""
+"""Keys in NeMo RL's own recipes that neither NeMo RL nor this package reads -> the key that has the effect."""
 SCRIPTS = {
     "grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py", "distillation": "examples/run_distillation.py",
     "sft": "examples/run_sft.py",
 }  # fmt: skip
-"""What runs a configuration with such a section."""
+"""Section of a training loop -> the script that runs its configurations."""
 
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
-    """Return the message for a key that is not in the schema, with the closest known key."""
+    """Return the message for a key that is not in the schema. It suggests a similar known key if there is one."""
     parent, _, name = dotted.rpartition(".")
     if (right := _DEAD.get(name)) is not None:
         return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
@@ -161,7 +164,7 @@ def dotted_key(location: tuple[int | str, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value in YAML spelling, shortened."""
+    """Return a value as YAML would write it, shortened to one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -170,7 +173,7 @@ def shown(value: object) -> str:
 
 
 def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str = "") -> str:
-    """Return the message for a pydantic error; `where` is the place of the key."""
+    """Return the message for a pydantic error at the key `dotted` of `model`. `where` is the place of the key."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(dotted, model)
@@ -230,7 +233,7 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return the message of the YAML reader; if the line contains a tab, return a message about the tab."""
+    """Return a message of the YAML reader unchanged, or a message about the tab if its line contains one."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

@@ -1,8 +1,9 @@
-"""The line that reports how a run differs from the hardware and engine that its file was written for ("folding").
+"""Folding: a run uses fewer devices, or another engine, than its file was written for, and prints a line about it.
 
 The number of devices and the sharding of a model do not change the result, because gradients are sums over the tokens
-of a batch. The engine is an implementation detail. Settings that change results (quantisation) are never folded: their
-keys are errors. `EXACTNESS` lists how closely generation and training agree (docs/transformers.md, docs/vllm.md).
+of a batch. The engine is an implementation detail. Settings that change results, such as quantisation, are never
+folded: they are errors. `EXACTNESS` lists how closely generation and training agree (docs/transformers.md,
+docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Exactness(NamedTuple):
-    """A row of `EXACTNESS`.
+    """How closely the log-probabilities of generation and training agree.
 
     Attributes:
-        equal: whether a token's log-probability is bit-identical in generation and training.
-        text: the rest of the sentence.
+        equal: whether they are bit-identical.
+        text: explanation, the end of the sentence in `exactness_text`.
     """
 
     equal: bool
@@ -49,11 +50,12 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
     ("native", "vllm"): _VLLM,
     ("hf", "vllm"): _VLLM,
 }
-"""(trainer, generator) -> what is to be expected."""
+"""(policy.backend, engine that generates) -> how closely they agree."""
 
 
 def engine_name(policy: PolicyConfig) -> str:
-    """Return the engine that generates: the trainer's own replaces NeMo RL's, unless a vLLM is configured."""
+    """Return the engine that generates: "vllm" if vLLM itself is configured, otherwise "native" or "hf". The trainer's
+    own engine replaces the other engines of NeMo RL."""
     backend = policy.generation.backend
     if policy.generation.runs_vllm:
         return "vllm"
@@ -66,7 +68,7 @@ def exactness_of(policy: PolicyConfig) -> Exactness | None:
 
 
 def exactness_text(config: WholeConfig) -> str | None:
-    """Return a line for the terminal; None for an evaluation, which trains nothing."""
+    """Return a line for the terminal on how closely generation and training agree; None for an evaluation."""
     if not config.trained_models() or (row := exactness_of(config.policy)) is None:
         return None
     how = "equal to the bit" if row.equal else "equal up to rounding"
@@ -76,7 +78,8 @@ def exactness_text(config: WholeConfig) -> str | None:
 
 
 def correction_text(config: TrainMasterConfig) -> str | None:
-    """Return why loss_fn.use_importance_sampling_correction is on if the configuration leaves it open, else None."""
+    """Return a note that loss_fn.use_importance_sampling_correction was switched on; None if generation and training are
+    bit-identical or the key is set explicitly."""
     row = exactness_of(config.policy)
     if row is None or row.equal or not config.loss_fn.correction_left_open:
         return None
@@ -88,9 +91,9 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return every folded size above 1 by its dotted key: machines, devices, and parallel sizes of enabled backends.
-    Tensor parallel sizes that divide the number of worker processes are not folded."""
-    ours = config.cluster.has_written_size  # used as written
+    """Return dotted key -> size of every size above 1 that is folded: machines, devices, and parallel sizes of enabled
+    backends. Tensor-parallel sizes that divide the number of worker processes are not folded."""
+    ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
     sizes = (
@@ -111,7 +114,8 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
 
 
 def devices_of(config: WholeConfig) -> int:
-    """Return how many devices a configuration was written for: the cluster's size, or a model's number of shards."""
+    """Return the number of devices that a configuration was written for: the cluster's size, or the number of shards of
+    a model if that is larger."""
     cut: dict[str, list[int]] = {}
     for key, size in sizes_of(config).items():
         section, _, name = key.rpartition(".")
@@ -122,21 +126,21 @@ def devices_of(config: WholeConfig) -> int:
 
 
 def engine_of(config: WholeConfig) -> str | None:
-    """Return the NeMo RL engine that the trainer's own engine replaces; None if nothing is replaced."""
+    """Return the configured engine of NeMo RL that the trainer's own engine replaces; None if there is none."""
     generation = config.sampling[1]
     return generation.backend if generation.backend in FOREIGN_ENGINES and not generation.runs_vllm else None
 
 
 def is_apart(config: WholeConfig) -> bool:
-    """Return whether the configuration gives generation its own devices, but the run shares the trainer's."""
+    """Return whether the configuration gives generation its own devices, but in this run it shares the trainer's."""
     cluster = config.cluster
     shared = not cluster.has_workers or (cluster.executor == "auto" and not cluster.is_split)
     return not config.sampling[1].colocated.enabled and shared
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
-    """Return the line that a run, `check` and `--dry-run` print about what was folded; None if nothing was. `forecast`:
-    a short text about the memory that the run needs."""
+    """Return the line about folding that a run, `check` and `--dry-run` print; None if nothing is folded. `forecast`:
+    a short text about the memory that the run needs, which is appended."""
     devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
     written = []
     if devices > 1:
@@ -171,11 +175,12 @@ def _own_engine(config: WholeConfig) -> str:
     return "transformers" if policy is not None and policy.backend == "hf" else "the native engine"
 
 
-_SAID: set[str] = set()  # lines without their memory forecast
+_SAID: set[str] = set()  # lines that were printed, without their memory forecast
 
 
 def note_as_said(text: str) -> str:
-    """Remember a line of `fold_text` that is shown by other means, so that the run does not repeat it."""
+    """Record that the caller prints `text`, a line of `fold_text`, so that `say_fold` does not print it again. Return
+    `text`."""
     _SAID.add(text.partition("; memory forecast")[0])
     return text
 
@@ -188,8 +193,8 @@ def say_fold(config: WholeConfig, forecast: str | None) -> None:
 
 
 def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
-    """Return the keys, by section, that a file or the command line sets to unusual values without effect. They
-    configure kernels, communication or engines of other implementations."""
+    """Return section -> keys that a file or the command line sets to a value other than the default, without effect.
+    These keys configure kernels, communication or engines of other implementations."""
     found: dict[str, list[str]] = {}
     for section, name in _ineffective(config, "", config.positions):
         found.setdefault(section, []).append(name)
@@ -197,7 +202,7 @@ def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
 
 
 def keys_without_effect_text(config: WholeConfig) -> str | None:
-    """Return `keys_without_effect` as text for the terminal; None if there are no such keys."""
+    """Return the keys of `keys_without_effect` as text for the terminal; None if there are none."""
     found = keys_without_effect(config)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""The `policy.generation` section (`generation` in an evaluation), with other engines and the HTTP server."""
+"""The section `policy.generation` (`generation` in an evaluation): sampling, engines and the HTTP server."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pydantic import ConfigDict, Field
 from .base import Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, section
 
 FOREIGN_ENGINES = ("vllm", "sglang", "megatron", "trtllm", "dynamo")
-"""NeMo RL's names in policy.generation.backend: an engine is an implementation, not a result, so the native one stands in."""
+"""Engines of NeMo RL in policy.generation.backend. The trainer's own engine replaces them, because results do not
+depend on the engine."""
 
 _FOLDED = "how the engine is cut, not what it computes: folded onto one device, see cluster.strict_sizes"
 
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
-"""Other names that vLLM takes for its types."""
+"""Other names of dtypes that vLLM accepts -> full name."""
 
 
 class VllmConfig(Section):
-    """Settings of vLLM. With `python` or `server_url` and backend vllm, vLLM itself generates (docs/vllm.md). Otherwise
-    the trainer's own engine replaces it, and reads max_model_len and enforce_eager."""
+    """Settings of vLLM. vLLM generates if backend is vllm and `python` or `server_url` is set (docs/vllm.md). Otherwise
+    the trainer's own engine replaces it, and uses max_model_len and enforce_eager."""
 
     python: str | None = key(
         None,
@@ -83,13 +84,14 @@ class VllmConfig(Section):
     )
 
     def dtype_for(self, precision: str) -> str:
-        """Return the full name of the type that vLLM computes in, for a model of this precision."""
+        """Return the full name of the dtype that vLLM computes in. `precision` is used if `self.precision` is not
+        set."""
         wanted = precision if self.precision in (None, "auto") else self.precision
         return _DTYPES.get(wanted, wanted)
 
 
 class ResourcesConfig(Section):
-    """How many of the cluster's workers only generate if generation is not colocated; these workers do not train."""
+    """The number of workers that only generate and do not train. Used if generation is not colocated."""
 
     gpus_per_node: Positive | None = key(
         None,
@@ -104,7 +106,7 @@ class ResourcesConfig(Section):
 
 
 class ColocatedConfig(Section):
-    """Whether generation shares the trainer's device and weights."""
+    """Whether generation shares the devices and weights of training."""
 
     enabled: bool = key(
         True,
@@ -117,17 +119,17 @@ class ColocatedConfig(Section):
 
 
 class NixlConfig(Section):
-    """Weight transfer between machines. This package ignores it."""
+    """NIXL weight transfer of NeMo RL. The section is ignored."""
 
 
 class RefitConfig(Section):
-    """Weight transfer of NeMo RL."""
+    """Weight transfer of NeMo RL. The section is ignored."""
 
     nixl: NixlConfig = section(NixlConfig, "transfer by NIXL")
 
 
 class McoreGenerationConfig(Section):
-    """Megatron's generation engine. The native engine does not read it, so further keys are accepted."""
+    """Megatron's generation engine. The section is ignored, so it accepts any keys."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -137,7 +139,7 @@ PACKAGES = ("starlette", "uvicorn")
 
 
 class HttpServerConfig(Section):
-    """The address and the limits of the policy's HTTP server; read if expose_http_server is set."""
+    """The address and the limits of the policy's HTTP server. Used if expose_http_server is true."""
 
     host: str = key(
         "127.0.0.1",
@@ -161,7 +163,7 @@ class HttpServerConfig(Section):
 
 
 class GenerationConfig(Section):
-    """How responses are sampled, and by which engine."""
+    """Sampling of responses, and the engine that generates them."""
 
     spellings = {"max_model_len": "vllm_cfg.max_model_len", "vllm_cfg.expose_http_server": "expose_http_server"}
     backend: Literal["native", "hf", "vllm", "sglang", "megatron", "trtllm", "dynamo"] | None = key(
@@ -230,16 +232,17 @@ class GenerationConfig(Section):
 
     @property
     def runs_vllm(self) -> bool:
-        """Whether vLLM itself generates and is not replaced by the trainer's engine."""
+        """Whether vLLM itself generates, and not the trainer's own engine in its place."""
         return self.backend == "vllm" and (self.vllm_cfg.python is not None or self.vllm_cfg.server_url is not None)
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:
-        """Return the longest sequence of generation: the smaller of vllm_cfg.max_model_len and the trainer's limit."""
+        """Return the maximum sequence length of generation in tokens: the smaller of vllm_cfg.max_model_len and the
+        trainer's `max_total_sequence_length`."""
         return min(self.vllm_cfg.max_model_len or max_total_sequence_length, max_total_sequence_length)
 
 
 class EvalVllmConfig(VllmConfig):
-    """Settings of vLLM. The native engine reads only max_model_len and precision."""
+    """Settings of vLLM. The native engine uses only max_model_len, enforce_eager and precision."""
 
     precision: Literal["bfloat16", "float32"] | None = key(
         None, "dtype of the weights and of the matrix products. null: bfloat16."
@@ -247,7 +250,7 @@ class EvalVllmConfig(VllmConfig):
 
 
 class EvalGenerationConfig(GenerationConfig):
-    """Generation in an evaluation, with the model and the number of prompts per batch."""
+    """Generation in an evaluation. The section also has the model and the number of prompts per batch."""
 
     model_name: str = key(
         ...,

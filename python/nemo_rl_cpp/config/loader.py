@@ -1,4 +1,5 @@
-"""Load a configuration: C++ reads, merges and resolves; the schema checks; all mistakes are reported together."""
+"""Load a configuration. C++ code reads the files, merges them and resolves interpolations. The schema then checks the
+result, and all mistakes are reported together."""
 
 import difflib
 import os
@@ -33,9 +34,9 @@ _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 
 
 def environment_texts(file: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, str]:
-    """Return value -> `${oc.env:NAME}` for each environment variable that the file, its parents or an override reads.
+    """Return value -> `${oc.env:NAME}` for each environment variable that the file, a parent file or an override reads.
 
-    Values of fewer than six characters are left out, because they occur inside other words.
+    Values of fewer than six characters are omitted, because they occur in other words.
     """
     try:
         tree = _config.load_file(os.fspath(file), folders=parent_folders())
@@ -51,19 +52,20 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 
 
 class GivenValues:
-    """Python values by dotted key, for one load.
+    """Python values that the caller gives in addition to a file, by dotted key.
 
-    The file's interpolations see numbers literally and every other value as a placeholder (`stand_in(i)`), which
-    `restore` replaces by the value afterwards. So `"${x}"`, a line feed or a quote stay exactly as given.
+    They are passed to the loader as overrides: numbers, booleans and None literally, every other value as a
+    placeholder. After loading, `restore` replaces the placeholders by the values, so strings such as `"${x}"` stay
+    exactly as given.
 
     Args:
-        values: dotted key -> value; a mapping for a section is split into its keys.
-        places: dotted key -> its name in messages ("argument learning_rate"); by default "value of KEY".
-        model: the configuration's class.
+        values: dotted key -> value. A mapping for a section is split into its keys.
+        places: dotted key -> name in messages ("argument learning_rate"). The default is "value of KEY".
+        model: the class of the configuration.
 
     Attributes:
-        problems: mistakes found without the file: unknown keys, wrong types.
-        overrides: applied after the caller's own overrides.
+        problems: mistakes found without the file: unknown keys and wrong types.
+        overrides: the overrides, to be applied after the caller's own.
     """
 
     def __init__(self, values: Mapping[str, object], places: Mapping[str, str], model: type[Section]) -> None:
@@ -121,7 +123,7 @@ class GivenValues:
             else None
         )
         if field is not None:
-            try:  # checked like an assignment, because the loader itself accepts strings as numbers
+            try:  # checked strictly like an assignment, because the loader accepts strings as numbers
                 section.__pydantic_validator__.validate_assignment(_blank(section).model_copy(), field, value)
             except ValidationError as failure:
                 self.problems += [
@@ -139,11 +141,12 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """Return the name in messages for the place of one of our own overrides; other places unchanged."""
+        """Return the name of a value in messages if `where` is one of `overrides`; return other places unchanged."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
-        """Put the values into a loaded tree, and their places into the positions."""
+        """Replace the placeholders in a loaded tree by the values, and set their places in `positions`, both in
+        place."""
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
@@ -160,7 +163,7 @@ class GivenValues:
             parent, name = walk(data, key)
             if parent is not None:
                 parent[name] = value
-            if isinstance(value, (dict, list)):  # the file may have set parts of it
+            if isinstance(value, (dict, list)):  # forget the places of parts that the file had set
                 for inner in [known for known in positions if known.startswith(f"{key}.")]:
                     del positions[inner]
             positions[key] = self._places[key]
@@ -181,12 +184,16 @@ def load_grpo_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> GRPOMasterConfig:
-    """Return the checked configuration of a GRPO, DAPO or ProRLv2 run. Torch is not imported.
+    """Load and check the configuration of a GRPO, DAPO or ProRLv2 run, without importing torch.
 
-    `path` is a YAML file, or the name of a shipped one; `overrides` are Hydra's ("policy.optimizer.kwargs.lr=1e-6").
-    `values` are Python values by dotted key. They are applied last and taken literally: their strings are never read as
-    interpolations, numbers or escapes. `places` names their keys in messages ("argument learning_rate"). Raise
-    ConfigError (a ValueError) that lists every mistake with file, line, key and remedy.
+    Args:
+        path: a YAML file, or the name of a shipped one.
+        overrides: Hydra overrides such as "policy.optimizer.kwargs.lr=1e-6".
+        values: dotted key -> Python value, applied last. Strings are taken literally: they are never read as
+            interpolations, numbers or escapes.
+        places: dotted key -> name of a value in messages ("argument learning_rate").
+
+    Raise ConfigError (a ValueError), which lists every mistake with file, line, key and remedy.
     """
     return _load(path, overrides, GRPOMasterConfig, values, places)
 
@@ -197,7 +204,7 @@ def load_ppo_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> PPOMasterConfig:
-    """Return the checked configuration of a PPO run; see `load_grpo_config`."""
+    """Load and check the configuration of a PPO run. Arguments and errors are those of `load_grpo_config`."""
     return _load(path, overrides, PPOMasterConfig, values, places)
 
 
@@ -207,7 +214,7 @@ def load_distillation_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> DistillationMasterConfig:
-    """Return the checked configuration of a distillation run; see `load_grpo_config`."""
+    """Load and check the configuration of a distillation run. Arguments and errors are those of `load_grpo_config`."""
     return _load(path, overrides, DistillationMasterConfig, values, places)
 
 
@@ -217,7 +224,8 @@ def load_sft_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> SFTMasterConfig:
-    """Return the checked configuration of supervised fine-tuning; see `load_grpo_config`."""
+    """Load and check the configuration of supervised fine-tuning. Arguments and errors are those of
+    `load_grpo_config`."""
     return _load(path, overrides, SFTMasterConfig, values, places)
 
 
@@ -227,14 +235,14 @@ def load_eval_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> EvalMasterConfig:
-    """Return the checked configuration of an evaluation; see `load_grpo_config`."""
+    """Load and check the configuration of an evaluation. Arguments and errors are those of `load_grpo_config`."""
     return _load(path, overrides, EvalMasterConfig, values, places)
 
 
 LOADERS = {
     "grpo": load_grpo_config, "ppo": load_ppo_config, "distillation": load_distillation_config, "sft": load_sft_config, "eval": load_eval_config,
 }  # fmt: skip
-"""Kind of a configuration -> what loads it."""
+"""Kind of a configuration -> the function that loads it."""
 
 
 KINDS = {
@@ -244,11 +252,12 @@ KINDS = {
     "sft": ("supervised fine-tuning", "run_sft"),
     "eval": ("an evaluation", "run_eval"),
 }
-"""Section that makes a file one of its kind -> (kind in words, script that runs it)."""
+"""Kind, which is also the section that identifies its files -> (kind in words, script that runs it)."""
 
 
 def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:
-    """Return (section, message) if a file's sections make it a kind of run other than `own` (a key of KINDS)."""
+    """Return (section, message) if the sections of a file show that it is of a kind other than `own`, a key of KINDS;
+    otherwise None."""
     there = set(sections)
     other = next((name for name in KINDS if name in there), None) if own not in there else None
     if other is None:
@@ -326,7 +335,8 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """Return the typed configuration; for a file with mistakes, its correct part, so that the rest is checked."""
+    """Return the typed configuration. If there are mistakes, report them, and return the configuration without the
+    wrong values, so that its other rules can be checked; None if that is not possible."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -339,7 +349,7 @@ def _validate_part(
     data: dict[str, object], part: type[Part], prefix: tuple[str, ...], model: type[MasterConfig], report: Report
 ) -> Part | None:
     first = True
-    for _ in range(4):  # a repair may uncover a mistake, at most one per level
+    for _ in range(4):  # a repair may reveal another mistake, at most one per level of nesting
         try:
             return part.model_validate(data, strict=False)
         except ValidationError as failure:
@@ -354,7 +364,7 @@ def _validate_part(
 
 
 def _repair(data: dict[str, object], error: ErrorDetails) -> None:
-    """Remove the wrong value or fill in the missing one, so that the rest can be checked."""
+    """Remove a wrong value, or insert a placeholder for a missing one, so that validation can continue."""
     *above, last = location = [part for part in dotted_key(error["loc"]).split(".") if part] or [""]
     if error["type"] != "missing":
         _remove(data, location)
@@ -366,7 +376,7 @@ def _repair(data: dict[str, object], error: ErrorDetails) -> None:
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
-    """Remove a key; for an element of a list, remove the whole list."""
+    """Remove the key at `location` in place. If it is an element of a list, remove the whole list."""
     if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location
@@ -380,7 +390,8 @@ def _remove(node: object, location: Sequence[str]) -> None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of a configuration (a key of `LOADERS`), derived from the sections of its file."""
+    """Return the kind of a configuration file (a key of `LOADERS`), derived from its sections. Raise ConfigError if the
+    file is not found or cannot be read."""
     file = find_config(path)
     try:
         data = _config.load_file(str(file), folders=parent_folders())
@@ -389,32 +400,34 @@ def kind_of(path: str | os.PathLike[str]) -> str:
     return next((kind for kind in LOADERS if kind != "grpo" and kind in data), "grpo")
 
 
-# ---- where a configuration is found: as given, in the source tree, or in the installed package
+# ---- finding a configuration file: as given, in the source tree, or in the installed package
 
 
 def source_tree() -> Path | None:
-    """Return the checkout that contains this package, or None for an installed wheel."""
+    """Return the root of the checkout that contains this package; None for an installed wheel."""
     root = PACKAGE.parents[1]
     return root if (root / "pyproject.toml").is_file() and (root / "configs").is_dir() else None
 
 
 def config_folders() -> list[Path]:
-    """Return the folders of shipped configurations; a checkout's folder comes before the package's."""
+    """Return the folders of shipped configurations. In a checkout, its `configs/` comes before the package's."""
     root = source_tree()
     return ([root / "configs"] if root else []) + [PACKAGE / "configs"]
 
 
 def parent_folders() -> list[str]:
-    """Return the folders in which `defaults:` finds a parent by `grpo_tiny.yaml` or `configs/grpo_tiny.yaml`."""
+    """Return the folders to search for a parent file that `defaults:` names, such as `grpo_tiny.yaml` or
+    `configs/grpo_tiny.yaml`."""
     return [os.fspath(place) for folder in config_folders() for place in (folder, folder.parent)]
 
 
 def find_config(path: str | os.PathLike[str]) -> Path:
     """Return the YAML file for `path`.
 
-    An existing file comes first. Otherwise the path is looked up below the shipped `configs/`: a leading
-    `examples/configs/` or `configs/` is dropped, `grpo.yaml` stands for `grpo_math_1B.yaml`, and NeMo RL's
-    `NAME.v2.yaml` for `NAME.yaml`. Raise ConfigError with the closest names if there is no such file.
+    If `path` is an existing file, return it. Otherwise look it up in the shipped `configs/`, without a leading
+    `examples/configs/` or `configs/`. `grpo.yaml` finds `grpo_math_1B.yaml`, `ppo.yaml` finds
+    `ppo_math_1B_megatron.yaml`, and NeMo RL's `NAME.v2.yaml` finds `NAME.yaml`. If there is no such file, raise
+    ConfigError with the closest names.
     """
     given = Path(path).expanduser()
     if given.is_file():
@@ -434,7 +447,7 @@ def find_config(path: str | os.PathLike[str]) -> Path:
 
 
 def shipped_configs() -> list[str]:
-    """Return the names of the shipped configurations, as --config accepts them."""
+    """Return the names of the shipped configurations, in the form that --config accepts."""
     return sorted(
         {str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")}
     )

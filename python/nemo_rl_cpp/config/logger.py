@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class WandbConfig(Section):
-    """Weights & Biases; used if logger.wandb_enabled. A variable (WANDB_PROJECT, ...) is used unless its key is set."""
+    """Weights & Biases. Used if logger.wandb_enabled is true. Environment variables (WANDB_PROJECT, ...) give the
+    values of keys that are not set."""
 
     project: str = key("grpo-dev", "Project of the run.")
     name: str | None = key("grpo-dev-logger", "Name of the run.")
@@ -35,7 +36,8 @@ class WandbConfig(Section):
 
 
 class SwanlabConfig(Section):
-    """SwanLab; used if logger.swanlab_enabled. A variable (SWANLAB_PROJ_NAME, ...) is used unless its key is set."""
+    """SwanLab. Used if logger.swanlab_enabled is true. Environment variables (SWANLAB_PROJ_NAME, ...) give the values
+    of keys that are not set."""
 
     project: str = key("grpo-dev", "Project of the run.")
     name: str | None = key("grpo-dev-logger", "Name of the run.")
@@ -46,7 +48,8 @@ class SwanlabConfig(Section):
 
 
 class MLflowConfig(Section):
-    """MLflow; used if logger.mlflow_enabled. A variable (MLFLOW_RUN_NAME, ...) is used unless its key is set."""
+    """MLflow. Used if logger.mlflow_enabled is true. Environment variables (MLFLOW_RUN_NAME, ...) give the values of
+    keys that are not set."""
 
     experiment_name: str = key("grpo-dev", "Experiment that the run belongs to.")
     run_name: str | None = key("grpo-dev-logger", "Name of the run.")
@@ -58,7 +61,7 @@ class MLflowConfig(Section):
 
 
 class TrackioConfig(Section):
-    """Trackio; used if logger.trackio_enabled."""
+    """Trackio. Used if logger.trackio_enabled is true."""
 
     project: str = key("grpo-dev", "Project of the run.")
     name: str | None = key("grpo-dev-logger", "Name of the run.")
@@ -67,7 +70,7 @@ class TrackioConfig(Section):
 
 
 class TensorboardConfig(Section):
-    """TensorBoard; used if logger.tensorboard_enabled."""
+    """TensorBoard. Used if logger.tensorboard_enabled is true."""
 
     log_dir: str | None = key(
         None, "Folder of the event files. null: the subfolder tensorboard of the run's log folder."
@@ -75,16 +78,16 @@ class TensorboardConfig(Section):
 
 
 class GPUMonitoringConfig(Section):
-    """How often device usage is sampled if logger.monitor_gpus is set."""
+    """How often the GPU usage is sampled. Used if logger.monitor_gpus is true."""
 
     collection_interval: Real = key(10, "Seconds between samples of the GPU usage.", gt=0)
     flush_interval: Real = key(10, "Seconds between writes of the samples to the logs.", gt=0)
 
 
 class LoggerConfig(Section):
-    """Where a run logs its metrics: always to metrics.jsonl, and to each enabled backend.
+    """Logging. Metrics are always written to metrics.jsonl, and to each enabled backend.
 
-    Each backend of the table has the keys NAME_enabled and NAME, its section.
+    A backend called NAME has two keys: the switch NAME_enabled, and the section NAME.
     """
 
     def is_enabled(self, name: str) -> bool:
@@ -102,7 +105,7 @@ class LoggerConfig(Section):
 
 @dataclass(frozen=True)
 class LoggerEntry(Entry):
-    """A logger backend: its class, its section, and the description of its switch. `package` must be installed."""
+    """A logger backend: its class, its section, the text and the default of its switch, and the package it needs."""
 
     section: type[Section] = Section
     doc: str = ""
@@ -110,7 +113,7 @@ class LoggerEntry(Entry):
     package: str | None = None
 
     def keys(self, name: str) -> dict[str, FieldInfo]:
-        """Return the backend's keys in `logger`."""
+        """Return the two keys of the backend called `name` in the section `logger`: its switch and its section."""
         switch, own = key(self.enabled, self.doc), section(self.section, self.doc)
         return {
             f"{name}_enabled": FieldInfo.from_annotated_attribute(bool, switch),
@@ -136,7 +139,7 @@ LOGGER_BACKENDS: Table[LoggerEntry] = Table(
         "trackio": _tracker("TrackioLogger", TrackioConfig, "Trackio", "trackio"),
     },
 )
-"""The table of logger back ends, in the order in which they are made: name -> class."""
+"""The table of logger backends, name -> class. A run creates them in this order."""
 
 for _name, _entry in LOGGER_BACKENDS.entries.items():
     LoggerConfig.model_fields.update(_entry.keys(_name))
@@ -148,10 +151,15 @@ def register_logger(
     keys: type[Section] = Section,
     doc: str = "log by a back end of one's own",
 ) -> None:
-    """Add a backend to the section `logger` under the keys NAME_enabled and NAME; `keys` are the keys of its section.
+    """Add a logger backend, which the keys NAME_enabled and NAME of the section `logger` then configure.
 
-    `cls(section, log_dir=folder)` creates the backend, a `nemo_rl_cpp.loggers.interface.LoggerInterface`. Raise
-    ValueError if the name is taken.
+    Args:
+        cls: a class or function, or its name as package.module:Name. `cls(section, log_dir=folder)` must return a
+            `nemo_rl_cpp.loggers.interface.LoggerInterface`.
+        keys: the class of the section NAME.
+        doc: text of the two keys in the documentation.
+
+    Raise ValueError if the name is taken.
     """
     entry = LoggerEntry(cls, keys, doc)
     if name in LoggerConfig.model_fields:

@@ -1,4 +1,4 @@
-"""The sections `grpo` and `ppo`: the training loop, advantage estimators, length penalties."""
+"""The sections `grpo` and `ppo`: training loop, advantage estimators, penalties on length and form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tables import Entry, OneOf, Table
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
-    """An estimator's class, and the algorithm that may use it."""
+    """The definition of an advantage estimator: its class, and the algorithm that may use it ("grpo" or "ppo")."""
 
     algorithm: str
 
@@ -43,11 +43,11 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "opd": _estimator("OPDAdvantageEstimator", "grpo"),
     },
 )
-"""name -> class."""
+"""The table of advantage estimators: name -> class."""
 
 
 def estimators_of(algorithm: str) -> list[str]:
-    """Return the names of the estimators that an algorithm may use."""
+    """Return the names of the advantage estimators that `algorithm` ("grpo" or "ppo") may use."""
     return [name for name, entry in ADVANTAGE_ESTIMATORS.entries.items() if entry.algorithm == algorithm]
 
 
@@ -56,7 +56,7 @@ PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
 
 
 def checked_name(algorithm: str, name: str) -> str:
-    """Return `name`. Raise ValueError if it is neither an estimator of the algorithm nor a dotted name."""
+    """Return `name` unchanged. Raise ValueError if it is neither an estimator of the algorithm nor a dotted name."""
     known = estimators_of(algorithm)
     if name not in known and not is_dotted(name):
         raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
@@ -64,37 +64,39 @@ def checked_name(algorithm: str, name: str) -> str:
 
 
 def other_default(name: str, default: object) -> Any:
-    """Return the key `name` of `LoopConfig` with a different default and the same description and bounds."""
+    """Return the key `name` of `LoopConfig` with another default. Its text and bounds stay the same."""
     info = copy(LoopConfig.model_fields[name])
     info.default = default
     return info
 
 
 class RewardScalingConfig(Section):
-    """Linear map of rewards from [source_min, source_max] to [target_min, target_max], clamped. `correct` is an
-    alternative spelling of target_max, and `incorrect` of target_min."""
+    """A linear map of the rewards from [source_min, source_max] to [target_min, target_max]. Rewards outside the first
+    range are clamped to it."""
 
     is_switched = True
     spellings = {"correct": "target_max", "incorrect": "target_min"}
     enabled: bool = key(False, "Scale the rewards.")
     source_min: Real = key(0.0, "Reward that is mapped to target_min. Lower rewards are clamped to it first.")
     source_max: Real = key(1.0, "Reward that is mapped to target_max. Higher rewards are clamped to it first.")
-    target_min: Real = key(0.0, "Reward after scaling for source_min. Alias: incorrect.")
-    target_max: Real = key(1.0, "Reward after scaling for source_max. Alias: correct.")
+    target_min: Real = key(0.0, "Scaled value of source_min. Alias: incorrect.")
+    target_max: Real = key(1.0, "Scaled value of source_max. Alias: correct.")
 
 
 class RewardShapingConfig(Section):
-    """Length penalties: DAPO's overlong penalty, or ProRLv2's stop-properly factor (alone unless `compose` is set)."""
+    """Length penalties: DAPO's overlong penalty, or ProRLv2's stop-properly penalty, or both if `compose` is true."""
 
     is_switched = True
     enabled: bool = key(False, "Apply length penalties to the rewards.")
     overlong_buffer_length: Count | None = key(
-        None, "DAPO's overlong penalty: it grows linearly over this many tokens before max_response_length."
+        None,
+        "DAPO's overlong penalty: number of tokens before max_response_length over which the penalty grows "
+        "linearly from 0.",
     )
     overlong_buffer_penalty: Real | None = key(
         None,
-        "DAPO's overlong penalty: the amount subtracted from the reward at max_response_length. Longer "
-        "responses lose more, at the same slope.",
+        "DAPO's overlong penalty: amount subtracted from the reward at max_response_length. The penalty of "
+        "longer responses keeps growing at the same slope.",
     )
     max_response_length: Positive | None = key(
         None, "DAPO's overlong penalty: response length in tokens at which the full penalty applies."
@@ -112,8 +114,8 @@ class RewardShapingConfig(Section):
 
 
 class AsyncConfig(Section):
-    """Rollouts of later steps overlap with the current step's training. Needs engines with separate weights
-    (policy.generation.colocated.enabled=false) and importance sampling correction in the loss."""
+    """Rollouts of later steps that overlap with the training of the current step. They need engines with separate
+    weights (policy.generation.colocated.enabled=false), and importance sampling correction in the loss."""
 
     enabled: bool = key(False, "Generate the rollouts of later steps while the current step trains.")
     max_trajectory_age_steps: Positive = key(
@@ -141,31 +143,32 @@ class AsyncConfig(Section):
 
     @property
     def failures_allowed(self) -> int:
-        """The number of rollout batches that may fail during a run."""
+        """The number of rounds of generation and scoring that may fail during a run."""
         return 0
 
 
 class OnePassLoop(Section):
-    """What a step reads of every training loop. The values are those of one pass of the policy over each batch."""
+    """The base of the training loops. Its properties have the values of a loop in which the policy makes one pass over
+    each batch and nothing overlaps with training; the loops override them."""
 
     @property
     def beside_training(self) -> AsyncConfig:
-        """The section `async_grpo` or `async_ppo`."""
+        """The section `async_grpo` or `async_ppo`; for other loops, a section that is off."""
         return AsyncConfig()
 
     @property
     def trajectory_age(self) -> int:
-        """How many weight versions old a batch may be when it is trained; 0: each step generates its own rollouts."""
+        """How many weight versions old a batch is when it is trained on. 0: each step generates its own rollouts."""
         return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
 
     @property
     def policy_epochs(self) -> int:
-        """Passes of the policy over each batch of rollouts."""
+        """The number of passes of the policy over each batch of rollouts."""
         return 1
 
     @property
     def critic_epochs(self) -> int:
-        """Passes of the critic over each batch of rollouts."""
+        """The number of passes of the critic over each batch of rollouts."""
         return 0
 
     @property
@@ -175,26 +178,24 @@ class OnePassLoop(Section):
 
     @property
     def masked_rewards_are_out(self) -> bool:
-        """Whether samples without a gradient are excluded from their group's statistics."""
+        """Whether samples that are not trained on are excluded from the statistics of their group."""
         return False
 
     @property
     def leave_one_out(self) -> bool:
-        """Whether the logged baselines exclude the sample itself."""
+        """Whether the logged baseline of a sample excludes its own reward."""
         return True
 
 
 class LoopConfig(OnePassLoop):
-    """The training loop: how many prompts, how long, when to validate, which samples get a gradient."""
+    """The keys that the training loops of GRPO, PPO and distillation share."""
 
     spellings = {"dapo_batch_multiplier": "batch_multiplier", "max_num_gen_batches": "dynamic_sampling_max_gen_batches"}
     section_name: ClassVar[str] = "grpo"
-    """What messages call the section."""
+    """The name of the section, for messages."""
 
     num_prompts_per_step: Positive = key(32, "Number of prompts per step.")
-    num_generations_per_prompt: Positive = key(
-        16, "Number of responses to each prompt. They form a group (its size is often called G)."
-    )
+    num_generations_per_prompt: Positive = key(16, "Number of responses to each prompt (G). They form a group.")
     max_rollout_turns: Positive = key(
         1,
         "Maximum number of turns of a rollout. A turn is a response and the environment's reply. 1 for "
@@ -261,7 +262,8 @@ class LoopConfig(OnePassLoop):
 
     @property
     def prompts_per_round(self) -> int:
-        """Prompts drawn at a time: num_prompts_per_step, times batch_multiplier with dynamic sampling."""
+        """The number of prompts generated at a time: num_prompts_per_step, and with dynamic sampling times
+        batch_multiplier."""
         factor = self.batch_multiplier if self.use_dynamic_sampling else 1
         return int(self.num_prompts_per_step * factor)
 
@@ -270,8 +272,9 @@ CHANNELS = ("reasoning", "answer", "total")
 
 
 class LengthPenaltyParams(Section):
-    """Bonuses and penalties for the rewards of a group. Reasoning is the text before `</think>`, answer the text after;
-    total is both. Only responses with a reward above 0 are compared, and only in groups with rewards of 0 and 1."""
+    """Bonuses and penalties for the length of responses, added to their rewards. A response has three lengths: of the
+    reasoning (the text before `</think>`), of the answer (the text after it), and in total. Only correct responses
+    (reward above 0) are compared, and only in groups whose rewards are all 0 or 1."""
 
     is_switched = True
     enabled: bool = key(True, "Apply the length penalties of this section.")
@@ -354,7 +357,8 @@ class LengthPenaltyParams(Section):
 
 
 class ProfileBandChannel(Section):
-    """A reward factor by length: 1 up to length a, falling linearly to f at length b, and f beyond."""
+    """A reward factor that depends on length: 1 up to length a, then falling linearly to f at length b, and f
+    beyond."""
 
     a: Real = key(..., "Length up to which the factor is 1.")
     b: Real = key(..., "Length from which the factor is f. It must be above a.")
@@ -368,7 +372,7 @@ class ProfileBandChannel(Section):
 
 
 class ProfileBandDefaults(Section):
-    """The bands. A band given in this section is switched on, unless `default` switches it off."""
+    """The bands. A band that is set here is used, unless profile_band_NAME in `default` is false."""
 
     total: ProfileBandChannel | None = key(None, "Band for the length of the whole response. null: none.")
     reasoning: ProfileBandChannel | None = key(None, "Band for the length of the reasoning. null: none.")
@@ -376,33 +380,35 @@ class ProfileBandDefaults(Section):
 
 
 class ProfileBandConfig(Section):
-    """Reward factors by length, for correct responses."""
+    """Factors for the rewards of correct responses, which depend on their lengths."""
 
     enabled: bool = key(False, "Multiply rewards by the factors of the bands.")
     defaults: ProfileBandDefaults = section(ProfileBandDefaults, "the bands")
 
 
 class LengthPenaltyConfig(Section):
-    """Rewards short responses. NeMo RL applies this section to NeMo Gym, this package to every environment."""
+    """Bonuses for short responses and penalties for long ones. NeMo RL applies this section to NeMo Gym only; this
+    package applies it to every environment."""
 
     verbose: bool = key(False, "Print the rewards before and after, and the lengths, of each group.")
     default: LengthPenaltyParams = section(LengthPenaltyParams, "settings of all environments")
     agent_overrides: dict[str, LengthPenaltyParams | None] | None = key(
         None,
-        "Settings that differ from `default`, by task. A task is the name of a data set (in NeMo RL, of an "
+        "Settings that differ from `default`, by task. A task is the name of a dataset (in NeMo RL, of an "
         "agent). null: none.",
     )
     profile_band: ProfileBandConfig | None = key(None, "Reward factors by length. null: none.")
 
     def bands(self) -> dict[str, ProfileBandChannel]:
-        """Return the configured bands by channel; empty if bands are switched off."""
+        """Return channel -> band for the bands that are set; empty if profile_band is off."""
         if self.profile_band is None or not self.profile_band.enabled:
             return {}
         found = {name: getattr(self.profile_band.defaults, name) for name in CHANNELS}
         return {name: band for name, band in found.items() if band is not None}
 
     def params_of(self, task: str | None) -> LengthPenaltyParams:
-        """Return the settings for the samples of a task: `default`, updated by the task's override."""
+        """Return the settings for the samples of a task: `default`, with the task's entry of agent_overrides
+        applied."""
         params = self.default.model_copy()
         for name in self.bands():
             if f"profile_band_{name}" not in params.model_fields_set:
@@ -414,7 +420,7 @@ class LengthPenaltyConfig(Section):
 
 
 class RolloutSamplerConfig(Section):
-    """Which rollouts a step of NeMo RL's SingleController trains on."""
+    """The choice of rollouts that a step of NeMo RL's SingleController trains on."""
 
     name: Literal["in_order"] = key(
         "in_order",
@@ -429,15 +435,15 @@ class RolloutSamplerConfig(Section):
 
 
 class AsyncRLConfig(Section):
-    """NeMo RL's SingleController, as the section async_grpo (async_ppo): rollouts of later steps beside training. Its
-    other keys steer queues and time limits, and have no effect."""
+    """NeMo RL's SingleController, whose rollouts overlap with training. The section is converted to async_grpo (in a
+    PPO run, async_ppo). Its other keys control queues and time limits, and are ignored."""
 
     model_config = ConfigDict(extra="allow")
     sampler: RolloutSamplerConfig = section(RolloutSamplerConfig, "which rollouts a step trains on")
 
     @property
     def beside_training(self) -> dict[str, bool | int]:
-        """The keys of `async_grpo` and `async_ppo` that do the same."""
+        """The keys of `async_grpo` or `async_ppo` that have the same effect."""
         age = self.sampler.max_lookahead_versions
         return {"enabled": age > 0, "max_trajectory_age_steps": max(age, 1)}
 
@@ -455,7 +461,7 @@ class AsyncGRPOConfig(AsyncConfig):
 
 
 class AdvEstimatorConfig(Section):
-    """How rewards become advantages."""
+    """The advantage estimator, which converts rewards to advantages."""
 
     name: GRPOEstimator = key(
         "grpo",
@@ -501,16 +507,16 @@ class GRPOConfig(LoopConfig):
     use_leave_one_out_baseline: bool = key(
         True,
         "Value for adv_estimator.use_leave_one_out_baseline, which reads it as "
-        "${grpo.use_leave_one_out_baseline}. It also selects the baseline and standard deviation that are "
+        "${grpo.use_leave_one_out_baseline}. It also determines the baseline and standard deviation that are "
         "logged.",
     )
     advantage_clip_low: Real | None = key(None, "Lower bound of the advantages. null: none.")
     advantage_clip_high: Real | None = key(None, "Upper bound of the advantages. null: none.")
     masked_reward_policy: Literal["include", "exclude"] = key(
         "include",
-        "Whether samples that are not trained on (by overlong_filtering, by the environment, or because the "
-        "prompt is too long) count in the baseline and standard deviation of their group, and in the "
-        "decision of dynamic sampling to keep the group.",
+        "Samples that are not trained on (by overlong_filtering, by the environment, or because the prompt "
+        "is too long): include: they count in the baseline and standard deviation of their group, and in the "
+        "decision of dynamic sampling to keep the group. exclude: they do not.",
     )
     length_penalty: LengthPenaltyConfig | None = key(
         None,
@@ -534,7 +540,7 @@ class GRPOConfig(LoopConfig):
 
 
 class RewardPenaltyTokenIds(Section):
-    """Token ids that `reward_penalties` reads."""
+    """Token ids for the keys of `reward_penalties`."""
 
     unwanted: list[Int] = key([], "penalize_unwanted_tokens: token ids that a response must not contain.")
     think_open: Int | None = key(
@@ -556,13 +562,13 @@ class RewardPenaltyTokenIds(Section):
 
     @property
     def thinking(self) -> tuple[int, int] | None:
-        """The ids of both tags, if they are given."""
+        """The ids (think_open, think_close); None if they are not set."""
         return None if self.think_open is None or self.think_close is None else (self.think_open, self.think_close)
 
 
 class RewardPenaltyConfig(Section):
-    """Responses with a defect of form earn 0. NeMo RL applies this section to NeMo Gym, this package to every
-    environment."""
+    """Reward 0 for responses with a defect in their form. NeMo RL applies this section to NeMo Gym only; this package
+    applies it to every environment."""
 
     penalize_duplicated_reasoning: bool = key(
         False, "Set the reward to 0 if the answer repeats the reasoning (the text before `</think>`)."
@@ -588,17 +594,17 @@ class RewardPenaltyConfig(Section):
 
     @property
     def ids(self) -> RewardPenaltyTokenIds:
-        """`token_ids`, or its defaults."""
+        """`token_ids`, or a section with its defaults if it is null."""
         return self.token_ids or RewardPenaltyTokenIds()
 
     @property
     def any_enabled(self) -> bool:
-        """Whether anything is penalised."""
+        """Whether any of the penalties is on."""
         return any(getattr(self, name) for name in type(self).model_fields if name.startswith("penalize_"))
 
 
 class DataPlaneConfig(Section):
-    """Transfer queues between Ray workers; not used, because data stays in one process."""
+    """Transfer queues between Ray workers. The section is ignored, because data stays in one process."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -608,7 +614,7 @@ class AsyncPPOConfig(AsyncConfig):
 
 
 class GAEConfig(Section):
-    """Generalised advantage estimation, or raw rewards as advantages."""
+    """The advantage estimator of PPO: generalised advantage estimation, raw rewards, or your own."""
 
     name: PPOEstimator = key(
         "gae",
@@ -631,7 +637,7 @@ class GAEConfig(Section):
 
 
 class PPOConfig(LoopConfig):
-    """The training loop of PPO. Keys that it shares with GRPO mean the same."""
+    """The training loop of PPO. Keys that `grpo` also has mean the same."""
 
     section_name = "ppo"
     max_num_epochs: Positive = other_default("max_num_epochs", 100000)

@@ -32,10 +32,10 @@ LOSSES: dict[str, dict[str, object]] = {
     "kl_cov": {},
     "nll": {"disable_ppo_ratio": True},
 }
-"""The losses that `loss_fn.name` chooses, and the keys that each decides (docs/losses.md)."""
+"""Name of a loss -> the keys of `loss_fn` that it sets (docs/losses.md)."""
 _ALIASES = {"vanilla": "clipped_pg", "geo_mean": "gmpo"}
 OWN_TERMS = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo", "kl_cov")
-"""Those whose name is the ratio mode of the native op; the others are clipped_pg with some keys."""
+"""Losses that the native op implements separately. The others are clipped_pg with particular keys."""
 TRUNCATIONS = {
     "tis": ("tis", "token"),
     "icepop": ("icepop", "token"),
@@ -45,7 +45,7 @@ TRUNCATIONS = {
     "geo-tis": ("tis", "geometric"),
     "geo-icepop": ("icepop", "geometric"),
 }
-"""truncated_importance_sampling_type: (what happens to a weight out of bounds, over what the weight is formed)."""
+"""truncated_importance_sampling_type -> (how a weight out of bounds is truncated, what one weight covers)."""
 TruncationType = Literal["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "geo-tis", "geo-icepop"]
 LossName = Annotated[str, OneOf(lambda: [*LOSSES, *_ALIASES], dotted=True)]
 
@@ -126,7 +126,7 @@ class ClippedPGLossConfig(Section):
     use_importance_sampling_correction: bool | None = key(
         None,
         "Weight each token by its probability in training divided by its probability in generation. null: on "
-        "if the two are not bit-identical for the chosen engine, see docs/vllm.md.",
+        "if the engine is not bit-identical to training, see docs/vllm.md.",
     )
     truncated_importance_sampling_type: TruncationType | None = key(
         None,
@@ -196,12 +196,13 @@ class ClippedPGLossConfig(Section):
     ppo_kl_coef: NonNegative = key(
         1.0, "kl_cov: weight of the penalty, the absolute difference from the old log-probability."
     )
-    # set by the program, see config.fold
+    # set by fill_correction
     _correction_left_open: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
     def _set_keys_of_name(self) -> Self:
-        """Set the keys that `name` determines. Raise ValueError if the user gave a different value."""
+        """Set the keys that the loss `name` determines. Raise ValueError if such a key has another value, or if a key
+        cannot be combined with the loss."""
         self.__dict__["name"] = name = _ALIASES.get(self.name, self.name)
         decided = dict(LOSSES.get(name, {}))
         if self.loss_agg_mode is not None:
@@ -242,11 +243,12 @@ class ClippedPGLossConfig(Section):
 
     @property
     def correction_left_open(self) -> bool:
-        """Whether the user left `use_importance_sampling_correction` to follow from the backends."""
+        """Whether `use_importance_sampling_correction` was null, so that `fill_correction` has set it."""
         return self._correction_left_open
 
     def fill_correction(self, wanted: bool) -> None:
-        """Set `use_importance_sampling_correction` if it is left open."""
+        """Set `use_importance_sampling_correction` if it is null: to `wanted`, or to false if other keys of the loss
+        exclude it."""
         if self.use_importance_sampling_correction is None:
             self._correction_left_open = True
             self.__dict__["use_importance_sampling_correction"] = (
@@ -254,13 +256,13 @@ class ClippedPGLossConfig(Section):
             )
 
     def fill_scale_factor(self, max_new_tokens: int) -> None:
-        """Set `loss_scale_factor` if it is needed and left open."""
+        """Set `loss_scale_factor` to `max_new_tokens` if loss_agg_mode needs it and it is null."""
         if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None:
             self.__dict__["loss_scale_factor"] = float(max_new_tokens)
 
 
 class MseValueLossConfig(Section):
-    """The critic's clipped squared error."""
+    """The loss of the critic: the clipped squared error of its values."""
 
     scale: NonNegative = key(1.0, "Factor of the critic's loss.")
     cliprange: NonNegative | None = key(
@@ -269,7 +271,7 @@ class MseValueLossConfig(Section):
 
 
 def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
-    """Report incompatible settings within `loss_fn`."""
+    """Report keys of `loss_fn` that are out of range or do not fit together."""
     if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
         report.add("loss_fn.ratio_clip_c", f"must be greater than 1 (usually 3) or null, not {loss.ratio_clip_c:g}")
     if loss.sequence_level_importance_ratios and loss.token_level_loss:

@@ -1,4 +1,4 @@
-"""The whole configuration of a training run or an evaluation."""
+"""The classes of whole configurations: of training runs and of an evaluation."""
 
 from collections.abc import Mapping
 from typing import Literal, TypeVar
@@ -40,7 +40,7 @@ from .sft import SFTConfig, SFTLossConfig
 
 
 class EvalConfig(Section):
-    """What an evaluation measures."""
+    """The metric of an evaluation."""
 
     metric: Literal["pass@k", "cons@k"] = key(
         "pass@k",
@@ -57,38 +57,41 @@ class EvalConfig(Section):
 
 
 class MasterConfig(Section):
-    """The base of whole configurations. Records the places of keys and the values of environment variables."""
+    """The base of whole configurations. It also records where keys are set, and the environment variables that were
+    read."""
 
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def positions(self) -> dict[str, str]:
-        """Dotted key -> "file.yaml:line" or "override '...'", for the keys that a file or the command line sets."""
+        """Dotted key -> its place ("file.yaml:line" or "override '...'"), for keys set by a file or the command
+        line."""
         return self._positions
 
     @property
     def environment_texts(self) -> dict[str, str]:
-        """Value of an environment variable -> `${oc.env:NAME}`; see `config.access.written`."""
+        """Value of each environment variable that was read -> `${oc.env:NAME}`, by which `config.access.written`
+        replaces it in saved configurations."""
         return self._environment
 
     @property
     def has_critic(self) -> bool:
-        """Whether a value model is trained."""
+        """Whether a critic is trained."""
         return False
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
-        """Return the models to train by the names of their sections; empty for an evaluation."""
+        """Return section name -> section of each model that is trained; empty for an evaluation."""
         return {}
 
     @property
     def sampling(self) -> tuple[str, GenerationConfig]:
-        """The dotted key of the section that configures sampling, and the section."""
+        """A pair (dotted key, section) of the section that configures generation."""
         raise NotImplementedError
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Return every dotted key, including the keys of all data sets and environments."""
+        """Return every dotted key, including the keys of all datasets and environments."""
         found = set(own_keys(cls))
         for name, inner in environment_sections().items():
             found.update(f"env.{name}.{key}" for key in own_keys(inner))
@@ -101,10 +104,10 @@ class MasterConfig(Section):
         return super().takes_own_key(dotted)
 
     def fill_defaults(self) -> None:
-        """Fill in omitted values that depend on other values."""
+        """Set keys that are null and whose default depends on other keys."""
 
     def check_rules(self, report: Report) -> None:
-        """Fill in omitted values; report unsupported and incompatible settings."""
+        """Call `fill_defaults`, then report unsupported settings and settings that do not fit together."""
         self.fill_defaults()
         check_marks(self, "", report)
         if rules.sound_environments(self.env, report):
@@ -124,7 +127,7 @@ class MasterConfig(Section):
 
 
 class TrainMasterConfig(MasterConfig):
-    """The sections that every training run has, regardless of its algorithm."""
+    """The base of the configurations of training runs: the sections that all algorithms share."""
 
     loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss of the policy")
     policy: PolicyConfig = key(..., "Model, training and generation.")
@@ -160,17 +163,18 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def algorithm(self) -> str:
-        """The name of the training loop's section: "grpo", "ppo", "distillation" or "sft"."""
+        """The name of the training loop's section: "grpo", "ppo", "distillation" or "sft". Subclasses define it."""
         raise NotImplementedError
 
     @property
     def teachers(self) -> dict[str, str]:
-        """The models that score the policy's samples, by the keys that name them."""
+        """Dotted key -> name of each teacher model that the run loads in the native core; empty without teachers."""
         return {}
 
     @property
     def candidates(self) -> int | None:
-        """How many tokens a teacher and the policy are compared on at each sampled token; None: the sampled one."""
+        """The number of most likely tokens on which teacher and policy are compared at each position. None: the sampled
+        token alone."""
         return None
 
     @property
@@ -184,7 +188,7 @@ class TrainMasterConfig(MasterConfig):
         return f"{self.algorithm.upper()} {self.policy.model_name}"
 
     def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
-        """Set the section `async_grpo` or `async_ppo` to what `async_rl` asks for."""
+        """Convert `async_rl` to keys of the section `async_grpo` or `async_ppo`."""
 
     def fill_defaults(self) -> None:
         self.policy.fill_defaults()
@@ -198,7 +202,7 @@ class TrainMasterConfig(MasterConfig):
 
 
 class GRPOMasterConfig(TrainMasterConfig):
-    """A GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
+    """The configuration of a GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
 
     grpo: GRPOConfig = section(GRPOConfig, "training loop")
     on_policy_distillation: OnPolicyDistillationConfig | None = section(
@@ -221,7 +225,8 @@ class GRPOMasterConfig(TrainMasterConfig):
 
 
 class DistillationMasterConfig(TrainMasterConfig):
-    """A policy that learns from a teacher's scores of the policy's own samples (`run_distillation`)."""
+    """The configuration of a distillation run (`run_distillation`): a teacher scores the policy's own samples, and the
+    policy learns from these scores."""
 
     distillation: DistillationConfig = section(DistillationConfig, "training loop")
     teacher: TeacherConfig = key(..., "The teacher.")
@@ -241,7 +246,7 @@ class DistillationMasterConfig(TrainMasterConfig):
 
 
 class PPOMasterConfig(TrainMasterConfig):
-    """A PPO run (`run_ppo`)."""
+    """The configuration of a PPO run (`run_ppo`)."""
 
     ppo: PPOConfig = section(PPOConfig, "training loop")
     value_loss_fn: MseValueLossConfig = section(MseValueLossConfig, "loss of the critic")
@@ -268,7 +273,7 @@ class PPOMasterConfig(TrainMasterConfig):
 
 
 class SFTMasterConfig(TrainMasterConfig):
-    """Supervised fine-tuning on the answers of a file (`run_sft`)."""
+    """The configuration of supervised fine-tuning on the answers of a dataset (`run_sft`)."""
 
     sft: SFTConfig = section(SFTConfig, "training loop")
     loss_fn: SFTLossConfig = section(SFTLossConfig, "loss of the policy")
@@ -288,7 +293,7 @@ class SFTMasterConfig(TrainMasterConfig):
 
 
 class EvalMasterConfig(MasterConfig):
-    """An evaluation (`run_eval`)."""
+    """The configuration of an evaluation (`run_eval`)."""
 
     eval: EvalConfig = section(EvalConfig, "what is measured")
     generation: EvalGenerationConfig = key(..., "Model, sampling and engine.")
@@ -316,11 +321,12 @@ class EvalMasterConfig(MasterConfig):
 
 
 WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | SFTMasterConfig | EvalMasterConfig
-"""The configuration of a run or an evaluation."""
+"""The configuration of a training run or of an evaluation."""
 
 
 def master_of(config: object) -> type[TrainMasterConfig]:
-    """Return the configuration class of a training run: the object's own, or that of a mapping's loop section."""
+    """Return the configuration class of a training run: the class of `config`, or, for a mapping, the class that has
+    its training loop's section. The default is GRPOMasterConfig."""
     if isinstance(config, TrainMasterConfig):
         return type(config)
     sections = config if isinstance(config, Mapping) else ()
@@ -332,8 +338,8 @@ Master = TypeVar("Master", bound=MasterConfig)
 
 
 def checked(config: object, model: type[Master]) -> Master:
-    """Return `config` as a `model` that passes all checks of the loader, including later assignments. Build the model
-    from a mapping. Raise ConfigError, a ValueError."""
+    """Return `config`, a `model` or a mapping, as a `model` that passes all checks of the loader. A given `model` is
+    checked again, because keys may have been assigned to. Raise ConfigError (a ValueError) for mistakes."""
     if isinstance(config, model):
         report = Report({}, "")
         try:

@@ -1,7 +1,7 @@
 """Optimizers and schedules of torch and Megatron, LoRA, and the backend sections `dtensor_cfg` and `megatron_cfg`.
 
-The native trainer replaces both backends. The enabled backend decides where optimizer, schedule, gradient clipping,
-activation checkpointing and parallel sizes are read from; its other keys are ignored.
+The native trainer replaces both backends of NeMo RL. It reads optimizer, schedule, gradient clipping, activation
+checkpointing and parallel sizes from the section of the enabled backend, and ignores the section's other keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .policy import TrainedModelConfig
 
 
-SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # names and defaults of torch; None: required
+SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # arguments and defaults of torch; None: must be given
     "LinearLR": {"start_factor": 1.0 / 3, "end_factor": 1.0, "total_iters": 5},
     "ConstantLR": {"factor": 1.0 / 3, "total_iters": 5},
     "CosineAnnealingLR": {"T_max": None, "eta_min": 0.0},
@@ -51,7 +51,7 @@ Float32 = Annotated[Literal["float32"], BeforeValidator(_float32)]
 
 
 class OptimizerKwargs(Section):
-    """Arguments of AdamW."""
+    """The arguments of AdamW."""
 
     lr: NonNegative = key(5e-6, "Learning rate.")
     weight_decay: NonNegative = key(0.01, "Decoupled weight decay.")
@@ -68,7 +68,7 @@ class OptimizerKwargs(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer, by its torch name."""
+    """The optimizer and its arguments."""
 
     name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "Optimizer. AdamW is the only one.")
     kwargs: OptimizerKwargs = key(None, "Arguments of the optimizer.", validate_default=True)
@@ -80,7 +80,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerStage(Section):
-    """An entry of `scheduler`: a schedule, or the milestones at which the next schedules begin."""
+    """An entry of the list `scheduler`: either a schedule, or the milestones at which the next schedules begin."""
 
     name: str | None = key(None, "torch.optim.lr_scheduler." + "|".join(SCHEDULER_KWARGS))
     kwargs: dict[str, object] = key({}, "Arguments of the schedule.")
@@ -113,7 +113,7 @@ class SchedulerStage(Section):
 
 
 class MegatronOptimizerConfig(Section):
-    """Megatron's optimizer settings; used if megatron_cfg.enabled."""
+    """Megatron's settings of the optimizer. Used if megatron_cfg.enabled is true."""
 
     optimizer: Literal["adam"] = key("adam", "Optimizer. adam (with decoupled weight decay) is the only one.")
     lr: NonNegative = key(5e-6, "Maximum learning rate.")
@@ -135,7 +135,7 @@ class MegatronOptimizerConfig(Section):
 
 
 class MegatronSchedulerConfig(Section):
-    """Megatron's schedule of learning rate and weight decay; used if megatron_cfg.enabled."""
+    """Megatron's schedule of learning rate and weight decay. Used if megatron_cfg.enabled is true."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = key(
         "constant", "Shape of the learning rate's decay after the warm-up."
@@ -156,7 +156,7 @@ class MegatronSchedulerConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW's settings, regardless of the section they come from."""
+    """The settings of AdamW, independent of the section that they were read from."""
 
     lr: float
     weight_decay: float
@@ -167,13 +167,14 @@ class OptimizerSettings:
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes that both moments take per weight."""
+        """Bytes per weight of the two moments together."""
         return sum(2.0 if dtype == "bfloat16" else 4.0 for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
 
 
 @dataclass(frozen=True)
 class TorchStage:
-    """A schedule. `name` is LinearLR, ConstantLR or CosineAnnealingLR; `kwargs` includes torch's defaults."""
+    """One stage of a learning-rate schedule. `name` is LinearLR, ConstantLR or CosineAnnealingLR; `kwargs` has all its
+    arguments, including those with torch's defaults."""
 
     name: str
     kwargs: dict[str, float]
@@ -181,7 +182,8 @@ class TorchStage:
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """Stages in sequence as in torch's SequentialLR: `stages[i + 1]` begins at `milestones[i]`."""
+    """A learning-rate schedule of several stages, like torch's SequentialLR: `stages[i + 1]` begins at step
+    `milestones[i]`."""
 
     stages: tuple[TorchStage, ...]
     milestones: tuple[int, ...]
@@ -189,9 +191,8 @@ class TorchSchedule:
 
 @dataclass(frozen=True)
 class MegatronSchedule:
-    """Linear warm-up from lr_warmup_init to max_lr, then decay to min_lr; weight decay from start to end.
-
-    `lr_decay_iters` None means the whole run.
+    """Megatron's schedule. The learning rate rises linearly from lr_warmup_init to max_lr, then decays to min_lr. The
+    weight decay changes from start_weight_decay to end_weight_decay. `lr_decay_iters` None means the whole run.
     """
 
     max_lr: float
@@ -218,7 +219,7 @@ def torch_optimizer(config: OptimizerConfig) -> OptimizerSettings:
 
 
 def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
-    """Return the schedule, or None for a constant learning rate."""
+    """Return the schedule that the entries of `scheduler` describe; None for a constant learning rate."""
     if not stages:
         return None
     named = tuple(
@@ -264,19 +265,20 @@ MATRICES = {
     "gate_up_proj": "mlp",
     "down_proj": "mlp",
 }
-"""The matrices of a layer, each with the module that holds it."""
+"""The matrices of a layer -> the module that contains them."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Those of Phi 3, and what they stand for."""
+"""The fused matrices of Phi 3 -> the matrices that they replace."""
 _SIDE_BY_SIDE = (
     ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
 )  # fmt: skip
-"""What a layer stores as one matrix (csrc/model/parameters.cpp)."""
+"""Groups of matrices that a layer stores as one matrix (csrc/model/parameters.cpp)."""
 FROZEN = ("lm_head", "model.embed_tokens", "score")
-"""Matrices outside of layers, which have no adapters."""
+"""Matrices outside the layers. They never get adapters."""
 
 
 class LoraConfig(Section):
-    """LoRA of the DTensor backend: A [dim, in] and B [out, dim] of some matrices are trained; weights are frozen."""
+    """LoRA: the matrices A [dim, in] and B [out, dim] of each adapted matrix are trained, and all weights are
+    frozen."""
 
     is_switched = True
     enabled: bool = key(
@@ -315,27 +317,30 @@ class LoraConfig(Section):
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Return whether a pattern of `target_modules` matches a module such as model.layers.0.self_attn.q_proj: it is the
-    whole name, the end of the name after a dot, or the whole name with * for any text."""
+    """Return whether a pattern of `target_modules` matches the name of a module, such as
+    model.layers.0.self_attn.q_proj. A pattern is the whole name, its end after a dot (q_proj), or the whole name with *
+    as a wildcard for any text."""
     if module == pattern or module.endswith(f".{pattern}"):
         return True
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
 
 
 def module_of(layer: int, name: str) -> str:
-    """Return the full module name of one of MATRICES in a layer."""
+    """Return the full module name of the matrix `name` (a key of MATRICES) in a layer."""
     return f"model.layers.{layer}.{MATRICES[name]}.{name}"
 
 
 def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
-    """Yield every module that may have an adapter, in parameter order. `fused`: the model has fused tensors."""
+    """Yield the name of every module that may have an adapter, in the order of the parameters. `fused`: the model has
+    the fused matrices of Phi 3."""
     without = [name for parts in _FUSED.values() for name in parts] if fused else _FUSED
     for layer in range(layers):
         yield from (module_of(layer, name) for name in MATRICES if name not in without)
 
 
 def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[str]:
-    """Return the modules that get adapters in a model with `layers` layers."""
+    """Return the names of the modules that get adapters in a model with `layers` layers. `fused` as in
+    `modules_of_layers`."""
     modules = list(modules_of_layers(layers, fused))
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if everything or not (wanted or unwanted):
@@ -346,7 +351,7 @@ def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[
 
 
 def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
-    """Return the message for a key that leaves no matrix of a model to adapt."""
+    """Return the error message for LoRA settings that select no matrix of the model."""
     if lora.target_modules:
         why = f"target_modules is {lora.target_modules}, which no matrix of {model_name} with its {layers} layers is called"
     else:
@@ -355,7 +360,8 @@ def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
 
 
 def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -> str | None:
-    """Return the message for a key that requests adapters for the MLPs of a model with experts; None if no key does."""
+    """Return the error message for LoRA settings that select the MLP of a mixture-of-experts model, whose experts get
+    no adapters; None if `modules`, the selected modules, contain no MLP."""
     wanted = next((module for module in modules if ".mlp." in module), None)
     if wanted is None:
         return None
@@ -370,14 +376,19 @@ def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -
 
 
 class AdapterSizes(NamedTuple):
-    """Numbers of elements: of A and B, and of the stored matrices that are also kept without adapters."""
+    """Numbers of elements.
+
+    Attributes:
+        trained: of all A and B.
+        kept: of the stored matrices that have adapters. With `merge` a frozen copy of them is kept.
+    """
 
     trained: int
     kept: int
 
 
 def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
-    """Return the `AdapterSizes` of a model of these sizes."""
+    """Return the numbers of elements that LoRA adds to a model of these sizes."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     shapes = {
@@ -397,18 +408,18 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
     return AdapterSizes(trained, kept)
 
 
-_MANY_LAYERS = 200  # more than any model has, for patterns that name single layers
+_MANY_LAYERS = 200  # more than any model has, to check patterns that name a layer
 _ASKING = (
     "dim",
     "alpha",
     "target_modules",
     "exclude_modules",
     "use_rslora",
-)  # keys that show that the user wants adapters
+)  # keys whose values suggest that the user wants LoRA
 
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report mistakes in the LoRA settings of the section `name`."""
+    """Report mistakes in the LoRA settings of the model section `name` ("policy" or "value")."""
     lora, prefix = model.lora, f"{name}.dtensor_cfg.lora_cfg"
     if lora is None:
         if model.dtensor_cfg.lora_cfg.enabled:
@@ -440,8 +451,8 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Refuse adapter keys if `enabled` is false, because all weights would be trained. They are allowed if `enabled:
-    false` is written in the same place or nearer to the user."""
+    """Report LoRA keys that are set although `enabled` is false, because all weights would be trained. They are allowed
+    if `enabled: false` is set in the same place, or in one of higher precedence."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:
@@ -455,7 +466,7 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
 
 
 def _fault(pattern: str, key: str) -> str | None:
-    """Return what is wrong with a pattern of target_modules or exclude_modules; None if nothing is."""
+    """Return the error message for a pattern of target_modules or exclude_modules; None if it matches a module."""
     if any(matches(pattern, module) for fused in (False, True) for module in modules_of_layers(_MANY_LAYERS, fused)):
         return None
     if any(matches(pattern, module) for module in FROZEN):
@@ -469,7 +480,8 @@ _TENSOR = "slices of each layer's heads, of its MLP and of the vocabulary, one a
 
 
 class DTensorConfig(Section):
-    """The PyTorch backend of NeMo RL. If enabled, policy.optimizer, scheduler and max_grad_norm are used."""
+    """NeMo RL's PyTorch backend. If it is enabled, the keys optimizer, scheduler and max_grad_norm of the section that
+    contains it are used."""
 
     is_switched = True
     enabled: bool = key(True, "Use optimizer, scheduler and max_grad_norm of the section that contains dtensor_cfg.")
@@ -483,16 +495,16 @@ class DTensorConfig(Section):
 
 
 class MegatronCheckpointConfig(Section):
-    """How Megatron writes checkpoints."""
+    """Megatron's checkpoint format. The section is ignored."""
 
 
 class PeftConfig(Section):
-    """LoRA of the Megatron backend."""
+    """LoRA of the Megatron backend, which is not supported."""
 
 
 class DDPConfig(Section):
-    """Megatron's gradient reduction. Read if the Megatron backend is enabled and the model's own `overlap_grad_reduce`
-    and `data_parallel_sharding_strategy` are null."""
+    """Megatron's gradient reduction. Used if the Megatron backend is enabled. The keys `overlap_grad_reduce` and
+    `data_parallel_sharding_strategy` of the model's section take precedence unless they are null."""
 
     overlap_grad_reduce: bool = key(
         True, "With several processes: reduce gradients during the backward pass. false: after it."
@@ -509,11 +521,11 @@ class DDPConfig(Section):
 
 
 class Fp8Config(Section):
-    """FP8 training of Megatron."""
+    """FP8 training of Megatron, which is not supported."""
 
 
 class MegatronConfig(Section):
-    """The Megatron backend of NeMo RL. If enabled, its optimizer and scheduler sections are used."""
+    """NeMo RL's Megatron backend. If it is enabled, its own sections optimizer and scheduler are used."""
 
     is_switched = True
     enabled: bool = key(False, "Use the optimizer, scheduler and clip_grad of this section.")

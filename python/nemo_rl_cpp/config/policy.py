@@ -1,4 +1,4 @@
-"""The sections `policy` and `value`: the models to train."""
+"""The sections `policy` and `value`: the models that are trained."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PACKERS: Table[Entry] = Table(
         "modified_first_fit_decreasing": Entry("nemo_rl_cpp._native:C.pack_modified_first_fit_decreasing"),
     },
 )
-"""name -> function (costs, capacity) -> indices by bin."""
+"""The table of bin-packing algorithms: name -> function (costs, capacity) that returns the indices of each bin."""
 
 
 def _packing(value: object) -> object:
@@ -74,7 +74,7 @@ class TokenizerConfig(Section):
 
 
 class TokenBudget(Section):
-    """The number of tokens in a micro-batch."""
+    """The token budget of a micro-batch."""
 
     train_mb_tokens: Positive | None = key(
         None,
@@ -88,7 +88,8 @@ class TokenBudget(Section):
 
 
 class DynamicBatchingConfig(TokenBudget):
-    """Micro-batches of similar lengths within a token budget; cannot be combined with sequence_packing."""
+    """Dynamic batching: micro-batches of sequences with similar lengths, up to a token budget. It cannot be combined
+    with sequence_packing."""
 
     enabled: bool = key(False, "Sort sequences by length and fill each micro-batch up to the token budget.")
     sequence_length_round: Positive = key(
@@ -97,7 +98,7 @@ class DynamicBatchingConfig(TokenBudget):
 
 
 class SequencePackingConfig(TokenBudget):
-    """Sequences packed end to end in one micro-batch within a token budget, without padding."""
+    """Sequence packing: sequences are concatenated to micro-batches without padding, up to a token budget."""
 
     enabled: bool = key(True, "Pack sequences.")
     algorithm: PackingAlgorithm = key(
@@ -113,20 +114,20 @@ class SequencePackingConfig(TokenBudget):
 
 
 class DraftConfig(Section):
-    """The draft model of speculative decoding."""
+    """The draft model of speculative decoding, which is not supported."""
 
     is_switched = True
 
 
 class RouterReplayConfig(Section):
-    """Replay of the expert routing of a mixture-of-experts model."""
+    """Replay of the expert routing of a mixture-of-experts model. The native core does not need it."""
 
     is_switched = True
     model_config = ConfigDict(extra="allow")
 
 
 class HfConfig(Section):
-    """How transformers loads a model; read if backend is hf."""
+    """How transformers loads a model. Used if backend is hf."""
 
     attn_implementation: str | None = key(
         None,
@@ -137,11 +138,11 @@ class HfConfig(Section):
 
 
 Backend = Literal["native", "hf"]
-"""Which code trains: the C++ core, or transformers."""
+"""The implementation that trains: native (the C++ core) or hf (transformers)."""
 
 
 class TrainedModelConfig(Section):
-    """What the policy and the value model share: batches, precision, optimizer, backend sections."""
+    """The keys that the policy and the critic share: batch sizes, precision, optimizer, backend sections."""
 
     spellings = {
         "automodel_cfg": "dtensor_cfg",
@@ -214,15 +215,15 @@ class TrainedModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_backend(self) -> TrainedModelConfig:
-        # a file that enables Megatron switches off DTensor, which is enabled by default
+        # DTensor is enabled by default, so a file that enables Megatron disables it
         if self.megatron_cfg.enabled and "enabled" not in self.dtensor_cfg.model_fields_set:
             object.__setattr__(self.dtensor_cfg, "enabled", False)
         return self
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each process of the native trainer keeps a shard of the gradients (ZeRO-2). FSDP2 of backend hf
-        shards regardless of this."""
+        """Whether each process of the native trainer keeps only a shard of the gradients (ZeRO-2). False for backend
+        hf, whose FSDP2 always shards."""
         if self.backend == "hf":
             return False
         exchange = self.megatron_cfg.distributed_data_parallel_config
@@ -233,7 +234,8 @@ class TrainedModelConfig(Section):
 
     @property
     def overlaps_grad_reduce(self) -> bool:
-        """Whether processes of the native trainer reduce their gradients during the backward pass."""
+        """Whether the processes of the native trainer reduce gradients during the backward pass. False for backend
+        hf."""
         if self.backend == "hf":
             return False
         theirs = self.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
@@ -241,7 +243,7 @@ class TrainedModelConfig(Section):
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether the backward pass recomputes activations, according to the enabled backend's section."""
+        """Whether the backward pass recomputes activations, from the section of the enabled backend."""
         return (
             self.megatron_cfg.activation_checkpointing
             if self.megatron_cfg.enabled
@@ -250,25 +252,27 @@ class TrainedModelConfig(Section):
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The adapters that are trained instead of the weights, by the enabled backend's section; None without LoRA."""
+        """The LoRA settings; None if all weights are trained."""
         is_read = self.dtensor_cfg.enabled and not self.megatron_cfg.enabled
         return self.dtensor_cfg.lora_cfg if is_read and self.dtensor_cfg.lora_cfg.enabled else None
 
     def effective_optimizer(self) -> OptimizerSettings:
-        """Return AdamW's settings, from megatron_cfg.optimizer if that backend is enabled, else from `optimizer`."""
+        """Return the settings of AdamW: of megatron_cfg.optimizer if megatron_cfg is enabled, otherwise of
+        `optimizer`."""
         if self.megatron_cfg.enabled:
             return megatron_optimizer(self.megatron_cfg.optimizer)
         return torch_optimizer(self.optimizer or OptimizerConfig())
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
-        """Return the schedule of megatron_cfg if that backend is enabled, otherwise of `scheduler`; None: constant."""
+        """Return the schedule: of megatron_cfg if it is enabled, otherwise of `scheduler`. None: a constant learning
+        rate."""
         if self.megatron_cfg.enabled:
             return megatron_schedule(self.megatron_cfg.optimizer, self.megatron_cfg.scheduler)
         return torch_schedule(self.scheduler)
 
     def tensor_parallel(self, processes: int) -> int:
-        """Return into how many shards `processes` processes split the model: the enabled backend's tensor parallel
-        size, or 1 if it does not divide `processes`."""
+        """Return the tensor-parallel size for a number of processes: that of the enabled backend's section, or 1 if it
+        does not divide `processes` or backend is hf."""
         if self.backend == "hf":  # models of transformers are not split
             return 1
         wanted = self.megatron_cfg.tensor_model_parallel_size if self.megatron_cfg.enabled else 1
@@ -277,18 +281,20 @@ class TrainedModelConfig(Section):
         return wanted if processes % wanted == 0 else 1
 
     def tensor_parallel_key(self, section: str) -> str:
-        """Return the key of the tensor parallel size."""
+        """Return the dotted key of the tensor-parallel size; `section` is "policy" or "value"."""
         megatron = self.megatron_cfg.enabled
         return (
             f"{section}.{'megatron_cfg.tensor_model_parallel_size' if megatron else 'dtensor_cfg.tensor_parallel_size'}"
         )
 
     def effective_max_grad_norm(self) -> float | None:
-        """Return the limit on the gradient's global norm from the enabled backend's section, or None."""
+        """Return the maximum global norm of the gradient, from the section of the enabled backend; None: no
+        clipping."""
         return (self.megatron_cfg.optimizer.clip_grad if self.megatron_cfg.enabled else self.max_grad_norm) or None
 
     def fill_batching(self) -> None:
-        """Fill in sizes that depend on other sizes."""
+        """Set keys that are null and whose default depends on other keys: batch sizes, token budgets, the tokenizer's
+        name, and `lora_cfg.merge`."""
         fill(self, logprob_batch_size=self.train_micro_batch_size)
         fill(self.tokenizer, name=self.model_name)
         adapters = self.dtensor_cfg.lora_cfg
@@ -303,14 +309,14 @@ class TrainedModelConfig(Section):
 
 
 def fill(target: Section, **values: object) -> None:
-    """Set keys that are None, without marking them as given by the user."""
+    """Set those of the keys `values` that are None, without marking them as set by the user."""
     for name, value in values.items():
         if getattr(target, name) is None:
             target.__dict__[name] = value
 
 
 class PolicyConfig(TrainedModelConfig):
-    """The model that is trained, how it is trained, and how it generates."""
+    """The policy: its model, training and generation."""
 
     model_name: str = key(
         ...,
@@ -387,23 +393,23 @@ class PolicyConfig(TrainedModelConfig):
 
 
 class RewardModelConfig(Section):
-    """NeMo RL's setting for a scalar head. The native value model always has a scalar head."""
+    """NeMo RL's setting for a scalar head. The section is ignored, because the critic always has a scalar head."""
 
 
 class ValuePackingConfig(SequencePackingConfig):
-    """Sequence packing of the value model."""
+    """Sequence packing of the critic."""
 
     enabled: bool = key(False, "Pack sequences.")
 
 
 class ValueTokenizerConfig(TokenizerConfig):
-    """The critic's tokenizer. The critic reads the policy's token ids."""
+    """The critic's tokenizer. The section is ignored, because the critic reads the policy's token ids."""
 
     name: str | None = no_effect(None, "the critic reads what the policy's tokenizer wrote")
 
 
 class ValueConfig(TrainedModelConfig):
-    """The critic: the policy's architecture with a scalar head. Its defaults are the policy's values."""
+    """The critic: the policy's architecture with a scalar head. Keys that are null take the policy's values."""
 
     backend: Backend | None = key(None, "Implementation that trains the critic: native or hf. null: policy.backend.")
     tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
@@ -412,7 +418,7 @@ class ValueConfig(TrainedModelConfig):
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
-        """Fill in omitted values from the policy."""
+        """Set keys that are null to the policy's values."""
         fill(
             self,
             backend=policy.backend,
@@ -429,7 +435,7 @@ class ValueConfig(TrainedModelConfig):
 
 
 def check_trained_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report incompatible settings within the section `name`."""
+    """Report settings of the model section `name` ("policy" or "value") that do not fit together."""
     megatron = f"{name}.megatron_cfg"
     _not_both(name, "megatron_cfg", "dtensor_cfg", model, report)
     check_lora(model, name, report)

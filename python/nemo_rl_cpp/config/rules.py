@@ -1,4 +1,4 @@
-"""Rules between several sections. Each reports a key, what is wrong with it and what to change."""
+"""Rules between keys of several sections. If a rule is violated, it reports a key, what is wrong and what to change."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 _GYM_SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples")
-"""Keys of `env` that are no sections, and that NeMo RL reads with NeMo Gym."""
+"""Keys of `env` that are not environments. NeMo RL reads them if it uses NeMo Gym."""
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Return whether `env` is well-formed, so that the rules can read it."""
+    """Report mistakes in `env`, and return whether there are none, so that other rules can read it."""
     check_env(env, report)
     for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name not in _GYM_SWITCHES:
@@ -84,7 +84,7 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
         return
     name, loss = f"{config.algorithm}.async_{config.algorithm}.enabled", config.loss_fn
     colocated = "policy.generation.colocated.enabled"
-    if engines_of(config) == 0:  # it does not train step by step, so it is never folded onto one device
+    if engines_of(config) == 0:  # overlapping rollouts need an engine, so this is an error and not folded
         text = (
             f"needs engines with weights of their own: set {colocated}=false, and cluster.executor to auto (two processes), or "
             "to processes or ray, with resources"
@@ -99,7 +99,7 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_distributions(config: TrainMasterConfig, report: Report) -> None:
-    """Report terms of the loss that need the policy's whole distributions where there are none."""
+    """Report loss terms that need the distribution over the whole vocabulary if the run does not have it."""
     loss, backend, generation = config.loss_fn, config.policy.backend, config.policy.generation
     for name, off in (("entropy_coef", 0), ("top_entropy_quantile", 1), ("score_centering_k", None)):
         value = getattr(loss, name)
@@ -138,7 +138,7 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """Require one update per batch, because the ratio is 1 in the first update only."""
+    """Report force_on_policy_ratio if a batch has several updates, because the ratio is 1 in the first one only."""
     loss, loop, name = config.loss_fn, config.loop, config.algorithm
     if not loss.force_on_policy_ratio:
         return
@@ -192,7 +192,7 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Refuse an ineffective key if the run's own file or an override sets it; a parent file may set it."""
+    """Report a key that has no effect with `beside` if the run's own file or an override sets it. A parent file may."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 
@@ -210,7 +210,7 @@ def _check_critic(config: PPOMasterConfig, report: Report) -> None:
         elif changed and name == "gae_lambda_policy" and alpha > 0:
             _not_read(report, f"ppo.adv_estimator.{name}", f"length_adaptive_alpha {alpha:g}")
     warm_start = "ppo.warm_start_value_checkpoint"
-    if config.has_critic:  # otherwise no value model is built
+    if config.has_critic:
         if not estimator.uses_critic:
             text = f"is for an estimator of yours, but {chosen} {estimator.name} needs a critic: leave it out"
             report.add("ppo.adv_estimator.uses_critic", text, chosen)
@@ -356,7 +356,8 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
 
 
 def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:
-    """Check the data sets of training. `turns` is the value of `turns_key`, the loop's key max_rollout_turns."""
+    """Report mistakes in the datasets of training. `turns` is the value of max_rollout_turns, `turns_key` its dotted
+    key."""
     check_env(env, report)
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
@@ -415,7 +416,7 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
 
 
 def _is_known(name: str, dotted: str, report: Report) -> bool:
-    """Return whether the data set exists; report a name that is neither known nor a class."""
+    """Return whether `name` is a known dataset or a user's class. Report any other name at `dotted`.dataset_name."""
     if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
         return True
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]
@@ -450,8 +451,8 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
 
 
 def check_env(env: EnvConfigs, report: Report) -> None:
-    """Refuse NeMo RL's switches that move scoring or execution to NeMo Gym or a reward model. Ignoring them would
-    silently keep a different environment."""
+    """Report NeMo RL's keys that make NeMo Gym or a reward model score the responses. If they were ignored, another
+    environment would score them without notice."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     if env.get("should_use_nemo_gym"):
         _refuse_nemo_gym(env.get("nemo_gym"), report)
@@ -479,11 +480,11 @@ _NEMO_GYM_KINDS = {
     "(env.verifiers.harness)",
     "model": "is a model server of NeMo Gym: start it yourself, and let the resource server or a reward function ask it",
 }
-"""The last word of the name of a server -> what to do instead."""
+"""Last word of a server's name in `env.nemo_gym` -> what to do instead."""
 
 
 def _refuse_nemo_gym(section: object, report: Report) -> None:
-    """Refuse the switch of NeMo Gym and every key of `env.nemo_gym`, each with what does the same here."""
+    """Report should_use_nemo_gym and every key of `env.nemo_gym`, each with the equivalent in this package."""
     report.add(
         "env.should_use_nemo_gym",
         "cannot be true: a run does not start NeMo Gym's servers. Its resource servers score responses through the task set "

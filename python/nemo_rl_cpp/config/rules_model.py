@@ -1,4 +1,4 @@
-"""Rules for models, engines and processes: what transformers, vLLM and several processes require of other sections."""
+"""Rules for models, engines and processes: what transformers, vLLM and several processes require of other keys."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 _GENERATION = "policy.generation"
 _COLOCATED = f"{_GENERATION}.colocated"
-_AGENTS = ("agent", "verifiers")  # environments that generate their own rollouts
+_AGENTS = ("agent", "verifiers")  # environments whose agents make the rollouts
 
 
 def checked_policy(config: PolicyConfig | Mapping[str, object]) -> PolicyConfig:
-    """Return a section unchanged; from a mapping, build the section, fill in its defaults and check it."""
+    """Return a `PolicyConfig` unchanged. Build one from a mapping, with defaults filled in, and check it. Raise
+    ConfigError for mistakes in the mapping."""
     if isinstance(config, PolicyConfig):
         return config
     section = PolicyConfig(**config)
@@ -65,7 +66,8 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
 
 
 def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: Report) -> None:
-    """Require a power of two that the processes divide. Sharded gradients must be reduced during backward."""
+    """Report gradient_blocks if it is not a power of two that `processes` divides. Report overlap_grad_reduce if it is
+    false with sharded gradients, which must be reduced during the backward pass."""
     strategy = f"{name}.data_parallel_sharding_strategy"
     late = "is false, but gradients that are shared out are added while the backward is running: "
     if model.shards_gradients and model.overlap_grad_reduce is False:
@@ -88,7 +90,7 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
-    """Refuse folding if `cluster.strict_sizes` is set."""
+    """Report every size that would be folded if `cluster.strict_sizes` is true."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -109,7 +111,7 @@ _OFFLOADS = (
 
 
 def check_offload(config: TrainMasterConfig, report: Report) -> None:
-    """Refuse offloading on a GPU, because it is not supported yet."""
+    """Report offloading with cluster.device cuda, because it is not supported yet."""
     if config.cluster.device == "cpu":
         return
     for name, model in config.trained_models().items():
@@ -120,7 +122,7 @@ def check_offload(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_quantized_run(config: TrainMasterConfig, report: Report) -> None:
-    """Refuse a quantised base where weights lie on a GPU, in slices, or in engines of their own."""
+    """Report `quantization` with a GPU, with tensor parallelism, or with engines that have their own weights."""
     policy = config.policy
     for name, model in config.trained_models().items():
         if model.quantization is None:
@@ -143,7 +145,8 @@ def check_quantized_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_resources(config: TrainMasterConfig, report: Report) -> None:
-    """Require workers for engines with separate weights, and leave some workers for training."""
+    """Report mistakes if generation is not colocated: no workers for it, none left for training, or keys that need
+    shared weights."""
     generation, cluster = config.policy.generation, config.cluster
     if generation.colocated.enabled:
         return
@@ -170,7 +173,8 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_shares(config: TrainMasterConfig, report: Report) -> None:
-    """Require that training keeps workers. On one machine the unit is a worker, on several machines a whole machine."""
+    """Report `colocated.resources` if it does not give generation some of the workers and leave some for training. With
+    one node it counts workers, with several nodes whole nodes."""
     resources, cluster, key = config.policy.generation.colocated.resources, config.cluster, f"{_COLOCATED}.resources"
     own, unit = ("gpus_per_node", "workers") if cluster.num_nodes == 1 else ("num_nodes", "nodes")
     wanted, there = getattr(resources, own), getattr(cluster, own)
@@ -203,9 +207,10 @@ _OF_A_TYPE = ("dtype", "precision", "kv_cache_dtype")
 def check_engine(
     generation: GenerationConfig, name: str, report: Report, overrides: Mapping[str, object] | None = None
 ) -> None:
-    """Refuse engine settings that would change results: quantisation, and a different model.
+    """Report engine settings that would change results: quantisation, and changes to the model. `name` is the dotted
+    key of `generation`.
 
-    `overrides`: policy.hf_config_overrides, which vllm_kwargs.hf_overrides may repeat.
+    `overrides`: policy.hf_config_overrides. The same values are allowed in vllm_kwargs.hf_overrides.
     """
     found = {f"vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in ("precision", "kv_cache_dtype")}
     found = {key: value for key, value in found.items() if value not in _PRECISIONS}
@@ -227,12 +232,12 @@ def check_engine(
 
 
 def _quantises(value: object) -> bool:
-    """Return whether a quantisation setting is on. A section is on unless its scheme is an unquantised type."""
+    """Return whether a quantisation setting is on. A mapping is on unless its `scheme` is an unquantised dtype."""
     return bool(value) and (value.get("scheme", "unknown") if isinstance(value, dict) else value) not in _PRECISIONS
 
 
 def _leaves(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Yield the values of a free-form mapping by dotted key. A quantisation section is yielded as one value."""
+    """Yield (dotted key, value) for each value of a free-form mapping. A quantisation mapping is one value."""
     for key, value in tree.items():
         if isinstance(value, dict) and key not in _QUANTISED:
             yield from _leaves(value, f"{prefix}.{key}")
@@ -246,7 +251,7 @@ INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
 
 
 def _check_pair(policy: PolicyConfig, report: Report) -> None:
-    """Require an engine that can read the weights of the trainer's backend."""
+    """Report an engine that cannot use the weights of policy.backend, and router replay with backends that differ."""
     if exactness_of(policy) is None:
         text = (
             f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to "
@@ -266,7 +271,7 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Refuse settings that need bit-identical generation and training."""
+    """Report settings that need bit-identical generation and training; `engine` names what makes them differ."""
     if policy.reuse_generation_logprobs == "always":
         text = (
             f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "
@@ -279,7 +284,7 @@ def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> 
 
 
 def check_engines(config: TrainMasterConfig, report: Report) -> None:
-    """Refuse separate generation workers for transformers, whose engine reads the trainer's weights in place."""
+    """Report separate generation workers with policy.backend hf, whose engine reads the trainer's weights in place."""
     if config.policy.backend == "hf" and config.cluster.has_workers and not config.policy.generation.colocated.enabled:
         text = "is false, but the engines of policy.backend hf read the trainer's weights: set it to true"
         report.add(f"{_COLOCATED}.enabled", text, "policy.backend")
@@ -289,7 +294,7 @@ _BALANCE = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_
 
 
 def balance_wanted(model: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield each key that requests balanced experts, with what is wrong with it."""
+    """Yield (key, message) for each key that requests load balancing of experts, which is not computed."""
     for key, off in _BALANCE.items() if model.megatron_cfg.enabled else ():
         if (given := getattr(model.megatron_cfg, key, off)) not in (off, None):
             text = f"is {given}, but no loss or bias that balances experts is computed: set it to {off}"
@@ -297,7 +302,7 @@ def balance_wanted(model: TrainedModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Refuse settings that a model of transformers does not support."""
+    """Report settings that backend hf does not support. `name` is the model's section."""
     if model.backend != "hf":
         return
     _check_installed(model.backend, f"{name}.backend", report)
@@ -310,7 +315,7 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def check_evaluation(generation: GenerationConfig, report: Report) -> None:
-    """Check the engine of an evaluation. vLLM is refused, because there is no trainer that sends it weights."""
+    """Report mistakes in the engine of an evaluation. vLLM is not supported, because no trainer sends it weights."""
     _check_installed(generation.backend, "generation.backend", report)
     for name in ("python", "server_url"):
         if getattr(generation.vllm_cfg, name) is not None:
@@ -328,7 +333,7 @@ def _check_installed(backend: str | None, key: str, report: Report) -> None:
 _PYTHON, _SERVER = f"{_GENERATION}.vllm_cfg.python", f"{_GENERATION}.vllm_cfg.server_url"
 _OF_THE_SERVER = ("vllm_cfg.env_vars", "vllm_cfg.enable_prefix_caching", "vllm_kwargs", "kv_cache_gb")
 _LEAST_TEMPERATURE = 0.01
-_OURS = {  # options of a server that the run starts -> the key that sets them
+_OURS = {  # vLLM options that the run sets itself when it starts a server -> the key for their value
     "model": "policy.model_name", "tokenizer": "policy.tokenizer", "skip_tokenizer_init": None, "load_format": None,
     "dtype": f"{_GENERATION}.vllm_cfg.precision", "max_model_len": f"{_GENERATION}.vllm_cfg.max_model_len",
     "max_num_seqs": f"{_GENERATION}.max_batch_size", "kv_cache_memory_bytes": f"{_GENERATION}.kv_cache_gb",
@@ -360,7 +365,7 @@ def _check_vllm(policy: PolicyConfig, report: Report) -> None:
         report.add(_PYTHON, text)
     for name, greedy in (("temperature", ""), ("val_temperature", ", or to 0 for greedy responses")):
         value, least = getattr(generation, name), _LEAST_TEMPERATURE
-        if value is not None and 0 < value < least:  # training would compute log-probabilities for the lower one
+        if value is not None and 0 < value < least:  # training would use the lower temperature
             text = f"is {value:g}, which vLLM would raise to {least:g}: set it to {least:g} or more{greedy}"
             report.add(f"{_GENERATION}.{name}", text, key)
     for name in (name for name in generation.vllm_kwargs if url is None and name in _OURS):
@@ -371,7 +376,7 @@ def _check_vllm(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_server(generation: GenerationConfig, report: Report) -> None:
-    """Check the address, and refuse settings that must be given when the server is started."""
+    """Report mistakes in server_url, and keys that must be given to the server when it is started."""
     url = generation.vllm_cfg.server_url
     if generation.vllm_cfg.python is not None:
         text = f"is given beside {_PYTHON}: set one of them to null; the run joins a server or starts one"
@@ -394,7 +399,8 @@ def _is_address(url: str) -> bool:
 
 
 def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
-    """Require a single training process for vLLM, on the CPU if the run starts the server."""
+    """Report mistakes if vLLM generates: it needs a single training process, on the CPU if the run starts the
+    server."""
     generation, cluster = config.policy.generation, config.cluster
     if not generation.runs_vllm:
         return
@@ -423,7 +429,8 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_serving(config: TrainMasterConfig, report: Report) -> None:
-    """Require the in-process native engine, because serving reads the weights directly from training's memory."""
+    """Report mistakes if the policy is served: this needs the native engine in this process on the CPU, because the
+    server reads the trainer's weights in place."""
     generation, cluster = config.policy.generation, config.cluster
     _check_agents(config, report)
     if not generation.expose_http_server:
@@ -445,7 +452,8 @@ def check_serving(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_agents(config: TrainMasterConfig, report: Report) -> None:
-    """Require the server and max_rollout_turns 1 for agents, which decide about their turns themselves."""
+    """Report mistakes if an agent environment is used: it needs the policy's server, and max_rollout_turns 1, because
+    agents decide about their turns themselves."""
     default = config.data.default or DatasetDefaults()
     sets = [d for split in ("train", "validation") for _, d in datasets_of(getattr(config.data, split), split)]
     agent = next((name for d in sets if (name := d.env_name or default.env_name) in _AGENTS), None)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the section `sft`, and the loss on the answers."""
+"""Supervised fine-tuning: the section `sft`, and the loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SFTLossConfig(ClippedPGLossConfig):
-    """The loss on the answers."""
+    """The loss on the answers of the dataset."""
 
     name: LossName = key(
         "nll",
@@ -34,7 +34,8 @@ class SFTLossConfig(ClippedPGLossConfig):
 
 
 class SFTConfig(OnePassLoop):
-    """The loop of supervised fine-tuning: each step trains on policy.train_global_batch_size rows of a file."""
+    """The training loop of supervised fine-tuning. Each step trains on policy.train_global_batch_size rows of the
+    dataset."""
 
     section_name: ClassVar[str] = "sft"
     max_num_epochs: Positive = key(
@@ -51,7 +52,7 @@ class SFTConfig(OnePassLoop):
     val_at_end: bool = key(False, "Run a validation after the last step.")
     seed: Seed = key(42, "Random seed for the order of the data.")
 
-    # fixed values of keys that the other algorithms' loops have
+    # values of keys that other training loops have
     num_generations_per_prompt: ClassVar[int] = 1
     max_rollout_turns: ClassVar[int] = 1
     val_start_at: ClassVar[int] = -1
@@ -81,12 +82,13 @@ class SFTConfig(OnePassLoop):
         return self.val_batches * self.val_global_batch_size if self.val_batches > 0 else None
 
     def fill_rows(self, rows: int) -> None:
-        """Set the number of rows per step, given by the policy's section."""
+        """Set the number of rows per step, which is policy.train_global_batch_size."""
         self._rows = rows
 
 
 def check_sft(config: SFTMasterConfig, report: Report) -> None:
-    """Report settings that supervised fine-tuning cannot use: other losses, and generation engines."""
+    """Report settings that supervised fine-tuning does not support: losses other than nll or your own, and separate
+    generation engines."""
     if config.loss_fn.name != "nll" and not is_user_defined(config.loss_fn.name):
         report.add(
             "loss_fn.name",

@@ -1,7 +1,7 @@
-"""Registries of named choices in a configuration.
+"""Tables of names that a configuration may use, such as loggers and datasets.
 
-Each name is defined in one table only. The values that the schema allows, its known keys and the page
-docs/configuration.md are derived from the table, including entries that a program adds at run time.
+Each name is defined in one table only. The values that the schema allows, the keys that it knows and
+docs/configuration.md are derived from the tables, including entries that a program adds at run time.
 """
 
 import pkgutil
@@ -23,7 +23,7 @@ class Entry:
     """The definition of a name.
 
     Attributes:
-        target: `package.module:Name`, imported on first use, or the object itself.
+        target: the object, or `package.module:Name`, from which `load` imports it.
     """
 
     target: object
@@ -36,7 +36,8 @@ E = TypeVar("E", bound=Entry)
 
 
 class Table(Mapping[str, Any], Generic[E]):
-    """A registry name -> object, imported on access. `entries` gives the definitions without an import."""
+    """A mapping name -> object, which imports the object on access. `entries` has the definitions, without imports.
+    `what` describes an entry in messages."""
 
     def __init__(self, what: str, entries: Mapping[str, E]) -> None:
         self.what = what
@@ -57,7 +58,8 @@ class Table(Mapping[str, Any], Generic[E]):
     def add(
         self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, FieldInfo] | None = None
     ) -> None:
-        """Add an entry, and add `keys` (name -> field) to `section`. Raise ValueError if the name is taken."""
+        """Add an entry, and add `keys` (name -> field) to the class `section`. Raise ValueError if the name is
+        taken."""
         if name in self.entries:
             raise ValueError(f"the {self.what} {name} is there already: choose another name")
         if section is not None:
@@ -66,8 +68,8 @@ class Table(Mapping[str, Any], Generic[E]):
 
 
 class OneOf:
-    """Annotation of a string that must be one of `names()`, evaluated at the time of the check. With `dotted`, any
-    dotted name is allowed too; `checks` verifies later whether it can be imported."""
+    """The type annotation of a string that must be one of `names()`, which is called at each check. With `dotted`, any
+    dotted name is allowed too; the package `checks` verifies later that it can be imported."""
 
     def __init__(self, names: Callable[[], list[str]], dotted: bool = False) -> None:
         self.names = names
@@ -91,14 +93,14 @@ class OneOf:
 
 
 def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
-    """Add the keys that are missing to a section and its subclasses. Whole configurations accept the keys, too."""
+    """Add those of the keys that are missing to a section and its subclasses, so that configurations accept them."""
     for each in _below(section):
         each.model_fields.update({name: info for name, info in keys.items() if name not in each.model_fields})
     rebuild(section)
 
 
 def rebuild(section: type[BaseModel]) -> None:
-    """Make pydantic rebuild a section and every section that contains it."""
+    """Make pydantic rebuild the validators of a section and of every section that contains it."""
     forget_keys()
     level, done = _below(section), set()
     while level:

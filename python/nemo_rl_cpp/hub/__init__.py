@@ -1,1 +1,1 @@
-"""Models on this machine: a folder, a model inside a Python package, or a model of the Hugging Face Hub."""
+"""Finding models: in a folder, inside a Python package, or on the Hugging Face Hub."""

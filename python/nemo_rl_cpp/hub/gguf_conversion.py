@@ -1,8 +1,8 @@
-"""Converts a GGUF file of a Llama-like model to a Hugging Face folder. (The converter of transformers takes 4 s to
-import and would be a dependency of the extra `smollm2`.)
+"""Converts a GGUF file of a Llama-like model to a Hugging Face folder. (transformers' converter takes 4 s to import and
+would add a dependency to the extra `smollm2`.)
 
-GGUF stores weights in blocks of few bits. It orders the rows of the query and key projections for a rotary embedding of
-neighbouring pairs, but Hugging Face's Llama rotates the two halves of a head. This module reverses both.
+GGUF stores quantised weights in blocks. It orders the rows of query and key projections for a RoPE that pairs adjacent
+rows of a head, but Hugging Face's Llama pairs the two halves of a head. This module undoes both.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
 
 
 def _short(value: float) -> float:
-    """Return the intended decimal number: GGUF stores float32, so 1e-5 is read as 9.99999974e-06."""
+    """Return the decimal number that was meant: GGUF stores float32, so 1e-5 is read as 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
-    """Return config.json of the model. Raise ValueError for an architecture other than Llama."""
+    """Return the model's config.json. Raise ValueError for an architecture other than Llama."""
     architecture = _value(reader, "general.architecture")
     if architecture != "llama":
         raise ValueError(f"the GGUF file holds a {architecture!r} model; only 'llama' is converted")
@@ -91,13 +91,13 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key projection [heads * head_dim, D], or of its bias, from neighbouring-pair to
-    half-and-half rotary order: within a head, row 2i goes to i and row 2i + 1 to head_dim / 2 + i."""
+    """Reorder the rows of a query or key projection [heads * head_dim, D], or of its bias, from a RoPE of adjacent
+    pairs to one of two halves: in each head, row 2i becomes row i, and row 2i + 1 becomes head_dim / 2 + i."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def hf_name(name: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor. Raise ValueError for a tensor that a Llama does not have."""
+    """Return the Hugging Face name of a GGUF tensor. Raise ValueError for a tensor that a Llama model does not have."""
     if name in _TOP:
         return _TOP[name]
     parts = name.split(".")
@@ -107,7 +107,7 @@ def hf_name(name: str) -> str:
 
 
 def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> None:
-    """Write model.safetensors in float32, because bfloat16 cannot represent all values of four-bit blocks."""
+    """Write model.safetensors, in float32, because bfloat16 cannot represent all values of four-bit blocks."""
     weights: dict[str, np.ndarray] = {}
     with work("converting", sum(int(tensor.n_elements) for tensor in reader.tensors), always=True) as advance:
         for tensor in reader.tensors:
@@ -123,7 +123,8 @@ def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> N
 
 
 def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """Return the byte-level BPE tokenizer and the texts of its control tokens."""
+    """Return the byte-level BPE tokenizer and the texts of its control tokens. Raise ValueError for any other
+    tokenizer."""
     kind, pre = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
     if (kind, pre) != ("gpt2", "smollm"):
         raise ValueError(
@@ -136,7 +137,7 @@ def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
             vocab={token: i for i, token in enumerate(tokens)}, merges=merges, fuse_unk=False, byte_fallback=False
         )
     )
-    # every digit is a separate token, so that the model does not memorise "42" as one symbol
+    # each digit is a separate token, so that the model does not learn "42" as one symbol
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -150,7 +151,8 @@ def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
 
 
 def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json (with the chat template), special_tokens_map.json."""
+    """Write tokenizer.json, tokenizer_config.json (with the chat template) and special_tokens_map.json into the
+    folder."""
     backend, control = _tokenizer(reader)
     tokens = _value(reader, "tokenizer.ggml.tokens")
 
@@ -176,7 +178,7 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
 
 
 def write_folder(gguf_file: Path, folder: Path) -> None:
-    """Write the Hugging Face folder of a GGUF file into an existing empty folder."""
+    """Convert a GGUF file to a Hugging Face folder. `folder` must exist and be empty."""
     reader = open_gguf(gguf_file)
     config = model_config(reader)
     write_tokenizer(reader, folder)

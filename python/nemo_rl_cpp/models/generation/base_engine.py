@@ -111,8 +111,9 @@ class BaseEngine(GenerationInterface):
         these responses. It receives each row once, except the rows that end in the last step. If it raises an error,
         the generation ends.
 
-        Raises ValueError if the arguments do not have one entry per row, for unknown streams, or rows of several
-        streams; RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C."""
+        Raises ValueError for lengths or other arguments that do not match the rows, for an unknown stream, or rows of
+        several streams; RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
+        """
         batch = data if isinstance(data, RaggedBatch) else _ragged_prompts(data)
         responses = self._respond(self._asked(batch, data, greedy), on_finished)
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))

@@ -154,8 +154,8 @@ class _Work(ResponseBuffer):
         return len(self.prompts[row]) + len(self.tokens[row])
 
     def uniform(self, row: int) -> float:
-        """Return the random number in [0, 1) for the next token of a row. It depends only on the row's seed and
-        position."""
+        """Return the random number in [0, 1) for the next token of a row. It depends only on (seed, stream, draw id,
+        sample, position)."""
         return C.random_uniform(self.seed, self.stream, self.draws[row], self.samples[row], self.length(row))
 
     def append(self, row: int, token: int) -> bool:

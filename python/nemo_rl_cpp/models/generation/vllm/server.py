@@ -152,8 +152,8 @@ def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
     """Return the server's environment: the variables of this process, overridden by this package's, and then by `given`
     (`env_vars`), where null removes a variable.
 
-    This package's variables open the routes for weights, exclude other packages, set the thread count, and disable
-    telemetry."""
+    This package's variables open the routes for weights, exclude the user's site-packages, set the thread count, and
+    disable telemetry."""
     ours = {
         "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(EXTENSION), "PYTHONNOUSERSITE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",

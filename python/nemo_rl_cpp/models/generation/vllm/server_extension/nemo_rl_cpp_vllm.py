@@ -1,15 +1,16 @@
-"""The extension of vLLM's server that receives weights from a run. vLLM's interpreter loads this file:
+"""An extension of vLLM's server that receives weights from a run. vLLM's interpreter loads this file:
 
     VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this folder> python -m vllm.entrypoints.openai.api_server --model MODEL \
         --worker-extension-cls nemo_rl_cpp_vllm.Weights --weight-transfer-config '{"backend": "nemo_rl_cpp_shared_memory"}' ...
 
-`docs/vllm.md` shows the whole command. The file imports only the standard library, torch and vLLM, not this package,
-which needs a different torch, so it suffices alone on a remote machine. It adds two weight transfers to vLLM:
+`docs/vllm.md` shows the whole command. The file imports only the standard library, torch and vLLM. It does not import
+this package, which needs a different torch, so a remote machine needs only this file. It adds two weight transfers:
 
     nemo_rl_cpp_shared_memory   for a trainer on the same machine with the same user; both processes map the same memory
     nemo_rl_cpp_nccl            the trainer's GPU broadcasts each tensor, as vLLM's own engine `nccl` expects (unpacked)
 
-Both keep a digest of the received weights, which the trainer requests. The trainer imports names and digest.
+Both compute a digest of the received weights, which the trainer requests. The trainer imports this file for the names
+of the transfers and for `begin_digest`.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class ColocatedConfig(Section):
         True,
         "true: generation shares the devices and the weights of training. false: some workers (see "
         "resources) only generate, with their own copy of the weights, which is updated at each step. This "
-        "needs cluster.executor processes or ray, or auto with rollouts that overlap with training; "
-        "otherwise generation is colocated all the same, see cluster.strict_sizes.",
+        "needs cluster.executor processes or ray, or auto with rollouts that overlap with training. With "
+        "auto otherwise, generation stays colocated, see cluster.strict_sizes.",
     )
     resources: ResourcesConfig = section(ResourcesConfig, "workers when not colocated")
 
@@ -196,7 +196,9 @@ class GenerationConfig(Section):
     stop_token_ids: StopTokenIds | None = key(
         None, "Token ids that end a response. null: the model's end-of-sequence tokens."
     )
-    stop_strings: StopStrings | None = key(None, "Strings that end a response. They remain part of it. null: none.")
+    stop_strings: StopStrings | None = key(
+        None, "Strings that end a response. The response includes the stop string. null: none."
+    )
     expose_http_server: bool = key(
         False,
         "Serve the policy over HTTP during training, with the routes of OpenAI and vLLM, so that agents can "

@@ -1,4 +1,4 @@
-"""An HTTP server for a model with OpenAI's and vLLM's routes, based on the engine that training uses."""
+"""An HTTP server for a model, with the routes of OpenAI and vLLM, on the engine that training uses."""
 
 import importlib.util
 

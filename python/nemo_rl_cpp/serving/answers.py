@@ -1,4 +1,4 @@
-"""Response bodies of the three routes, in the formats of OpenAI and vLLM."""
+"""The response bodies of the three routes, in the formats of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 Json = dict[str, object]
 BytesOf = Callable[[int], bytes]
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
-_MOST_TURNS = 32  # the most conversations kept per rollout
+_MOST_TURNS = 32  # the number of conversations kept per rollout
 
 
 @dataclass(frozen=True)
 class Header:
-    """The fields that every part of a response repeats.
+    """The fields that every body or chunk of a response repeats.
 
     Attributes:
         id: the id of the request.
@@ -68,7 +68,7 @@ def usage(prompts: list[list[int]], samples: list[Sample]) -> Json:
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> Json:
-    """Return an error in OpenAI's format."""
+    """Return an error body in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -81,7 +81,7 @@ def event(body: Json | str) -> bytes:
 
 
 class Spelled(NamedTuple):
-    """Tokens of a response and the text that each token adds; the joined texts are the response's text."""
+    """Tokens of a response, with the text that each token adds. The texts joined are the text of the response."""
 
     sample: Sample
     texts: list[str]
@@ -92,13 +92,15 @@ class Spelled(NamedTuple):
 
 
 class Speller:
-    """Converts a stream of tokens to tokens with their texts. A token is held back until its text is final."""
+    """A converter from a stream of tokens to tokens with text. It holds a token back until the token's text is
+    final."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream, self._waiting = stream, Sample()
 
     def take(self, part: Sample) -> Spelled:
-        """Add the next tokens and return those whose texts are final; all tokens if `part` ends the response."""
+        """Add the next tokens and return those whose text is now final, which is all of them if `part` ends the
+        response."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
         w.extend(part)
@@ -107,17 +109,17 @@ class Speller:
 
 
 def _spelling(bytes_of: BytesOf, token: int) -> str:
-    """Return the text of a single token; for a special token its name, for a partial character U+FFFD."""
+    """Return the text of a single token: the name of a special token, and U+FFFD for a partial character."""
     return bytes_of(token).decode(errors="replace")
 
 
 def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tuple[Json, int]:
-    """Return `logprobs` of /v1/completions for tokens whose text starts at character `at` of the response, and the next
-    start.
+    """Return `logprobs` of /v1/completions for tokens whose text starts at character `at` of the response, and the
+    character at which their text ends.
 
-    The joined `tokens` are the text: a token that adds no text (a special token, the first part of a character) is "".
-    `top_logprobs` includes the sampled token under its text in `tokens`, even if it is not among the likeliest, as in
-    OpenAI. If a different token has the same text, its key is its id, as in vLLM: `token_id:5`."""
+    `tokens` joined are the text, so a token that adds no text (a special token, the first part of a character) is "".
+    `top_logprobs` includes the sampled token, under its text in `tokens`, even if it is not among the most likely, as
+    OpenAI does. Another token with the same text has its id as key, as in vLLM: `token_id:5`."""
     sample, texts = spelled
     offsets = []
     for text in texts:
@@ -143,8 +145,8 @@ def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest
 def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
     """Return `logprobs` of /v1/chat/completions.
 
-    `token` and `bytes`, joined, are the response's text; for a partial character, `bytes` holds the part.
-    `top_logprobs` names single tokens, including special tokens.
+    The `token` entries joined, or the `bytes` joined, are the response's text. A partial character has its bytes in
+    `bytes`. `top_logprobs` names every token by its text alone, including special tokens.
     """
     content = []
     for token, text, logprob, likeliest in zip_longest(
@@ -158,11 +160,11 @@ def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
 
 
 def generate_logprobs(sample: Sample, count: int) -> Json:
-    """Return `logprobs` of vLLM's route: per sampled token the first `count` (at least one) of the token and the
-    likeliest.
+    """Return `logprobs` of vLLM's route. Each sampled token lists the first `count` (at least one) of itself and the
+    most likely tokens.
 
-    `rank` is 1 for the likeliest; null for a token that is not among the likeliest, or if none were requested. Older
-    clients read the token id from `token`."""
+    `rank` is 1 for the most likely token, and null for a token that is not among the most likely, or if none were
+    requested. Older clients read the token id from `token`."""
 
     def entry(token: int, logprob: float, rank: int | None) -> Json:
         return {"token_id": token, "logprob": logprob, "rank": rank, "token": f"token_id:{token}", "bytes": None}
@@ -180,11 +182,11 @@ def generate_logprobs(sample: Sample, count: int) -> Json:
 
 
 class TextAnswer:
-    """The base of responses as text.
+    """The base class of responses as text.
 
     Attributes:
         streams: whether each token is sent immediately.
-        prompts: token ids of each prompt.
+        prompts: the token ids of each prompt.
         samples: responses per prompt; choice `i` belongs to prompt `i // samples`.
     """
 
@@ -205,7 +207,7 @@ class TextAnswer:
         self._spellers: dict[int, Speller] = {}
 
     def _take(self, k: int, part: Sample) -> Spelled:
-        """Add the next tokens of choice `k`; return those whose texts are final."""
+        """Add the next tokens of choice `k` and return those whose text is final."""
         if k not in self._spellers:
             b = self.body
             stream = TextStream(
@@ -223,19 +225,19 @@ class TextAnswer:
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
     def _finished(self, samples: list[Sample]) -> Json:
-        """Return the last fields of a response that is not streamed."""
+        """Return the last fields of the body of a response that is not streamed."""
         tells_prompt = self.body.return_token_ids and len(self.prompts) == 1
         return {"usage": usage(self.prompts, samples)} | ({"prompt_token_ids": self.prompts[0]} if tells_prompt else {})
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Keep the response for later requests of the rollout."""
+        """Store the conversation for later requests of the rollout; here, do nothing."""
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Yield the chunks before the first token."""
+        """Yield the chunks to send before the first token."""
         yield from ()
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
-        """Yield the chunks after the last token."""
+        """Yield the chunks to send after the last token."""
         if self.body.stream_options.include_usage:
             yield header.body(self.kind, []) | {"usage": usage(self.prompts, samples)}
 
@@ -259,10 +261,10 @@ class CompletionAnswer(TextAnswer):
                 why = "is not given with stream" if body.stream else "is not given by a policy in training"
                 raise RequestError(f"prompt_logprobs {why}", param="prompt_logprobs")
             self._of_prompts = [self._of_prompt(ids) for ids in prompts]
-        self._offsets: dict[int, int] = {}  # characters sent so far, by choice
+        self._offsets: dict[int, int] = {}  # the number of characters sent so far, by choice
 
     def _of_prompt(self, ids: list[int]) -> list[Json | None]:
-        """Return vLLM's entry of each token of a prompt at temperature 1; None for the first."""
+        """Return vLLM's `prompt_logprobs` of a prompt at temperature 1: an entry for each token, None for the first."""
         scored = self.served.prompt_logprobs(ids)
         spelled = [_spelling(self.served.bytes_of_token, token) for token in ids]
         entries = zip(ids[1:], scored[1:], spelled[1:], strict=True)
@@ -286,7 +288,7 @@ class CompletionAnswer(TextAnswer):
         return header.body(self.kind, choices) | self._finished(samples)
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield the chunk of the tokens whose text is final."""
+        """Yield a chunk with the tokens whose text has become final, if there are any or the response has ended."""
         part = self._take(progress.sample, progress.part)
         if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
             yield header.body(self.kind, [self._choice(progress.sample, part)])
@@ -317,7 +319,7 @@ class ChatAnswer(TextAnswer):
         self._parsed: dict[int, tuple[Spelled, ParsedToolCalls]] = {}
 
     def _parse(self, k: int, sample: Sample) -> tuple[Spelled, ParsedToolCalls]:
-        """Decode a complete response and extract its tool calls; cache the result."""
+        """Decode a complete response and extract its tool calls. The result is cached."""
         if k not in self._parsed:
             self._spellers.pop(k, None)
             spelled = self._take(k, sample)
@@ -329,7 +331,7 @@ class ChatAnswer(TextAnswer):
         return self._parsed[k]
 
     def _choice(self, k: int, sample: Sample, name: str) -> Json:
-        """Return the choice for a complete response; `name` is the key of its message."""
+        """Return the `choices` entry of a complete response, with its message under the key `name`."""
         spelled, parsed = self._parse(k, sample)
         message: Json = {"role": "assistant", "content": parsed.text or (None if parsed.calls else "")}
         reason = sample.finish_reason
@@ -350,7 +352,7 @@ class ChatAnswer(TextAnswer):
         return header.body("chat.completion", choices) | self._finished(samples)
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Keep the conversation with its first response."""
+        """Store the conversation with the first response, for later requests of the rollout."""
         _, parsed = self._parse(0, samples[0])
         turn = turn_of("assistant", parsed.text, [(call.name, call.arguments) for call in parsed.calls])
         ids, stopped = [*self.prompts[0], *samples[0].token_ids], samples[0].reason == STOP_TOKEN
@@ -358,12 +360,13 @@ class ChatAnswer(TextAnswer):
         rollout.turns = [*rollout.turns[1 - _MOST_TURNS :], conversation]
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Yield the role of each response."""
+        """Yield a chunk with the role for each response."""
         for k in range(self.samples):
             yield header.body(self.kind, [_delta(k, {"role": "assistant", "content": ""})])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield the chunk of the tokens whose text is final. With tools, all text is sent at the end, after parsing."""
+        """Yield a chunk with the tokens whose text has become final. If the request has tools, send all text at the
+        end."""
         if self._tools:
             return
         part = self._take(progress.sample, progress.part)
@@ -388,7 +391,7 @@ def _delta(k: int, delta: Json, reason: str | None = None, logprobs: Json | None
 
 
 class GenerateAnswer:
-    """A response of vLLM's route: token ids without text."""
+    """A response of vLLM's route: token ids, no text."""
 
     def __init__(self, model: ServedModel, body: GenerateBody, rollout: Rollout | None, request_id: str) -> None:
         params = body.sampling_params
@@ -401,7 +404,7 @@ class GenerateAnswer:
         self._tells_prompt = body.return_token_ids
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Keep nothing, because the client has the ids."""
+        """Store nothing, since the client has the token ids."""
 
     def _part(self, header: Header, samples: dict[int, Sample]) -> Json:
         choices = []

@@ -1,4 +1,4 @@
-"""The routes of the server, as a Starlette application."""
+"""The HTTP routes of the server, as a Starlette application."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _BODIES: dict[type[Answer], type[Body]] = {
     ChatAnswer: ChatBody,
     GenerateAnswer: GenerateBody,
 }
-_GONE = 499  # the status after the client has disconnected; nobody reads it
+_GONE = 499  # the status if the client has disconnected; nobody reads it
 
 
 class Conversation:
-    """A client's request: its pending engine requests, one per prompt, and the samples so far."""
+    """A client's request while it is answered: one engine request per prompt, and the samples so far."""
 
     def __init__(self, service: Service, answer: Answer, rollout: Rollout | None) -> None:
         self.service, self.answer, self.rollout = service, answer, rollout
@@ -62,14 +62,16 @@ class Conversation:
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Keep the requests in the engine during the block; at its end cancel those that are incomplete."""
+        """Submit the engine requests on entry, and cancel those still incomplete on exit.
+
+        Raise RequestError (503) if the server's queue is full."""
         service, n, most = self.service, len(self.samples), self.service.model.limits.max_queue
         if service.under_way + n > most:
             raise RequestError(
                 f"{n} answers are asked for, {service.under_way} are under way, and the server takes {most}: ask for fewer, or later",
                 503,
             )
-        # a rejected request has drawn nothing
+        # a rejected request has no seed yet
         self.pending = [self._pending(number) for number in range(len(self.answer.prompts))]
         service.under_way += n
         try:
@@ -92,7 +94,7 @@ class Conversation:
         return Header(self.answer.id, self.answer.model, self.pending[0].version or 0)
 
     async def next(self) -> Progress:
-        """Return the next tokens. Raise the error of a failed request."""
+        """Wait for the next tokens and return them. Raise the error of a failed request."""
         progress = await self._news.get()
         if progress.error is not None:
             raise progress.error
@@ -100,12 +102,12 @@ class Conversation:
         return progress
 
     async def all(self) -> None:
-        """Wait until the response is complete."""
+        """Wait until all responses are complete."""
         while not self.complete:
             await self.next()
 
     def keep(self) -> None:
-        """Record the response in the rollout."""
+        """Record the requests and responses in the rollout, if there is one."""
         self._kept = True
         if self.rollout is not None:
             for choice, sample in enumerate(self.samples):
@@ -115,7 +117,7 @@ class Conversation:
             self.answer.remember(self.rollout, self.samples)
 
     async def events(self, progress: Progress) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events while it is generated; `progress` holds its first tokens."""
+        """Yield the response as server-sent events while it is generated. `progress` holds its first tokens."""
         header, answer = self.header, self.answer
         for body in answer.opening(header):
             yield event(body)
@@ -135,7 +137,8 @@ class Conversation:
 
 
 class EventStream(StreamingResponse):
-    """A stream that ends when its client disconnects, at the deadline, or with the response; then it closes `stack`."""
+    """A streaming response that ends when it is complete, at the deadline, or when the client disconnects. Then it
+    closes `stack`."""
 
     def __init__(
         self, events: AsyncIterator[bytes], headers: dict[str, str], stack: contextlib.AsyncExitStack, deadline: float
@@ -151,7 +154,7 @@ class EventStream(StreamingResponse):
 
 
 class Service:
-    """The handlers of the routes.
+    """The request handlers of the routes.
 
     Args:
         model: the served model.
@@ -180,7 +183,7 @@ class Service:
         )
 
     async def models(self, request: Request) -> Response:
-        """Handle `GET /v1/models`: OpenAI's list of models, with vLLM's `max_model_len`."""
+        """Handle `GET /v1/models`: OpenAI's list of models, with the field `max_model_len` of vLLM."""
         self._check_key(request)
         model = self.model
         card = {
@@ -211,7 +214,7 @@ class Service:
         body, limit = read_body(_BODIES[make], given), limits.request_timeout_s
         deadline = asyncio.get_running_loop().time() + limit
         rollout = self.model.rollout_of(body, request.headers.get(HEADER))
-        # texts are tokenized on a different thread, so that a long text does not block other requests
+        # texts are tokenized in another thread, so that a long text does not block other requests
         answer = await asyncio.to_thread(make, self.model, body, rollout, uuid.uuid4().hex)
         conversation = Conversation(self, answer, rollout)
         async with contextlib.AsyncExitStack() as stack:
@@ -231,7 +234,7 @@ class Service:
         return JSONResponse(await asyncio.to_thread(answer.whole, header, conversation.samples), headers=headers)
 
     def draw(self, prompt: list[int], seed: int | None, rollout: Rollout | None) -> Draw:
-        """Return the random key for the responses to a prompt."""
+        """Return the seed for the responses to a prompt."""
         if rollout is not None:
             return self.model.rollouts.draw(rollout, prompt, seed)
         seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
@@ -244,7 +247,7 @@ class Service:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Progress | None]) -> Progress | None:
-    """Return the result of `work`. Raise ClientDisconnect if the client disconnects first."""
+    """Await `work` and return its result. Raise ClientDisconnect if the client disconnects first."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -273,7 +276,8 @@ _HEADERS = {
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Return the error response for an invalid request, or one that the server's state does not allow."""
+    """Return the error response for an invalid request, or for one that the server cannot answer in its current
+    state."""
     status = getattr(error, "status", 503 if isinstance(error, ServingError) else 400)
     body = error_body(str(error), _KINDS.get(status, "invalid_request_error"), getattr(error, "param", None), status)
     return JSONResponse(body, status, _HEADERS.get(status))

@@ -1,6 +1,6 @@
-"""Validated request bodies: OpenAI's fields, and those that vLLM adds.
+"""Validated request bodies: OpenAI's fields, and the fields that vLLM adds.
 
-A field that would change the response and is not supported is rejected by name; no field is ignored silently.
+A field that would change the response but is not supported is rejected by name. No field is silently ignored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IGNORED_PARAMS = {"detokenize", "spaces_between_special_tokens", "routed_expert
 
 
 class RequestError(ValueError):
-    """Raised for an invalid request; `status` is the HTTP status, `param` the field."""
+    """Raised for an invalid request. `status` is the HTTP status, and `param` names the invalid field."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
@@ -66,12 +66,12 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: object) -> object:
-        """Drop null fields, which mean the same as absent fields in OpenAI's protocol."""
+        """Drop fields that are null: in OpenAI's protocol null means the same as absent."""
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class SamplingFields(_Body):
-    """The sampling fields of all three routes. None: the server's default."""
+    """The sampling fields of all three routes. None means the server's default."""
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -91,20 +91,20 @@ class SamplingFields(_Body):
 
     @property
     def num_likeliest(self) -> int:
-        """The number of likeliest tokens to return per sampled token."""
+        """The number of most likely tokens to return per sampled token."""
         return 0
 
 
 class StreamOptions(_Body):
-    """OpenAI's `stream_options`."""
+    """The field `stream_options` of OpenAI."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
-    include_obfuscation: bool = False  # options of OpenAI's servers; no effect on text
+    include_obfuscation: bool = False  # options of OpenAI's servers that have no effect on the text
 
 
 class TextBody(SamplingFields):
-    """The fields that completions and chat share."""
+    """The fields shared by completions and chat."""
 
     model: Text | None = None
     stream: bool = False
@@ -115,7 +115,7 @@ class TextBody(SamplingFields):
 
 
 class CompletionBody(TextBody):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: (
         Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
@@ -135,7 +135,7 @@ class ToolCallFunction(_Body):
 
 
 class ToolCall(_Body):
-    """A tool call in an earlier response, in OpenAI's format."""
+    """A tool call of an earlier response, in OpenAI's format."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -167,7 +167,7 @@ class ChatMessage(_Body):
 
 
 class ChatBody(TextBody):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: NewTokens | None = None
@@ -182,18 +182,18 @@ class ChatBody(TextBody):
 
 
 class GenerateParams(SamplingFields):
-    """`sampling_params` of vLLM's route."""
+    """The field `sampling_params` of vLLM's route."""
 
     logprobs: Likeliest | None = None
 
     @property
     def num_likeliest(self) -> int:
-        """The number of likeliest tokens to compute: the sampled token comes first and is counted."""
+        """The number of most likely tokens to compute. `logprobs` counts the sampled token, so 1 requests no others."""
         return self.logprobs if self.logprobs and self.logprobs > 1 else 0
 
 
 class GenerateBody(_Body):
-    """`POST /inference/v1/generate`."""
+    """The body of `POST /inference/v1/generate`."""
 
     model: Text | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
@@ -210,7 +210,7 @@ Body = CompletionBody | ChatBody | GenerateBody
 
 
 def read_body(kind: type[Body], data: object) -> Body:
-    """Return the validated body. Raise RequestError that names the first invalid field."""
+    """Return the validated body. Raise RequestError naming the first invalid field."""
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {type(data).__name__}: expected an object")
     data = _without_neutral(data, _IGNORED, kept={"prompt_logprobs"} if kind is CompletionBody else set())
@@ -230,7 +230,8 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the fields that may change a response. Raise RequestError if a field supports only its neutral value."""
+    """Return the fields that may change a response. Raise RequestError if a field with one supported value has
+    another."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:
         value = changing.pop(name)
@@ -241,5 +242,5 @@ def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = f
 
 
 def _is_a_kind(part: object) -> bool:
-    """Return whether a part of pydantic's error path names one of several types instead of a field."""
+    """Return whether an element of pydantic's error path names a type of a union, not a field."""
     return isinstance(part, str) and any(sign in part for sign in "[(") or part in ("str", "constrained-str")

@@ -1,4 +1,4 @@
-"""Conversations as token ids, and tool calls in the text of a response."""
+"""Converts conversations to token ids, and finds tool calls in the text of a response."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _END = re.compile(r"\s*</tool_call>")
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call; `arguments` is JSON text."""
+    """A tool call; `arguments` is a JSON string."""
 
     id: str
     name: str
@@ -34,17 +34,17 @@ class Call:
 
 @dataclass(frozen=True)
 class ParsedToolCalls:
-    """The text of a response without its tool calls, and the calls."""
+    """The tool calls in a response, and its text without them."""
 
     text: str
     calls: list[Call] = field(default_factory=list)
 
 
 def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
-    """Extract the tool calls outside the reasoning block; return them and the remaining text.
+    """Extract the tool calls outside the reasoning block. Return them and the remaining text.
 
-    `thinks`: whether the prompt already opened the reasoning block. An unclosed block runs to the end of the text. A
-    call that is not a JSON object with a name is kept as text.
+    `thinks` says that the prompt already opened the reasoning block. A block without an end tag reaches to the end of
+    the text. A call that is not a JSON object with a name stays in the text.
     """
     calls: list[Call] = []
     kept, copied = [], 0
@@ -69,7 +69,7 @@ def _end_of_thinking(text: str, begin: int) -> int:
 
 
 def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
-    """Parse the tool call whose JSON starts at `begin`; return the call and its end."""
+    """Parse the tool call whose JSON starts at `begin`. Return the call and where it ends, or None if it is invalid."""
     try:
         content, at = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):
@@ -83,7 +83,7 @@ def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
 
 
 _PLACE = "9001place1009"  # digits and letters, which templates do not change
-_ENOUGH_IDS = 32  # enough for the tag, however it is tokenized, and blank lines after it
+_ENOUGH_IDS = 32  # enough tokens for the tag in any tokenization, with blank lines after it
 Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
 """Role, stripped content, tool calls and reasoning of a message, by which messages are compared."""
 Tools = list[Mapping[str, object]]
@@ -91,13 +91,13 @@ Tools = list[Mapping[str, object]]
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """A conversation with the model's response.
+    """A conversation that ends with a response of the model.
 
     Attributes:
-        turns: its messages; the response is the last.
-        ids: the tokens of prompt and response.
+        turns: the messages of the conversation, with the response last.
+        ids: the token ids of prompt and response.
         stopped: whether the last token is a stop token.
-        tools: the tools of the prompt.
+        tools: the tools in the prompt.
     """
 
     turns: tuple[Turn, ...]
@@ -111,18 +111,18 @@ def turn_of(role: str, text: str, calls: Sequence[tuple[str, str]] = (), reasoni
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    """Return the messages of a request in a form that can be compared."""
+    """Return the messages of a request as tuples that can be compared for equality."""
     calls = [[(c.function.name, c.function.arguments) for c in m.tool_calls or ()] for m in messages]
     return tuple(turn_of(m.role, m.text, its, m.reasoning_content or "") for m, its in zip(messages, calls))
 
 
 def takes_tools(tokenizer: TokenizerType) -> bool:
-    """Return whether the chat template writes tools in the form that `find_calls` reads."""
+    """Return whether the chat template writes tool calls in the format that `find_calls` reads."""
     return MARK in str(getattr(tokenizer, "chat_template", None))
 
 
 def opens_thinking(tokenizer: TokenizerType, prompt: Sequence[int]) -> bool:
-    """Return whether a prompt ends with `<think>`, as written by templates of reasoning models."""
+    """Return whether a prompt ends with `<think>`, which the chat templates of some reasoning models add."""
     end = tokenizer.decode(list(prompt[-_ENOUGH_IDS:]), skip_special_tokens=False)
     return end.rstrip().endswith(THINK)
 
@@ -132,8 +132,8 @@ def chat_prompt(
 ) -> list[int]:
     """Return the token ids of a conversation.
 
-    A conversation that continues one of `earlier` with the same tools reuses its token ids, followed by those of the
-    new text. Otherwise the rendered template is tokenized. Raise ChatTemplateError if the template rejects the
+    A conversation that continues one of `earlier` with the same tools reuses its token ids and appends those of the new
+    text. Otherwise the rendered chat template is tokenized. Raise ChatTemplateError if the template rejects the
     conversation."""
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
@@ -150,7 +150,8 @@ def chat_prompt(
 def _text_behind(
     tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
-    """Return the text that the template writes after message `answer`; None if it changes the content."""
+    """Return the text that the template writes after message `answer`, or None if the template changes that message's
+    text."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
     text = render_prompt(tokenizer, marked, tools=tools)
@@ -179,7 +180,7 @@ def _plain(message: ChatMessage) -> dict[str, object]:
 
 
 def _parsed(arguments: str) -> object:
-    """Return the arguments as a value, because templates write the JSON themselves."""
+    """Parse a tool call's arguments from JSON, since chat templates serialize them. Return invalid JSON unchanged."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

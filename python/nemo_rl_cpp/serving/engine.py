@@ -1,4 +1,4 @@
-"""The thread that runs the engine: takes requests of token ids, returns token ids and log-probabilities."""
+"""The thread that runs the engine. It takes requests as token ids and returns token ids and log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Likeliest = tuple[tuple[int, float], ...]
 
 
 class ServingError(RuntimeError):
-    """Raised if a request fails because of the server's state, not because of the request."""
+    """Raised if a request fails because of the state of the server, not because the request is invalid."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request is sampled and when it stops. Temperature 0 is greedy.
+    """How a request is sampled, and when its response ends. Temperature 0 is greedy.
 
-    `num_likeliest`: the number of likeliest tokens to return per sampled token.
+    `num_likeliest` is the number of most likely tokens to return for each sampled token.
     """
 
     temperature: float = 1.0
@@ -41,9 +41,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draw:
-    """The key of a request's random draws. The samples depend only on this key, the prompt and the sampling parameters.
+    """The seed of a request's sampling. Samples depend only on this seed, the prompt and the sampling parameters.
 
-    `number`: the index among the rollout's requests with this prompt, from which `draw_id` was computed.
+    `number` is the request's index among the rollout's requests with this prompt; `draw_id` was computed from it.
     """
 
     seed: int
@@ -54,7 +54,7 @@ class Draw:
 
 @dataclass
 class Sample:
-    """Tokens of one response: all so far, or the new ones. `reason` is 0 while the response is incomplete."""
+    """Tokens of one response: all tokens so far, or only the new ones. `reason` is 0 until the response is complete."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's finish reason; None while the response is incomplete."""
+        """The finish reason in OpenAI's terms, or None while the response is incomplete."""
         return FINISH_REASONS.get(self.reason)
 
     def extend(self, part: Sample) -> None:
@@ -75,7 +75,7 @@ class Sample:
 
 
 class Progress(NamedTuple):
-    """New tokens of response number `sample`, or the error that made every response of the request fail."""
+    """New tokens of response `sample` of a request, or the error with which the whole request failed."""
 
     sample: int = 0
     part: Sample | None = None
@@ -87,10 +87,10 @@ class PendingRequest:
     """A request that the engine has not finished.
 
     Attributes:
-        samples: the number of responses to the prompt; they share its computation.
-        tell: called from the engine's thread, after each step with `every_token`, otherwise when a response is
-            complete.
-        version: of the weights that generate the response; None until the request starts."""
+        samples: the number of responses to the prompt; they share its prefill.
+        tell: callback, called in the engine's thread: after every step if `every_token`, otherwise once per complete
+            response.
+        version: the version of the weights that generate the responses; None until the request starts."""
 
     prompt_ids: list[int]
     sampling: Sampling
@@ -100,12 +100,12 @@ class PendingRequest:
     every_token: bool = False
     version: int | None = None
     answers: list[Sample] = field(default_factory=list)
-    first: int = -1  # the engine's number of the first sample
+    first: int = -1  # the number that the engine gave the first sample
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """Numbers of waiting and running requests, blocks of the engine's cache, and tokens since the start."""
+    """Counts of an engine: waiting and running requests, KV-cache blocks, and tokens generated since the start."""
 
     waiting: int
     running: int
@@ -117,15 +117,15 @@ class EngineState:
 
 
 class EngineThread:
-    """Runs a `C.ResidentEngine` while it is open and has requests.
+    """A thread that runs a `C.ResidentEngine` while it is open and has requests.
 
-    While closed, it generates nothing and releases its cache; requests wait. Closing lets running requests finish, so
-    each response comes from one version of the weights.
+    While closed, it generates nothing, frees its KV cache, and lets requests wait. Closing lets running requests finish
+    first, so each response comes from one version of the weights.
 
     Args:
-        make_engine: makes the engine, in this thread, when it is first needed.
-        version: of the weights, until `open` sets a new one.
-        is_open: whether it starts open.
+        make_engine: makes the engine; called in this thread when the engine is first needed.
+        version: the version of the weights until `open` sets another.
+        is_open: whether the thread starts open.
     """
 
     step_seconds = 600.0
@@ -147,8 +147,8 @@ class EngineThread:
     # ---- from any thread
 
     def submit(self, *requests: PendingRequest) -> None:
-        """Add requests to the batch at the next step, together, so that one version of the weights answers them. An
-        invalid request is reported through its `tell` (ValueError)."""
+        """Add requests to the batch at the next step, all together, so that one version of the weights answers them. An
+        invalid request gets a ValueError through its `tell`. Raise ServingError if the server is shutting down."""
         with self._changed:
             if self._ends:
                 raise ServingError("the server is ending")
@@ -156,7 +156,7 @@ class EngineThread:
             self._changed.notify_all()
 
     def cancel(self, request: PendingRequest) -> None:
-        """Drop a request and call its `tell` no more; its blocks are freed after the current step."""
+        """Drop a request and stop calling its `tell`. Its KV-cache blocks are freed after the current step."""
         with self._changed:
             if request in self._new:
                 self._new.remove(request)
@@ -165,16 +165,16 @@ class EngineThread:
             self._changed.notify_all()
 
     def open(self, version: int) -> None:
-        """Start answering requests, with weights of this version."""
+        """Start answering requests with the current weights, whose version is `version`."""
         with self._changed:
             self._version, self._open = version, True
             self._changed.notify_all()
 
     def close(self, patience: float) -> None:
-        """Wait until nothing runs, at most `patience` seconds, then fail what still runs. New requests wait from now
-        on.
+        """Wait at most `patience` seconds for running requests, then fail those that remain. New requests wait until
+        `open`.
 
-        Raise RuntimeError if the thread has died, or its step does not end."""
+        Raise RuntimeError if the thread has died, or if its current step does not end."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
@@ -196,12 +196,12 @@ class EngineThread:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Run no step during the block, because a different engine computes with the same model."""
+        """Run no step during the block, because another engine computes with the same model."""
         with self._weights:
             yield
 
     def shut_down(self, patience: float = 10.0) -> None:
-        """End the thread; its requests fail. Idempotent."""
+        """End the thread and fail its requests. Idempotent."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -306,9 +306,9 @@ class EngineThread:
 
 
 def longest_in_cache(runner: C.ModelRunner, cache_bytes: int) -> int:
-    """Return the length in tokens of the longest sequence that fits a cache of this size; below 2 nothing can be
-    generated.
+    """Return the length in tokens of the longest sequence that fits in a cache of `cache_bytes`; below 2, nothing can
+    be generated.
 
-    The engine needs ceil(length / block) blocks, and one more if a copied prompt ends within a block."""
+    A sequence needs ceil(length / block size) blocks, and one more if a copied prompt ends within a block."""
     blocks = cache_bytes // max(runner.bytes_per_block(), 1)
     return max((blocks - 1) * runner.block_size() + 1, 0)

@@ -1,4 +1,5 @@
-"""Serves a run's policy over HTTP: requests are answered during rollouts and validations, at constant weights."""
+"""An HTTP server for the policy of a run. It answers during rollouts and validations, while the weights are
+constant."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ _PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """The address of the policy for agents.
+    """Where agents reach the policy.
 
     Attributes:
-        base_url: for an OpenAI client; ends in /v1.
+        base_url: the URL for an OpenAI client; ends in /v1.
         model: the model's name.
-        header: the HTTP header that names a request's rollout.
-        tokenizer: a folder with the tokenizer's files, for clients that tokenize themselves.
+        header: the HTTP header in which a request names its rollout.
+        tokenizer: a folder with the tokenizer's files, for clients that do their own tokenization.
         max_model_len: the longest sequence in tokens.
     """
 
@@ -52,15 +53,15 @@ class ServerAddress:
 
 
 class ServedGeneration(GenerationInterface):
-    """The training loop's engine and a server for the same model, which never compute at the same time.
+    """The training loop's engine and an HTTP server for the same model, which never compute at the same time.
 
-    The server answers between `prepare_for_generation` and `finish_generation`; otherwise requests wait. Requests in
-    flight at `finish_generation` have up to 30 s to finish, because the weights are about to change.
+    The server answers between `prepare_for_generation` and `finish_generation`; at other times requests wait. Requests
+    in flight at `finish_generation` get up to 30 s to finish, because the weights are about to change.
 
     Args:
-        inner: the engine of the loop.
-        version: returns the step of the current weights.
-        sampling: the distributions of the streams "train" and "val".
+        inner: the training loop's engine.
+        version: a function that returns the step of the current weights.
+        sampling: the sampling distributions of the streams "train" and "val".
     """
 
     owns_process = True  # `shutdown` ends the server's threads
@@ -89,12 +90,12 @@ class ServedGeneration(GenerationInterface):
         return done
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: object) -> Answer:
-        """Generate with the loop's engine while the server's requests wait."""
+        """Generate with the training loop's engine while the server's requests wait."""
         with self.model.engine.set_aside():
             return self.inner.generate(data, greedy, **beside)
 
     def finish_generation(self) -> bool:
-        """Close the server until the weights are updated."""
+        """Close the server until the next `prepare_for_generation`, and finish the inner engine's generation."""
         self.model.engine.close(_PATIENCE_S)
         return self.inner.finish_generation()
 
@@ -107,7 +108,7 @@ class ServedGeneration(GenerationInterface):
         return self.inner.shutdown()
 
     def invalidate_kv_cache(self) -> bool:
-        return self.inner.invalidate_kv_cache()  # the server's cache is new each time it opens
+        return self.inner.invalidate_kv_cache()  # the server gets a new cache whenever it opens
 
     def weight_digest(self) -> str:
         return self.inner.weight_digest()
@@ -135,20 +136,20 @@ class ServedGeneration(GenerationInterface):
         )
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Return the key that requests of a rollout must send; they are sampled with the settings of the stream.
+        """Return the key that a rollout's requests must send; they are sampled with the settings of `stream`.
 
-        The draws depend on `name`, which is the same in every validation; the key starts with the step and is never
-        reused."""
+        Sampling is seeded by `name`, which is the same in every validation. The key starts with the step, and no key is
+        used twice."""
         sampling = TrainedSampling(0.0, 1.0, 0) if greedy else self._sampling[stream]
         return self.model.rollouts.register(f"{self._version()}-{name}", STREAMS[stream], sampling, name)
 
     def end_rollout(self, key: str) -> Rollout:
-        """Return the requests and responses of a rollout, and reject further requests for it."""
+        """Return the requests and responses of a rollout; its later requests are rejected."""
         return self.model.rollouts.take(key)
 
 
 def trained_sampling(config: GenerationConfig, validation: bool = False) -> TrainedSampling:
-    """Return the sampling distribution of `policy.generation`, for training or validation."""
+    """Return the sampling distribution that `policy.generation` sets for training, or for validation."""
 
     def setting(name: str) -> float | None:
         value = getattr(config, f"val_{name}") if validation else None
@@ -172,15 +173,15 @@ def serve_policy(
     seed: int,
     listener: socket.socket,
 ) -> ServedGeneration:
-    """Start the server of a policy in training; it answers from the next `prepare_for_generation` on.
+    """Start an HTTP server for the policy in training. It answers from the next `prepare_for_generation` on.
 
     Args:
-        inner: the engine of the loop.
-        version: returns the step of the current weights.
-        seed: the run's seed, part of every draw.
-        listener: from `listener_of`; closed on failure.
+        inner: the training loop's engine.
+        version: a function that returns the step of the current weights.
+        seed: the run's seed, which seeds all sampling.
+        listener: a socket from `listener_of`; closed if the server cannot start.
 
-    Raises ValueError if the cache cannot hold a sequence of full length.
+    Raise ValueError if the KV cache cannot hold a sequence of full length.
     """
     from nemo_rl_cpp.serving.app import make_app  # needs the extra `serve`
     from nemo_rl_cpp.serving.http_server import HttpServer
@@ -201,9 +202,9 @@ def serve_policy(
 
 
 def listener_of(config: PolicyConfig) -> socket.socket | None:
-    """Return a socket that listens at `http_server`'s address; None without expose_http_server.
+    """Return a socket that listens at the address in `http_server`, or None if `expose_http_server` is false.
 
-    Raise ValueError, before a model is loaded, if a package is missing or the address is not available.
+    Raise ValueError, before a model is loaded, if a package is missing or the address is unavailable.
     """
     if not config.generation.expose_http_server:
         return None
@@ -215,7 +216,9 @@ def listener_of(config: PolicyConfig) -> socket.socket | None:
 
 
 def key_of(variable: str | None) -> str:
-    """Return the API key: from the environment variable, or a new one. Raise ValueError if the variable is not set."""
+    """Return the API key from the environment variable, or a new key if `variable` is None.
+
+    Raise ValueError if the environment variable is not set."""
     key = secrets.token_urlsafe(24) if variable is None else os.environ.get(variable)
     if not key:
         raise ValueError(f"policy.generation.http_server.api_key_variable is {variable}, but that variable is not set")
@@ -225,7 +228,7 @@ def key_of(variable: str | None) -> str:
 def _model(
     policy: Policy, inner: NativeGeneration, config: PolicyConfig, version: Callable[[], int], seed: int
 ) -> ServedModel:
-    """Return the policy as a served model with a closed engine."""
+    """Return the policy as a served model whose engine starts closed."""
     generation, folder, tokenizer = config.generation, policy.folder, policy.tokenizer
     settings, stops = generation.http_server, generation.stop_strings or ()
     longest = generation.effective_max_model_len(config.max_total_sequence_length)

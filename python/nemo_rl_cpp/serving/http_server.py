@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on h11, in a thread."""
+"""The HTTP server: uvicorn with h11, in a thread."""
 
 import asyncio
 import signal
@@ -13,13 +13,14 @@ from starlette.applications import Starlette
 
 _START_SECONDS = 15.0
 _END_SECONDS = 5.0
-_IDLE_SECONDS = 75  # idle time of a connection between two requests
+_IDLE_SECONDS = 75  # how long a connection may idle between two requests
 _MOST_CONNECTIONS = 2048
 _LONGEST_HEAD = 64 << 10
 
 
 def listen(host: str, port: int, where: str = "--host and --port") -> socket.socket:
-    """Return a listening socket; port 0 picks a free port. On failure raise ValueError that names options `where`."""
+    """Return a listening socket; port 0 picks a free port. If it cannot listen, raise ValueError naming the options
+    `where`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
@@ -30,10 +31,10 @@ def listen(host: str, port: int, where: str = "--host and --port") -> socket.soc
 
 
 class HttpServer:
-    """Serves an application at a listening socket until `stop`.
+    """A server of an ASGI application on a listening socket, until `stop`.
 
     Args:
-        log_level: of uvicorn, which writes exceptions of a handler to stderr at "error".
+        log_level: uvicorn's log level; at "error" it writes the exceptions of handlers to stderr.
         most_connections: further connections are answered with 503; None: no limit.
     """
 
@@ -57,12 +58,13 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """The address for clients, without the route's /v1."""
+        """The server's address for clients, without the /v1 of the routes."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def start(self) -> None:
-        """Start serving in a thread, and return once requests are accepted."""
+        """Start serving in a thread, and return once requests are accepted. Raise RuntimeError if that takes too
+        long."""
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
         end = time.monotonic() + _START_SECONDS
@@ -80,7 +82,8 @@ class HttpServer:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Stop accepting requests, wait briefly for those in flight, and end. Idempotent; call from any thread."""
+        """Stop accepting requests, wait briefly for those in flight, and end the server. Idempotent; any thread may
+        call it."""
         self._server.should_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _END_SECONDS)
@@ -88,7 +91,7 @@ class HttpServer:
 
 
 class Engine(Protocol):
-    """What computes the answers, in a thread."""
+    """The thread that computes the responses."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -97,7 +100,7 @@ class Engine(Protocol):
 
 
 def serve_until_ended(server: HttpServer, engine: Engine, greet: Callable[[], None]) -> None:
-    """Start the server, call `greet`, and serve until Ctrl-C or SIGTERM; then stop server and engine."""
+    """Start the server, call `greet`, and serve until Ctrl-C or SIGTERM; then stop the server and the engine."""
     ended = threading.Event()
     before = {n: signal.signal(n, lambda *_: ended.set()) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -112,7 +115,7 @@ def serve_until_ended(server: HttpServer, engine: Engine, greet: Callable[[], No
 
 
 def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, every: float = 1.0) -> None:
-    """Wait until `ended` is set. Raise RuntimeError if a required thread has died."""
+    """Wait until `ended` is set. Raise RuntimeError if the server's or the engine's thread has died."""
     while not ended.wait(every):
         for name, thread in (("HTTP server", server), ("engine", engine)):
             if not thread.is_alive:

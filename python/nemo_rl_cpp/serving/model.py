@@ -1,4 +1,4 @@
-"""A served model with its engine and tokenizer, and the server's limits."""
+"""A model that the HTTP server serves, with its engine, its tokenizer and the server's limits."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Limits:
     """The limits of a server.
 
     Attributes:
-        max_queue: responses that run or wait, over all clients; further requests are rejected with status 503.
+        max_queue: responses running or waiting, over all clients; further requests get status 503.
         max_body_bytes: the largest request body.
-        request_timeout_s: from the last byte of a request to the last byte of its response.
+        request_timeout_s: the time from the last byte of a request to the last byte of its response.
         body_timeout_s: the time for a request's body to arrive.
     """
 
@@ -53,12 +53,12 @@ class ServedModel:
     """A model behind a server.
 
     Attributes:
-        names: the names that requests may use; the first is shown.
+        names: the model names that requests may use; the server lists the first.
         default: sampling parameters for requests without any.
-        digest: of the weights; "" if unknown.
-        prompt_logprobs: returns the log-probability of each token of a prompt given those before it, at temperature 1,
-            0 for the first; None if prompts are not scored.
-    """
+        digest: the digest of the weights; "" if unknown.
+        prompt_logprobs: returns the log-probability of each token of a prompt given the tokens before it, at
+            temperature 1,
+            and 0 for the first token; None if the server does not score prompts."""
 
     names: tuple[str, ...]
     tokenizer: TokenizerType
@@ -74,11 +74,12 @@ class ServedModel:
 
     @cached_property
     def bytes_of_token(self) -> Callable[[int], bytes]:
-        """Returns the bytes of a token, which may be a partial character."""
+        """Return the bytes of a token, which may be a partial character."""
         return bytes_of_token(self.tokenizer)
 
     def check_name(self, name: str | None) -> str:
-        """Return the name that a request uses for the model. Raise RequestError for an unknown model."""
+        """Return the requested model name, or the server's first name if `name` is None. Raise RequestError if it is
+        unknown."""
         if name is not None and name not in self.names:
             raise RequestError(
                 f"the model `{name}` does not exist here: this server has `{self.names[0]}`", 404, "model"
@@ -86,7 +87,8 @@ class ServedModel:
         return name or self.names[0]
 
     def check_prompt(self, prompt_ids: list[int], param: str) -> None:
-        """Raise RequestError for a prompt that cannot be answered."""
+        """Raise RequestError if a prompt is empty, leaves no room for a response, or has a token outside the
+        vocabulary."""
         if not prompt_ids:
             raise RequestError("the prompt has no token: give at least one character", param=param)
         if len(prompt_ids) >= self.max_model_len:
@@ -102,12 +104,12 @@ class ServedModel:
             )
 
     def sampling(self, body: SamplingFields, longest: int | None, prompt: int, rollout: Rollout | None) -> Sampling:
-        """Return the sampling of a request whose prompt has `prompt` tokens.
+        """Return the sampling parameters of a request whose prompt has `prompt` tokens.
 
-        If the body sets no limit, a response has at most `longest` tokens; None: as many as fit. A response of a
-        trained rollout has at most `default.max_new_tokens` tokens, the run's longest response.
+        If the body sets no limit, a response has at most `longest` tokens, or as many as fit if `longest` is None. In a
+        rollout that is trained on, a response has at most `default.max_new_tokens` tokens, as everywhere in the run.
 
-        Raise RequestError if a trained rollout requests a distribution other than training's, or several responses.
+        Raise RequestError if a request of such a rollout asks for another distribution, or for several responses.
         """
         trained = None if rollout is None else rollout.sampling
         limit = body.max_tokens or getattr(body, "max_completion_tokens", None)
@@ -141,7 +143,7 @@ class ServedModel:
         )
 
     def rollout_of(self, body: TextBody | GenerateBody, header: str | None) -> Rollout | None:
-        """Return the rollout that a request names in its header or its body; None if it names none."""
+        """Return the rollout that a request names in its header or its body, or None if it names none."""
         if header is not None and body.rollout_key is not None and header != body.rollout_key:
             raise RequestError("the header X-Rollout-Key and rollout_key name two rollouts", param="rollout_key")
         key = header or body.rollout_key
@@ -155,13 +157,13 @@ _LONGEST_CACHE = 4 << 30
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The sizes of a served engine. None: the largest that fits.
+    """The sizes of a served engine.
 
     Attributes:
-        max_model_len: the longest sequence (prompt and response); None: limited by the model's positions and the cache.
-        kv_cache_gb: size of the KV cache; None: half of the free memory, 4 GiB at most.
+        max_model_len: tokens of the longest sequence (prompt and response); None: what the model and the cache allow.
+        kv_cache_gb: size of the KV cache; None: half of the free memory, at most 4 GiB.
         max_batch_size: the number of responses generated concurrently.
-        prefill_chunk_tokens: prompt tokens computed per step, so that a long prompt does not delay other requests.
+        prefill_chunk_tokens: prompt tokens prefilled per step, so that a long prompt does not delay other requests.
     """
 
     max_model_len: int | None = None
@@ -184,7 +186,7 @@ def engine_thread(
     version: int,
     is_open: bool = True,
 ) -> EngineThread:
-    """Return the thread of an engine for sequences of `sizes.max_model_len` tokens."""
+    """Return the thread of an engine for sequences of at most `sizes.max_model_len` tokens."""
 
     def make() -> C.ResidentEngine:
         return C.ResidentEngine(
@@ -208,14 +210,14 @@ def load_model(
     limits: Limits | None = None,
     seed: int = 42,
 ) -> ServedModel:
-    """Load a folder, a model name, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its engine.
+    """Load a model and make its engine.
 
     Args:
-        served_name: a different name for clients.
-        seed: part of the draws of requests that name a rollout and no seed.
+        name: a model folder, a model name, a checkpoint (`step_N`), or a run's folder, for its newest checkpoint.
+        served_name: the name that clients use, if not `name`.
+        seed: seeds the sampling of requests that name a rollout but no seed.
 
-    Raises ValueError if the model cannot be found or does not fit.
-    """
+    Raise ValueError if the model cannot be found or does not fit."""
     if name == TINY_RANDOM:
         raise ValueError(
             f"'{TINY_RANDOM}' has random weights: give the checkpoints of a run that has trained it, or a model"
@@ -230,7 +232,7 @@ def load_model(
         for remark in settle_chat_template(tokenizer, folder):
             warnings.warn(remark, stacklevel=2)
     except ValueError:
-        pass  # without a template completions work, and chat reports the missing template
+        pass  # without a template, completions work and chat reports that it is missing
     model = C.DecoderModel(opened.native(), getattr(torch, precision), False)
     opened.fill(model)
     runner, cache_bytes = native_runner(model, {}), sizes.cache_bytes()
@@ -254,7 +256,7 @@ def load_model(
 
 
 class PromptScorer:
-    """Scores prompts with the forward pass of training, between two steps of the engine."""
+    """A scorer of prompts, which runs the forward pass of training between two steps of the engine."""
 
     def __init__(self, model: C.DecoderModel, engine: EngineThread) -> None:
         self._model, self._engine = model, engine
@@ -264,7 +266,8 @@ class PromptScorer:
         return C.Trainer(self._model)
 
     def __call__(self, ids: list[int]) -> list[float]:
-        """Return the log-probability of each token given those before it, at temperature 1; 0 for the first."""
+        """Return the log-probability of each token given the tokens before it, at temperature 1, and 0 for the first
+        token."""
         batch = RaggedBatch(torch.tensor([0, len(ids)]), {"input_ids": torch.tensor(ids)}, {})
         with self._engine.set_aside():
             found = torch.zeros(len(ids), dtype=self._trainer.out_dtype)
@@ -275,9 +278,9 @@ class PromptScorer:
 
 
 def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:
-    """Return the length of sequences that the cache holds, at most `longest`; warn if it is less.
+    """Return how many tokens of one sequence fit in the cache, at most `longest`; warn if fewer than `longest` fit.
 
-    Raise ValueError if `longest` was given and does not fit, or nothing fits.
+    Raise ValueError if the user gave `longest` and it does not fit, or if no sequence fits.
     """
     fits = longest_in_cache(runner, cache_bytes)
     if longest <= fits:

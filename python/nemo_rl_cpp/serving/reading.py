@@ -1,4 +1,4 @@
-"""Reads the body of a request, within limits."""
+"""Reads the body of a request, up to a size and a time limit."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from nemo_rl_cpp.serving.bodies import RequestError
 
 
 async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
-    """Return the body. Raise RequestError if it is too long (413) or does not arrive in time (408)."""
+    """Return the body as bytes. Raise RequestError if it is too long (413) or does not arrive in time (408)."""
     pieces, size = [], 0
     try:
         async with asyncio.timeout(seconds):
@@ -24,11 +24,11 @@ async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
 
 
 async def read_json(request: Request, most_bytes: int, seconds: float) -> object:
-    """Return the body as JSON. Raise RequestError if it is none, or holds half a character or an infinite number."""
+    """Parse the body as JSON. Raise RequestError if it is invalid, or holds a lone surrogate or a non-finite number."""
     raw = await read_raw(request, most_bytes, seconds)
     try:
         data = json.loads(raw, parse_constant=_no_constant)
-        if b"\\ud" in raw.lower():  # a partial character is no text
+        if b"\\ud" in raw.lower():  # a lone surrogate cannot be encoded
             json.dumps(data, ensure_ascii=False).encode()
         return data
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Requests and responses of each rollout, by its key: training uses the token ids that were sampled."""
+"""The requests and responses of each rollout, by the rollout's key. Training uses the token ids that were sampled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ HEADER = "x-rollout-key"
 
 @dataclass(frozen=True)
 class TrainedSampling:
-    """The distribution from which a trained rollout must be sampled: training computes log-probabilities under it."""
+    """The distribution from which a rollout must be sampled if it is trained on: training computes log-probabilities
+    under it."""
 
     temperature: float
     top_p: float
@@ -33,7 +34,7 @@ class TrainedSampling:
 
 @dataclass(frozen=True)
 class Call:
-    """One answered request."""
+    """A request with its response."""
 
     prompt_ids: list[int]
     sample: Sample
@@ -41,7 +42,7 @@ class Call:
 
     @property
     def truncated(self) -> bool:
-        """Whether the response was cut at the length limit."""
+        """Whether the response ended at the length limit."""
         return self.sample.reason == LENGTH
 
     @property
@@ -52,14 +53,14 @@ class Call:
 
 @dataclass
 class Rollout:
-    """The calls with one rollout key.
+    """The requests of one rollout, all with the same rollout key.
 
     Attributes:
-        name: part of the key of its draws; None: the rollout's key is used.
-        stream: the stream of its random draws (csrc/common/random.h).
-        sampling: the distribution of its samples; None: each request sets it.
-        turns: chat conversations, each with its token ids.
-        drawn: per prompt, the numbers of the responses that are finished or in flight.
+        name: seeds the sampling; None: the rollout's key does.
+        stream: the random stream (csrc/common/random.h).
+        sampling: the distribution to sample from; None: each request sets it.
+        turns: the rollout's chat conversations, each with its token ids.
+        drawn: for each prompt, the numbers of its responses, finished or in flight.
     """
 
     key: str
@@ -73,11 +74,11 @@ class Rollout:
 
 
 class Rollouts:
-    """Rollouts by key. A run registers the rollouts that it will train on, and takes them when they end. Of all other
-    rollouts the latest few thousand are kept, only for their conversations.
+    """All rollouts, by key. A run registers the rollouts that it will train on and takes each when it ends. Of other
+    rollouts, the server keeps the latest few thousand, only to continue their conversations.
 
     Args:
-        seed: part of the key of every draw.
+        seed: seeds all sampling.
     """
 
     def __init__(self, seed: int) -> None:
@@ -88,7 +89,8 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: TrainedSampling, name: str | None = None) -> str:
-        """Add a rollout to take later, with draws keyed by `name`; return `key`, or a new key if `key` was used."""
+        """Add a rollout to take later, whose sampling is seeded by `name`. Return `key`, or a new key if `key` was
+        used."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:
@@ -97,7 +99,7 @@ class Rollouts:
             return own
 
     def take(self, key: str) -> Rollout:
-        """Remove and return an ended rollout. Later requests that name it are rejected."""
+        """Remove and return a rollout that has ended. Later requests that name it are rejected."""
         with self._lock:
             rollout = self._registered.pop(key)
             self._ended[key] = None
@@ -106,7 +108,7 @@ class Rollouts:
             return replace(rollout, calls=[*rollout.calls])  # a copy: later responses are ignored
 
     def find(self, key: str) -> Rollout:
-        """Return the rollout of a request. Raise RequestError (410) if it was taken."""
+        """Return the rollout that a request names. Raise RequestError (410) if `take` has already returned it."""
         with self._lock:
             if key in self._ended:
                 raise RequestError(f"the rollout {key} has ended: its samples are trained already", 410, "rollout_key")
@@ -119,10 +121,10 @@ class Rollouts:
             return found
 
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
-        """Return the random key for the rollout's next response to this prompt.
+        """Return the seed for the rollout's next response to this prompt.
 
-        It depends on the seed, the rollout's key, the prompt and the smallest number unused for this prompt. So a
-        repeated rollout gets the same samples again, in whatever order concurrent requests arrive.
+        It depends on the run's seed, the rollout, the prompt, and the smallest number not yet used for this prompt. So
+        a repeated rollout gets the same samples, in whatever order concurrent requests arrive.
         """
         prompt = _digest_of(rollout, prompt_ids)
         with self._lock:
@@ -133,12 +135,12 @@ class Rollouts:
         return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number)
 
     def gave_up(self, rollout: Rollout, prompt_ids: list[int], draw: Draw) -> None:
-        """Free the number of a failed or abandoned response, so that a retry gets the same draws."""
+        """Release the number of a failed or cancelled response, so that a retry gets the same samples."""
         with self._lock:
             rollout.drawn[_digest_of(rollout, prompt_ids)].discard(draw.number)
 
     def answered(self, rollout: Rollout, call: Call) -> None:
-        """Record a response of a trained rollout."""
+        """Record a request and its response, if the rollout is trained on."""
         if rollout.sampling is not None:
             with self._lock:
                 rollout.calls.append(call)
@@ -159,8 +161,8 @@ def longest_chain(calls: list[Call]) -> list[Call]:
     """Return the calls of the longest growing conversation: each prompt starts with the previous call's prompt and
     response.
 
-    Retries, sub-agents and shortened conversations are left out. Of several chains, the one with the most calls, then
-    the most tokens, is returned, so the order in which calls arrived does not matter."""
+    Retries, sub-agents and shortened conversations are dropped. The longest conversation has the most calls, then the
+    most tokens, so the order in which calls arrived does not matter."""
     ordered = sorted(calls, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.sample.token_ids))
     chains: list[list[Call]] = []
     for call in ordered:
